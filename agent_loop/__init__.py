@@ -1,3 +1,7 @@
-"""Agent loops: how one prompt becomes one trajectory. Importing the package makes the loops that ship known by name."""
+"""Agent loops: how one prompt becomes one trajectory.
 
-from agent_loop import environment, tool_loop  # noqa: F401
+Read `base.AgentLoop` and `trajectory.Trajectory` first, then `single_turn`, the smallest loop.
+Importing the package registers the loops that it ships.
+"""
+
+from agent_loop import environment, retry_with_feedback, single_turn, tool_loop  # noqa: F401

@@ -1,4 +1,5 @@
-"""Processes that can be killed and confined, forked in milliseconds off one that has imported what they need."""
+"""Processes that can be killed and confined, forked in milliseconds from one that has imported what
+they need."""
 
 import asyncio
 import contextlib
@@ -16,104 +17,127 @@ from typing import Any
 from agent_loop.sandbox import LONGEST_LINE
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-LONGEST_START = 600.0  # seconds for the first process, after the imports of large libraries
-LONGEST_QUEUE = 3600.0  # seconds for a core
+
+LONGEST_START_S = 600.0  # for the first process, after the imports of large libraries
+LONGEST_QUEUE_S = 3600.0  # for a core
+LONGEST_KILL_S = 60.0  # for a killed process to end
+END_S = 2.0  # for the fork server to end its children and itself
+MAX_STARTING = 8  # a socket holds only so many other sockets that were not received yet
 
 
 @functools.lru_cache(8)  # a semaphore serves one event loop; a replica has only one
-def _cores(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+def _free_cores(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
     return asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
 
 @contextlib.asynccontextmanager
-async def core(seconds: float = LONGEST_QUEUE) -> AsyncIterator[None]:
-    """A place among as many as this process has cores, for what only computes: a limit on its time is then about its own
-    work. Raises TimeoutError: none became free in time."""
-    places, seconds = _cores(asyncio.get_running_loop()), min(seconds, LONGEST_QUEUE)
+async def reserve_core(seconds: float = LONGEST_QUEUE_S) -> AsyncIterator[None]:
+    """Hold one of this process's cores, for work that only computes: its time limit is then about
+    its own work.
+
+    Raises:
+        TimeoutError: no core became free within `seconds`.
+    """
+    cores = _free_cores(asyncio.get_running_loop())
+    seconds = min(seconds, LONGEST_QUEUE_S)
     async with contextlib.AsyncExitStack() as held:
         try:
             async with asyncio.timeout(seconds):  # not wait_for, which may swallow a cancellation
-                await held.enter_async_context(places)
+                await held.enter_async_context(cores)
         except TimeoutError as e:
             raise TimeoutError(f"no core was free within {seconds:g} s") from e
         yield
 
 
-class Processes:
-    """What sandbox.py forks; that program itself starts with the first of them, and ends with this object."""
+class ForkServer:
+    """Forks processes by the program sandbox.py, which starts with the first of them and ends with
+    this object."""
 
     def __init__(self, spec: str = "", confined: bool = True) -> None:
-        """`spec`: `module:Class`, of which each process makes one object and answers calls; empty: it runs code."""
-        self.spec, self.confined = spec, confined
-        self.parent: subprocess.Popen | None = None
-        self.beginning = asyncio.Semaphore(
-            8
-        )  # a socket holds only so many others that nobody has fetched
+        """
+        Args:
+            spec: `module:Class`, of which each process makes one object and answers calls; "": each
+                process runs the code that it receives.
+            confined: whether the processes have the limits of sandbox.py.
+        """
+        self.spec = spec
+        self.confined = confined
+        self.server: subprocess.Popen | None = None
+        self.starting = asyncio.Semaphore(MAX_STARTING)
 
     def _start(self) -> None:
-        if self.parent:
+        if self.server is not None:
             self.end()
-        self.control, theirs = socket.socketpair(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET
-        )  # whole messages
+        # SOCK_SEQPACKET keeps messages whole.
+        self.control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-I", str(Path(__file__).with_name("sandbox.py"))]
-        command += (
-            [self.spec, str(int(self.confined)), *filter(None, sys.path), os.getcwd()]
-            if self.spec
-            else []
-        )
-        env = ({"PATH": os.defpath} if self.confined else dict(os.environ)) | {
-            "OMP_NUM_THREADS": "1"
-        }
-        with theirs:
-            self.parent = subprocess.Popen(command, stdin=theirs, env=env, start_new_session=True)
-        self.end = weakref.finalize(self, _end, self.parent, self.control)
+        if self.spec:
+            folders = [folder for folder in sys.path if folder]
+            command += [self.spec, str(int(self.confined)), *folders, os.getcwd()]
+        environment = {"PATH": os.defpath} if self.confined else dict(os.environ)
+        environment["OMP_NUM_THREADS"] = "1"
+        with server_end:
+            self.server = subprocess.Popen(
+                command, stdin=server_end, env=environment, start_new_session=True
+            )
+        self.end = weakref.finalize(self, _end_server, self.server, self.control)
 
     @contextlib.asynccontextmanager
-    async def one(self) -> AsyncIterator[Streams]:
-        """The streams to a new process, which is killed at the end. Raises RuntimeError: none begins."""
-        async with contextlib.AsyncExitStack() as end:
-            async with self.beginning:
-                if self.parent is None or self.parent.poll() is not None:
+    async def process(self) -> AsyncIterator[Streams]:
+        """Fork a process; it is killed at the end of the block.
+
+        Returns:
+            The streams to and from it.
+
+        Raises:
+            RuntimeError: no process began.
+        """
+        async with contextlib.AsyncExitStack() as cleanup:
+            async with self.starting:
+                if self.server is None or self.server.poll() is not None:
                     self._start()
-                parent, control, name = self.parent, self.control, os.urandom(16)
-                ours, theirs = socket.socketpair()
-                with theirs:
-                    socket.send_fds(control, [name], [theirs.fileno()])
-                streams = await asyncio.open_unix_connection(sock=ours, limit=LONGEST_LINE)
-                end.push_async_callback(self._kill, control, name, streams)
+                server = self.server
+                control = self.control
+                name = os.urandom(16)
+                our_end, process_end = socket.socketpair()
+                with process_end:
+                    socket.send_fds(control, [name], [process_end.fileno()])
+                streams = await asyncio.open_unix_connection(sock=our_end, limit=LONGEST_LINE)
+                cleanup.push_async_callback(self._kill, control, name, streams)
                 try:
-                    begun = await asyncio.wait_for(streams[0].readline(), LONGEST_START)
+                    greeting = await asyncio.wait_for(streams[0].readline(), LONGEST_START_S)
                 except TimeoutError as e:
                     raise RuntimeError(
-                        f"sandbox.py {self.spec}: no process began within {LONGEST_START:g} s"
+                        f"sandbox.py {self.spec}: no process began within {LONGEST_START_S:g} s"
                     ) from e
-            if not begun:
+            if not greeting:
+                exit_code = server.wait(5)
                 raise RuntimeError(
-                    f"sandbox.py {self.spec}: ended by {parent.wait(5)}; the log says why"
+                    f"sandbox.py {self.spec}: ended by {exit_code}; the log says why"
                 )
             yield streams
 
     async def _kill(self, control: socket.socket, name: bytes, streams: Streams) -> None:
-        with contextlib.closing(streams[1]), contextlib.suppress(OSError, TimeoutError):
-            control.send(name)  # an error: the parent has ended, and all with it
-            async with asyncio.timeout(60):
-                while self.confined and await streams[0].read(
-                    1 << 16
-                ):  # ends when the process has ended
+        reader, writer = streams
+        with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError):
+            control.send(name)  # raises if the server has ended, and all processes with it
+            if not self.confined:
+                return
+            async with asyncio.timeout(LONGEST_KILL_S):
+                while await reader.read(1 << 16):  # returns b"" when the process has ended
                     pass
 
 
-def _end(parent: subprocess.Popen, control: socket.socket) -> None:
-    control.shutdown(socket.SHUT_RDWR)  # also where a fork of ours holds a copy
+def _end_server(server: subprocess.Popen, control: socket.socket) -> None:
+    control.shutdown(socket.SHUT_RDWR)  # also where a fork of this process holds a copy
     control.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        parent.wait(2)  # it ends its children
-    parent.kill()
-    parent.wait()
+        server.wait(END_S)  # it ends its children
+    server.kill()
+    server.wait()
 
 
-def completed(work: Coroutine[Any, Any, Any]) -> Any:
-    """Its result; the caller may stand in an event loop."""
+def run_to_completion(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine. The caller may be inside of an event loop."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, work).result()

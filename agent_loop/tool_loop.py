@@ -1,9 +1,10 @@
-"""Function calling: the model asks for tools in the form of its family, reads what they say, and goes on."""
+"""Function calling: the model calls tools in the form of its family, and reads their answers."""
 
 import asyncio
 import json
 import re
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
@@ -13,59 +14,79 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 
 Call = tuple[str, Any]
-"""Name and arguments; the name is empty where the call cannot be read, and the arguments then say why."""
+"""Name and arguments. The name is empty where the call cannot be read; then the arguments say
+why."""
 
-_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
-_BETWEEN = re.compile(r"[; \n\t]*")
+_TAGGED_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
+_SEPARATORS = re.compile(r"[; \n\t]*")
 
 
-def _call(text: str, at: int = 0, alone: bool = False) -> tuple[Call, int]:
-    """The call that stands there in JSON, and where it ends; `alone`: nothing may stand behind it."""
+def parse_call(text: str, start: int = 0, nothing_behind: bool = False) -> tuple[Call, int]:
+    """The call in JSON that begins at `start`, and where it ends.
+
+    Args:
+        nothing_behind: the call must end with the text.
+    """
     end = len(text)
     try:
-        found, end = json.JSONDecoder().raw_decode(text, at)
-        arguments = (
-            found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
-        )
+        parsed, end = json.JSONDecoder().raw_decode(text, start)
+        arguments = None
+        if isinstance(parsed, dict):
+            arguments = parsed.get("arguments", parsed.get("parameters", {}))
         if isinstance(arguments, str):  # some models write JSON inside of JSON
             arguments = json.loads(arguments)
-        if alone and end < len(text):
-            raise ValueError("more stands behind it")
+        if nothing_behind and end < len(text):
+            raise ValueError("there is text behind it")
     except (ValueError, RecursionError) as e:
         return ("", f"the call is not valid JSON: {e}"), end
-    if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
+    if not isinstance(arguments, dict) or not isinstance(parsed.get("name"), str):
         return ("", 'a call is {"name": ..., "arguments": {...}}'), end
-    return (found["name"], arguments), end
+    return (parsed["name"], arguments), end
 
 
 def hermes_calls(text: str) -> list[Call]:
-    """Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as there are calls."""
-    return [
-        _call(inner.strip(), alone=True)[0]
-        for inner in _TAGGED.findall(text.rpartition("</think>")[2])
-    ]
-
-
-def llama_calls(text: str) -> list[Call]:
-    """Llama 3: the whole turn is `{"name": ..., "parameters": {...}}`, several of them with `;` or blanks between."""
-    text, calls, at = text.strip().removeprefix("<|python_tag|>"), [], 0
-    while text.startswith("{", at := _BETWEEN.match(text, at).end()):
-        call, at = _call(text, at)
+    """The calls in a turn of Hermes or Qwen: `<tool_call>{"name": ..., "arguments":
+    {...}}</tool_call>`, any number of times, after the thoughts."""
+    answer = text.rpartition("</think>")[2]
+    calls = []
+    for inner in _TAGGED_CALL.findall(answer):
+        call, _ = parse_call(inner.strip(), nothing_behind=True)
         calls.append(call)
     return calls
 
 
-FORMATS = {"hermes": hermes_calls, "llama": llama_calls}
+def llama_calls(text: str) -> list[Call]:
+    """The calls in a turn of Llama 3: the whole turn is `{"name": ..., "parameters": {...}}`,
+    several of them with `;` or blanks between."""
+    text = text.strip().removeprefix("<|python_tag|>")
+    calls = []
+    start = _SEPARATORS.match(text).end()
+    while text.startswith("{", start):
+        call, end = parse_call(text, start)
+        calls.append(call)
+        start = _SEPARATORS.match(text, end).end()
+    return calls
+
+
+FORMATS: dict[str, Callable[[str], list[Call]]] = {"hermes": hermes_calls, "llama": llama_calls}
+
+
+def detect_format(chat_template: str) -> str:
+    """The form of calls that a chat template mentions."""
+    mentions_llama = "ipython" in chat_template or "python_tag" in chat_template
+    if mentions_llama and "<tool_call>" not in chat_template:
+        return "llama"
+    return "hermes"
 
 
 @LOOPS.register("tool")
 class ToolLoop(AgentLoop):
-    """Turns with the tools of `agent.tools` until the model calls none or a limit of `agent` is reached.
+    """Turns with the tools of `agent.tools`, until the model calls none or a limit is reached.
 
-    The calls of a turn run at once. What goes wrong in one is told to the model, which may mend it.
+    The calls of a turn run at once. The model receives errors as answers, and may correct its call.
     """
 
-    hears = "tool"
+    observation_role = "tool"
 
     def __init__(
         self,
@@ -76,77 +97,90 @@ class ToolLoop(AgentLoop):
         max_calls: int = 8,
         taught: bool = False,
     ) -> None:
-        """`format`: hermes, llama, or auto: what the chat template speaks of. `max_calls`: in one turn. `taught`: the
-        model knows its tools by training, so that the chat template need not write them into prompts."""
+        """
+        Args:
+            format: of the calls: hermes, llama, or auto: the one that the chat template mentions.
+            max_calls: calls in one turn.
+            taught: the model knows its tools by training, so the chat template need not write them
+                into prompts.
+        """
         super().__init__(cfg, tokenizer)
-        self.box, self.max_calls, template = (
-            Toolbox(cfg.agent),
-            max_calls,
-            str(tokenizer.chat_template),
-        )
-        if not self.box.schemas:
+        self.toolbox = Toolbox(cfg.agent)
+        self.max_calls = max_calls
+        if not self.toolbox.schemas:
             raise ConfigError(
                 "agent.loop=tool: agent.tools names none; set it, as agent.tools=calculator"
             )
-        if format not in (*FORMATS, "auto"):
+        if format == "auto":
+            format = detect_format(str(tokenizer.chat_template))
+        if format not in FORMATS:
             raise ValueError(f"format={format!r}: must be auto, {' or '.join(FORMATS)}")
-        llama = "<tool_call>" not in template and (
-            "ipython" in template or "python_tag" in template
-        )
-        self.calls = FORMATS[("llama" if llama else "hermes") if format == "auto" else format]
-        if self.calls is hermes_calls and "<tool_call>" in tokenizer.all_special_tokens:
+        self.parse_calls = FORMATS[format]
+        if format == "hermes" and "<tool_call>" in tokenizer.all_special_tokens:
             raise ConfigError(
-                "agent.loop=tool: <tool_call> is a special token, which no text shows; take another"
+                "agent.loop=tool: <tool_call> is a special token, which no text shows; "
+                "take another model"
             )
-        self.tools = self.box.schemas
-        self._frame(("tool", "tool"))  # the answers to two calls in one turn
+        self.tools = self.toolbox.schemas
+        self.turn_encoder.frame(("tool", "tool"))  # the answers to two calls in one turn
         if not taught:
-            self._require_shown()
+            self._require_tools_in_prompts()
 
-    def _require_shown(self) -> None:
-        """Raises ConfigError: the chat template passes over the tools. The name asked for stands in no template."""
-        mark, (first, *_) = secrets.token_hex(16), self.box.schemas
-        marked = [first | {"function": first["function"] | {"name": mark}}]
-        with as_config_error(
-            "agent.loop: the model's chat template does not take the tools", "take another model"
-        ):
-            ask = [{"role": "user", "content": "?"}]
-            shown = mark in self.tokenizer.apply_chat_template(ask, tools=marked, tokenize=False)
-        if not shown:
-            mend = "take another model, or, if this one was trained on them, agent.loop_kwargs={tool: {taught: true}}"
+    def _require_tools_in_prompts(self) -> None:
+        """Raises ConfigError: the chat template does not write the tools into prompts."""
+        name = secrets.token_hex(16)  # of a tool; no template contains it by itself
+        schema = self.toolbox.schemas[0]
+        renamed = schema | {"function": schema["function"] | {"name": name}}
+        refused = "agent.loop: the model's chat template does not take the tools"
+        with as_config_error(refused, "take another model"):
+            question = [{"role": "user", "content": "?"}]
+            text = self.tokenizer.apply_chat_template(question, tools=[renamed], tokenize=False)
+        if name not in text:
             raise ConfigError(
-                f"agent.loop: the model's chat template does not write the tools into prompts; {mend}"
+                "agent.loop: the model's chat template does not write the tools into prompts; "
+                "take another model, or, if this one was trained on them, "
+                "agent.loop_kwargs={tool: {taught: true}}"
             )
 
     async def run(
         self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits
     ) -> Trajectory:
         """See `AgentLoop.run`."""
-        talk = Trajectory(prompt.ids, limits)
-        talk.facts = {"tool_calls": 0, "tool_errors": 0, "used_tools": 0}
-        while (said := await talk.say(generate)) and said.finish_reason == "stop":
-            calls = self.calls(self.text(said.ids))
+        trajectory = Trajectory(prompt.ids, limits)
+        trajectory.facts = {"tool_calls": 0, "tool_errors": 0, "used_tools": 0}
+        while turn := await trajectory.generate(generate):
+            if turn.finish_reason != "stop":
+                break
+            calls = self.parse_calls(self.text(turn.ids))
             if not calls:
                 break
-            seconds, more = talk.seconds_left, max(0, len(calls) - self.max_calls)
-            answers = await asyncio.gather(
-                *(self._answer(call, seconds) for call in calls[: self.max_calls])
-            )
-            talk.count("tool_calls", len(calls))
-            talk.count("tool_errors", sum(not good for _, good in answers) + more)
-            talk.facts["used_tools"] = 1
-            heard = [{"role": "tool", "content": text} for text, _ in answers]
-            if more:  # one answer for them all: a model may write a thousand
-                refused = f"error: more than {self.max_calls} calls in one turn; the last {more} were not made"
-                heard.append({"role": "tool", "content": refused})
-            if not talk.hear("tool", self.turn(heard, said.ids)):
+            answers = await self._answers(calls, trajectory)
+            if not trajectory.observe("tool", self.encode_messages(answers, turn.ids)):
                 break
-        return talk
+        return trajectory
+
+    async def _answers(self, calls: list[Call], trajectory: Trajectory) -> list[dict[str, str]]:
+        """Make the calls of one turn, at once; returns the messages with their answers."""
+        seconds = trajectory.seconds_left
+        made = calls[: self.max_calls]
+        refused = len(calls) - len(made)
+        answers = await asyncio.gather(*(self._answer(call, seconds) for call in made))
+        failed = sum(not succeeded for _, succeeded in answers)
+        trajectory.count("tool_calls", len(calls))
+        trajectory.count("tool_errors", failed + refused)
+        trajectory.facts["used_tools"] = 1
+        messages = [{"role": "tool", "content": text} for text, _ in answers]
+        if refused:  # one answer for them all, because a model may write a thousand
+            text = (
+                f"error: more than {self.max_calls} calls in one turn; "
+                f"the last {refused} were not made"
+            )
+            messages.append({"role": "tool", "content": text})
+        return messages
 
     async def _answer(self, call: Call, seconds: float) -> tuple[str, bool]:
+        """The answer to one call, and whether the call succeeded."""
         name, arguments = call
-        return (
-            await self.box.call(name, arguments, seconds)
-            if name
-            else (f"error: {arguments}", False)
-        )
+        if not name:
+            return f"error: {arguments}", False
+        return await self.toolbox.call(name, arguments, seconds)

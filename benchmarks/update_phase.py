@@ -1,8 +1,8 @@
 """The update phase of PPO: actor and critic one after another on one core, or at the same time on a
 core each.
 
-    python -m benchmarks.update_phase --out DIR [--config config/ppo_gae.yaml] [--runs 3] [--warmup 3]
-        [section.key=value ...]
+    python -m benchmarks.update_phase --out DIR [--config config/ppo_gae.yaml] [--runs 3]
+        [--warmup 3] [section.key=value ...]
 
 Both arms are whole runs at staleness 0, in alternating order. Split, the phase can at best be
 (T_actor + T_critic) / max(T_actor, T_critic) times as fast. Writes result.json and result.md into

@@ -4,9 +4,8 @@
 
     result = train(load_config("gsm8k_tiny_cpu", trainer={"total_steps": 3}))
 
-Importing this package imports nothing else: shell/setup.sh reads one_step_off.config.hardware before anything is
-installed. The names below are imported when they are first used.
-"""
+Importing this package imports nothing else: shell/setup.sh reads one_step_off.config.hardware
+before anything is installed. The names below are imported when they are first used."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,7 @@
-"""The command line: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help]
+"""The command line: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [FLAGS]
 
-`--profile STEP` stands for trainer.profile_step=STEP. `--replay OUTPUT_DIR/skipped/step_NNNNNN` repeats an update that a
-run skipped; see `runtime/replay.py`.
-"""
+`--profile STEP` stands for trainer.profile_step=STEP. `--replay OUTPUT_DIR/skipped/step_NNNNNN`
+repeats an update that a run skipped; see `runtime/replay.py`."""
 
 import sys
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ FLAGS = ("--dry-run", "--help", "-h", "--replay", "--profile")
 
 @dataclass(frozen=True)
 class Arguments:
-    """The command line, taken apart: `settings` go to `load_config`; `replay_folder` None: a run, not a replay."""
+    """The command line, taken apart: `settings` go to `load_config`; `replay_folder` None: a run,
+    not a replay."""
 
     settings: list[str]
     dry_run: bool
@@ -42,7 +42,8 @@ def console_script() -> int:
 
 
 def parse(argv: list[str]) -> Arguments:
-    """Take the command line apart. The value of a flag that has none is reported by `load_config` or `replay`."""
+    """Take the command line apart. The value of a flag that has none is reported by `load_config`
+    or `replay`."""
     settings = []
     replay_folder = None
     dry_run = False

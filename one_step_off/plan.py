@@ -1,4 +1,4 @@
-"""The command `python -m one_step_off.plan`; its program is `one_step_off/planner/planner.py`."""
+"""The command `python -m one_step_off.plan`; its program is `planner/planner.py`."""
 
 import sys
 

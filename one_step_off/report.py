@@ -1,4 +1,4 @@
-"""The command `python -m one_step_off.report`; its program is `one_step_off/monitoring/report.py`."""
+"""The command `python -m one_step_off.report`; its program is `monitoring/report.py`."""
 
 import sys
 

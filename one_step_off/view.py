@@ -1,4 +1,4 @@
-"""The command `python -m one_step_off.view`; its program is `one_step_off/monitoring/view.py`."""
+"""The command `python -m one_step_off.view`; its program is `monitoring/view.py`."""
 
 import sys
 

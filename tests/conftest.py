@@ -11,10 +11,12 @@ import pytest
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
-# One thread each: on a small machine several processes with a thread per core only get in each other's way.
+# One thread each: on a small machine several processes with a thread per core only get in each
+# other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# torch's stores look the names of addresses up, for their logs. A name server that does not answer would take 5 s.
+# torch's stores look the names of addresses up, for their logs. A name server that does not answer
+# would take 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
@@ -28,10 +30,12 @@ EXPERTS = {
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """models(kind, tied, seed) -> path of a random tiny model with two KV heads (so that TP=2 splits them)."""
+    """models(kind, tied, seed) -> path of a random tiny model with two KV heads (so that TP=2
+    splits them)."""
     from one_step_off.models import tiny_qwen
 
-    root, built = tmp_path_factory.mktemp("models"), {}
+    root = tmp_path_factory.mktemp("models")
+    built = {}
 
     def get(kind: str = "qwen2", tied: bool = True, seed: int = 0) -> str:
         name = f"{kind}-{'tied' if tied else 'untied'}-{seed}"

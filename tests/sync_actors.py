@@ -253,7 +253,7 @@ class Team:
         self.rollout = RolloutGroup(actors, self.cfg, True, respawn=self._respawn)
         canary = [np.arange(4, dtype=np.int32)]
         replicas_of_rank = [list(range(replicas)) if same_device else [] for _ in workers]
-        self.sync = WeightSync(actor, self.rollout, canary, HOST, replicas_of_rank)
+        self.sync = WeightSync(actor, self.rollout.supervisor, canary, HOST, replicas_of_rank)
         self.roles = Roles(actor, self.rollout, self.sync)
         self.groups = {"actor": actor}
 
@@ -275,7 +275,7 @@ class Team:
 
     async def reset(self, overlap: bool) -> None:
         """As when the processes had just started, except that the groups between them stay."""
-        while any(not task.done() for task in self.rollout.restart_tasks.values()):
+        while any(not task.done() for task in self.rollout.supervisor.restart_tasks.values()):
             await asyncio.sleep(0.05)
         self.cfg.weight_sync.overlap = overlap
         ranks = self.roles.actor.ranks
@@ -283,7 +283,7 @@ class Team:
         for replica in self.rollout.replicas:
             await replica.set_fault.remote(None)
         self.sync.last_sent = None
-        self.rollout.syncing = False
+        self.rollout.supervisor.syncing = False
         self.respawned.clear()
 
     def pipeline(self, folder: Any) -> Pipeline:

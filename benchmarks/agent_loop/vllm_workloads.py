@@ -17,7 +17,8 @@ from benchmarks.common.paths import config_path
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
-from one_step_off.rollout.vllm_replica import RolloutReplica, Sampling
+from one_step_off.rollout.sampling import Sampling
+from one_step_off.rollout.vllm_replica import RolloutReplica
 
 AGENT_LOOP = "agent loop"
 BARE_VLLM = "bare vLLM"
@@ -136,7 +137,7 @@ def make_workloads(
 
 async def measure(repeats: int, reward_s: float) -> dict[str, dict[str, list[float]]]:
     """Workload -> arm -> seconds until the last token, of each repeat. A first repeat warms up."""
-    from one_step_off.runtime.launch import prepare
+    from one_step_off.runtime.prepare import prepare
 
     cfg = load_config(
         [

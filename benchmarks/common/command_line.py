@@ -52,7 +52,8 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(flags)
         if unknown:
             self.error(
-                f"unrecognized argument {unknown[0]}; keys of the config are written section.key=value"
+                f"unrecognized argument {unknown[0]}; "
+                "keys of the config are written section.key=value"
             )
         return args, keys
 
@@ -68,7 +69,8 @@ def check_run_flags(parser: Parser, args: argparse.Namespace) -> None:
     """Exit with an error if --runs or --warmup is too small."""
     if args.runs < 1 or args.warmup < 0:
         parser.error(
-            f"--runs {args.runs} --warmup {args.warmup}: at least 1 run, and 0 or more steps of warm-up"
+            f"--runs {args.runs} --warmup {args.warmup}: "
+            "at least 1 run, and 0 or more steps of warm-up"
         )
 
 

@@ -88,7 +88,8 @@ class LongTail(AgentLoop):
         ignores_eos = cfg.rollout.sampling_kwargs.get("ignore_eos")
         if median < 1 or sigma < 0 or not ignores_eos:
             raise ValueError(
-                "median is 1 or more, sigma 0 or more, and rollout.sampling_kwargs has ignore_eos: true"
+                "median is 1 or more, sigma 0 or more, "
+                "and rollout.sampling_kwargs has ignore_eos: true"
             )
         self.median = median
         self.sigma = sigma
@@ -102,5 +103,5 @@ class LongTail(AgentLoop):
         seed = self.cfg.trainer.seed
         tokens = draw(seed, prompt.id, sample_number, self.median, self.sigma, limits.tokens)
         trajectory = Trajectory(prompt.ids, replace(limits, tokens=tokens))
-        await trajectory.say(generate)
+        await trajectory.generate(generate)
         return trajectory

@@ -160,8 +160,9 @@ def table(runs: Runs, samples: float) -> str:
     lines += [f"- {verdict(name, figure)}" for name, figure in compared.items()]
     lines += [
         "",
-        "One step off, a step's samples come from the version before, so its reward in training comes",
-        "a step later. Equal versions leaves that out: all steps but async's first and sync's last.",
+        "One step off, a step's samples come from the version before, so its reward in training",
+        "comes a step later. Equal versions leaves that out: all steps but async's first and",
+        "sync's last.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -26,12 +26,13 @@ from benchmarks.overhead.stand_ins import LoggedCall
 from one_step_off import ray_trainer
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline
+from one_step_off.rollout import batch_sources
 from one_step_off.training import trainer_group
 from one_step_off.weight_sync.coordinator import WeightSync
 
 PHASES = {
-    "check stamps": (ray_trainer, "assert_staleness"),
-    "advantages": (Pipeline, "_advantages"),
+    "check stamps": (batch_sources, "assert_staleness"),
+    "advantages": (ray_trainer, "fill_advantages"),
     "record": (Tracker, "step"),
     "report of the sync": (WeightSync, "_collect_metrics"),
 }

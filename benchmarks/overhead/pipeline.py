@@ -90,13 +90,13 @@ def connected_sync(cell: Cell, actor: TrainGroup, rollout: RolloutGroup) -> Weig
     """The weight sync in the state after `connect`, without groups."""
     canary = [np.arange(8)] * 3
     no_shared_devices: list[list[int]] = [[]] * cell.ranks
-    sync = WeightSync(actor, rollout, canary, "127.0.0.1", no_shared_devices)
+    sync = WeightSync(actor, rollout.supervisor, canary, "127.0.0.1", no_shared_devices)
     sync.senders = actor.ranks
     sync.sending_ranks = actor.ranks
     sync.connected_replicas = list(rollout.replicas)
     sync.connect_info = {}
     sync.total_bytes = 10**9
-    for health in rollout.health:
+    for health in rollout.supervisor.health:
         health.transition_to(ReplicaState.HEALTHY)
     return sync
 

@@ -2,9 +2,10 @@
 
     python -m benchmarks.planner --out DIR [--config FILE] [--rounds 1] [--arms "one step off" ...]
         [section.key=value ...]
-    python -m benchmarks.planner --published   what the simulation makes of published phase times
-    python -m benchmarks.planner --paper       1,024 and 16,384 GPUs by formulas, with this machine's
-                                               cost of a sample
+    python -m benchmarks.planner --published
+        what the simulation makes of published phase times
+    python -m benchmarks.planner --paper
+        1,024 and 16,384 GPUs by formulas, with this machine's cost of a sample
 
 The first form calibrates by two synchronous runs, of a whole batch and of a quarter of it. It
 predicts other runs and then makes them: one step off, half a batch, short responses, colocated.
@@ -46,7 +47,7 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
         nargs="*",
         choices=predicted,
         default=predicted,
-        help="the runs to predict, beside the two that calibrate",
+        help="the runs to predict, in addition to the two that calibrate",
     )
     args, overrides = parser.parse(argv)
     if args.rounds < 1 or args.batch < 4:

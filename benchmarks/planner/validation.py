@@ -17,7 +17,7 @@ from benchmarks.common.runs import alternated, run_arm
 from one_step_off.config.loading import load_config
 from one_step_off.config.placement import resolved_device
 from one_step_off.monitoring.summary import speed_summary
-from one_step_off.planner import planner as plan
+from one_step_off.planner import calibration
 from one_step_off.planner.simulation import Work, simulate
 from one_step_off.runtime.validation import validate
 
@@ -77,7 +77,7 @@ def predict(work: Work, config: str, keys: list[str]) -> dict[str, Any]:
     cfg = load_config([f"config={config}", *keys])
     lengths = np.minimum(work.lengths, cfg.data.max_response_length)
     arm_work = replace(work, prompts=cfg.data.train_batch_size, lengths=lengths)
-    replicas, ranks = plan.devices(cfg)
+    replicas, ranks = calibration.devices(cfg)
     roles = cfg.placement.roles
     if roles["rollout"] == roles["actor"]:
         replicas = 0  # the simulation's sign for one pool
@@ -116,14 +116,14 @@ def run_round(
     measured: dict[str, Figures] = {}
     for arm in alternated(list(arms), number):
         begin = time.perf_counter()
-        rows = run_arm(args.config, [], folders[arm], arms[arm])[plan.WARM_UP :]
+        rows = run_arm(args.config, [], folders[arm], arms[arm])[calibration.WARM_UP :]
         measured[arm] = {
             name: value for name, value in speed_summary(rows).items() if name in FIGURES
         }
         step = measured[arm][STEP]
         seconds = time.perf_counter() - begin
         print(f"round {number + 1}, {arm}: {step:.3f} s/step (run of {seconds:.0f} s)", flush=True)
-    work = plan.by_runs([str(folders[arm]) for arm in CALIBRATING])
+    work = calibration.by_runs([str(folders[arm]) for arm in CALIBRATING])
     predicted = {}
     for arm, keys in arms.items():
         prediction = predict(work, args.config, keys)

@@ -143,8 +143,8 @@ def describe(case: Case, cfg: Config) -> str:
     model = model_in_words(case.model or cfg.model.path)
     _, lengths = keys_of(case.length)
     return (
-        f"{model}, {cfg.model.dtype}; {cfg.data.train_batch_size} prompts x {cfg.rollout.n} samples "
-        f"a step; lengths: {lengths}; pools {pools}"
+        f"{model}, {cfg.model.dtype}; {cfg.data.train_batch_size} prompts x {cfg.rollout.n} "
+        f"samples a step; lengths: {lengths}; pools {pools}"
     )
 
 

@@ -162,7 +162,8 @@ def model_path(model: str) -> str:
         return model
     if model not in RANDOM_MODELS:
         raise ValueError(
-            f"--models {model}: there are {', '.join(RANDOM_MODELS)}; or a directory, a hub id, tiny:qwen2"
+            f"--models {model}: there are {', '.join(RANDOM_MODELS)}; "
+            "or a directory, a hub id, tiny:qwen2"
         )
     from one_step_off.models import tiny_qwen
 

@@ -1,7 +1,7 @@
 """The same task in TRL's GRPOTrainer: samples/s of both on the same cores, the arms alternating.
 
-    python -m benchmarks.trl_comparison --out DIR [--config FILE] [--runs 3] [--warmup 3] [--steps N]
-        [--cores 0 1] [--arms ours trl-1 trl-all] [section.key=value ...]
+    python -m benchmarks.trl_comparison --out DIR [--config FILE] [--runs 3] [--warmup 3]
+        [--steps N] [--cores 0 1] [--arms ours trl-1 trl-all] [section.key=value ...]
 
 TRL is no dependency of this project. It installs into a folder of its own, without touching other
 packages:
@@ -93,7 +93,7 @@ def run_once(
     if arm.startswith("ours"):
         arm_keys = ["pipeline.staleness=0"] if arm == "ours-sync" else []
         rows = run_arm(args.config, [*keys, *arm_keys], folder, [], cores=args.cores)
-        # Nothing is generated beside the last step, so it is shorter than the others.
+        # Nothing is generated during the last step, so it is shorter than the others.
         return rows[args.warmup : -1]
     flags = {
         "trl-1": ["--threads", "1"],

@@ -65,8 +65,8 @@ def table(result: dict[str, Any]) -> str:
         lines.append(row_not_run(arm, f"failed: {reason}", len(FIGURES) + 1))
     lines += [
         "",
-        f"Medians over {result['runs']} run(s) of each arm, the arms alternating (range); the first "
-        f"{result['warmup']} steps of each are dropped. All arms may use the cores "
+        f"Medians over {result['runs']} run(s) of each arm, the arms alternating (range); the "
+        f"first {result['warmup']} steps of each are dropped. All arms may use the cores "
         f"{result['cores']}, and no others.",
     ]
     found = result["headline"]

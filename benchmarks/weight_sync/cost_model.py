@@ -1,7 +1,9 @@
 """A cost model of the weight sync: seconds per phase, from bytes, links and copying speeds.
 
-    python -m benchmarks.sync_model                                estimates for GPU clusters that nobody measured
-    python -m benchmarks.sync_model --check A/result.json B/...    the model against what benchmarks.weight_sync measured
+    python -m benchmarks.sync_model
+        estimates for GPU clusters, which are not measured
+    python -m benchmarks.sync_model --check A/result.json B/...
+        the model against what benchmarks.weight_sync measured
 
 The estimates print their assumptions. `--check` takes the speeds of this machine from the first
 files (two: costs per byte and per tensor) and predicts the arm "sharded" of all of them.
@@ -9,36 +11,56 @@ files (two: costs per byte and per tensor) and predicts the arm "sharded" of all
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.command_line import Parser
+from benchmarks.common.report import markdown_table
+
 GB = 1e9
+DELTA_BYTES = 2.1
+"""Bytes per changed element: about one for the gap to the element before, one for the
+difference.
+"""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds in bytes/s of the bytes that travel, one direction; times in seconds."""
+    """Speeds in bytes/s of the bytes that travel, in one direction; times in seconds.
 
-    link: float  # one sender's way to the receivers: its network card
-    links: int  # of such cards in a receiver's node
-    within: float  # between the devices of a node; a broadcast passes from one to the next
-    host: float  # between a device and its host's memory
-    pack: float  # a sender copies its rows into a bucket, cast and summed up
-    copy: float  # a receiver copies on its own device
-    check: float  # a receiver sums up a bucket
-    tensor_s: float  # what loading a tensor takes, however small
-    message_s: float  # what a sender's part of a bucket takes, however small
-    fixed_s: float  # pause, preparing the layers, finishing them
-    finish: float = math.inf  # what of finishing goes by bytes: packing a tied head again, on CPUs
+    Attributes:
+        link: one sender's way to the receivers: its network card.
+        links: network cards in a receiver's node.
+        within: between the devices of a node; a broadcast passes from one to the next.
+        host: between a device and its host's memory.
+        pack: a sender copies its rows into a bucket, casts them and computes the checksum.
+        copy: a receiver copies on its own device.
+        check: a receiver computes the checksum of a bucket.
+        tensor_s: loading a tensor, however small.
+        message_s: a sender's part of a bucket, however small.
+        fixed_s: pause, preparing the layers, finishing them.
+        finish: the part of finishing that depends on bytes: packing a tied head again, on CPUs.
+    """
+
+    link: float
+    links: int
+    within: float
+    host: float
+    pack: float
+    copy: float
+    check: float
+    tensor_s: float
+    message_s: float
+    fixed_s: float
+    finish: float = math.inf
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is to be sent."""
+    """The weights that are sent."""
 
     name: str
     parameters: float
@@ -53,22 +75,27 @@ class Model:
 
 @dataclass(frozen=True)
 class Layout:
-    """Who sends, who receives, and how."""
+    """Who sends, who receives, and by what method.
+
+    Attributes:
+        senders: trainer ranks.
+        replicas: vLLM engines.
+        tp: tensor-parallel ranks of each engine.
+        bucket: bytes of a bucket.
+        gather: rank 0 gathers and sends.
+        at_once: senders whose parts travel at the same time; None: all of them.
+        changed: share of the elements that changed, in delta mode; None: everything is sent.
+        pipelined: a bucket travels while the one before it is loaded.
+    """
 
     senders: int
     replicas: int
     tp: int
-    bucket: float = 64 * 2**20  # bytes
-    gather: bool = False  # rank 0 gathers and sends
-    at_once: int | None = (
-        None  # senders whose parts are on their way at the same time; None: all of them
-    )
-    changed: float | None = None  # share of the elements, in delta mode
-    pipelined: bool = True  # a bucket travels while the one before it is loaded
-
-
-# An element that changed: about a byte for the gap to the one before and a byte for the difference.
-DELTA_BYTES = 2.1
+    bucket: float = 64 * 2**20
+    gather: bool = False
+    at_once: int | None = None
+    changed: float | None = None
+    pipelined: bool = True
 
 
 def payload(model: Model, layout: Layout) -> float:
@@ -78,61 +105,86 @@ def payload(model: Model, layout: Layout) -> float:
     return min(model.size, layout.changed * model.parameters * DELTA_BYTES)
 
 
-def phases(machine: Machine, model: Model, layout: Layout) -> dict[str, float]:
-    """Seconds that each stage is busy, were it alone: pack (the busiest sender), wire, load (each
-    receiver).
-
-    wire: `at_once` parts at a time; each passes its sender's card, the receivers' cards and,
-    through a node's devices in
-    a chain, the link between them. More replicas lengthen the chain, not the time: a broadcast is
-    pipelined. load: checksum, joining the rows of several senders, then the receiver's own share.
-    """
-    size, travels = model.size, payload(model, layout)
-    senders = 1 if layout.gather else layout.senders
-    together = min(layout.at_once or senders, senders)
-    pack = size / senders / machine.pack
+def _pack_s(machine: Machine, model: Model, layout: Layout, senders: int) -> float:
+    """Seconds of the busiest sender."""
+    seconds = model.size / senders / machine.pack
     if layout.gather and layout.senders > 1:
-        pack += size * (1 - 1 / layout.senders) / min(machine.link, machine.within)
-    buckets = math.ceil(size / layout.bucket)
-    wire = travels / min(machine.link * min(together, machine.links), machine.within)
-    wire += buckets * senders / together * machine.message_s
-    load = size / machine.check + size / layout.tp / machine.copy + model.tensors * machine.tensor_s
-    if senders > 1:
-        load += size / machine.copy
+        share_of_others = 1 - 1 / layout.senders
+        seconds += model.size * share_of_others / min(machine.link, machine.within)
     if layout.changed is not None:
-        pack += (
-            2 * size / senders / machine.host
-        )  # what was sent last is in host memory: read and written
-        load += (
-            size / machine.host
-        )  # and so is the receivers' mirror, out of which everything is loaded
-    return {"pack": pack, "wire": wire, "load": load}
+        # What was sent last is in host memory: it is read and written.
+        seconds += 2 * model.size / senders / machine.host
+    return seconds
+
+
+def _wire_s(machine: Machine, model: Model, layout: Layout, senders: int) -> float:
+    """Seconds of the transfer.
+
+    `at_once` parts travel at a time. Each passes its sender's card, the receivers' cards, and the
+    link between the devices of a node in a chain. More replicas lengthen the chain, not the time,
+    because a broadcast is pipelined.
+    """
+    together = min(layout.at_once or senders, senders)
+    speed = min(machine.link * min(together, machine.links), machine.within)
+    buckets = math.ceil(model.size / layout.bucket)
+    messages = buckets * senders / together
+    return payload(model, layout) / speed + messages * machine.message_s
+
+
+def _load_s(machine: Machine, model: Model, layout: Layout, senders: int) -> float:
+    """Seconds of each receiver: checksum, joining the rows of several senders, its own share."""
+    seconds = model.size / machine.check + model.size / layout.tp / machine.copy
+    seconds += model.tensors * machine.tensor_s
+    if senders > 1:
+        seconds += model.size / machine.copy
+    if layout.changed is not None:
+        # The receivers' mirror, from which everything is loaded, is in host memory.
+        seconds += model.size / machine.host
+    return seconds
+
+
+def phases(machine: Machine, model: Model, layout: Layout) -> dict[str, float]:
+    """Seconds that each stage would take alone: "pack", "wire" and "load"."""
+    senders = 1 if layout.gather else layout.senders
+    return {
+        "pack": _pack_s(machine, model, layout, senders),
+        "wire": _wire_s(machine, model, layout, senders),
+        "load": _load_s(machine, model, layout, senders),
+    }
 
 
 def total(machine: Machine, model: Model, layout: Layout) -> float:
     """Seconds of a whole sync: the longest stage, and the first bucket's way through the others.
-    Not pipelined (the receiver loads and then receives on): what is received and loaded adds up,
-    and only packing goes on beside it.
+
+    Not pipelined, the receiver loads a bucket before it receives the next one. Then receiving and
+    loading add up, and only packing runs in parallel.
     """
-    each = phases(machine, model, layout)
+    stages = phases(machine, model, layout)
     if not layout.pipelined:
-        each = {"pack": each["pack"], "receive": each["wire"] + each["load"]}
-    n = math.ceil(model.size / layout.bucket)
-    longest = max(each.values())
-    return (
-        machine.fixed_s + model.size / machine.finish + longest + (sum(each.values()) - longest) / n
-    )
+        stages = {"pack": stages["pack"], "receive": stages["wire"] + stages["load"]}
+    buckets = math.ceil(model.size / layout.bucket)
+    longest = max(stages.values())
+    first_bucket = (sum(stages.values()) - longest) / buckets
+    return machine.fixed_s + model.size / machine.finish + longest + first_bucket
 
 
 def step(generate: float, train: float, sync: float, overlap: bool) -> float:
-    """Seconds of a step, one step off. Overlapped, the trainer starts at once: only generation
-    waits for its weights.
+    """Seconds of a step, one step off.
+
+    Args:
+        generate: seconds of generation.
+        train: seconds of training.
+        sync: seconds of a weight sync.
+        overlap: the trainer starts at once, and only generation waits for its weights.
     """
-    return max(generate + sync, train) if overlap else sync + max(generate, train)
+    if overlap:
+        return max(generate + sync, train)
+    return sync + max(generate, train)
 
 
-# The link: 400 Gb/s with what a broadcast is taken to get of it. The others: data sheets of an H100
-# with a guess of what copies and casts get of its memory. tensor_s is the least known of all.
+# The link: 400 Gb/s, where a broadcast is assumed to reach 85 %. The others: data sheets of an
+# H100, with a guess of which share of its memory speed copies and casts reach. tensor_s is the
+# least known.
 H100 = Machine(
     link=0.85 * 50 * GB,
     links=8,
@@ -150,116 +202,146 @@ CASES = {
     "235B of 128 experts, 64+64 GPUs": (Model("235B", 235e9, 36_900), Layout(64, 8, 8)),
     "1T of 384 experts, 256+256 GPUs": (Model("1T", 1.03e12, 71_000), Layout(256, 16, 16)),
 }
-LARGE = 4 * 2**30
+MIDDLE_CASE = "235B of 128 experts, 64+64 GPUs"
+LARGE_BUCKET = 4 * 2**30
 VARIANTS: dict[str, dict[str, Any]] = {
     "as configured": {},
     "rank 0 gathers": {"gather": True},
-    "one sender after another, buckets of 4 GiB": {"bucket": LARGE, "at_once": 1},
+    "one sender after another, buckets of 4 GiB": {"bucket": LARGE_BUCKET, "at_once": 1},
     "delta with mirrors, 2 % changed": {"changed": 0.02},
 }
 
 
 def estimates(machine: Machine = H100) -> str:
-    """Tables in Markdown."""
+    """Tables of all cases in Markdown."""
     lines = ["Estimates, not measurements. Seconds. Each stage alone, then the sync.", ""]
     for name, (model, layout) in CASES.items():
-        lines += [
-            f"| {name}, {model.size / GB:.0f} GB in bf16 | pack | wire | load | sync |",
-            "| --- |" + " --- |" * 4,
-        ]
-        for variant, keys in VARIANTS.items():
-            how = replace(layout, **keys)
-            cells = [*phases(machine, model, how).values(), total(machine, model, how)]
-            lines.append(
-                f"| {variant} | " + " | ".join(f"{seconds:.2f}" for seconds in cells) + " |"
-            )
-        lines.append("")
+        rows = []
+        for variant, changes in VARIANTS.items():
+            changed_layout = replace(layout, **changes)
+            stages = phases(machine, model, changed_layout)
+            seconds = [*stages.values(), total(machine, model, changed_layout)]
+            rows.append([variant, *(f"{value:.2f}" for value in seconds)])
+        case = f"{name}, {model.size / GB:.0f} GB in bf16"
+        lines += [*markdown_table([case, "pack", "wire", "load", "sync"], rows), ""]
     return "\n".join(lines)
 
 
 def cards(machine: Machine = H100) -> str:
-    """The sync of the middle case by the number of senders that may be under way at once."""
-    name, (model, layout) = list(CASES.items())[1]
+    """The sync of the middle case by the number of senders that send at the same time."""
+    model, layout = CASES[MIDDLE_CASE]
     counts = (1, 2, 4, 8)
-    lines = [
-        f"| senders at once, {name} | " + " | ".join(map(str, counts)) + " |",
-        "| --- |" + " --- |" * 4,
-    ]
-    seconds = (total(machine, model, replace(layout, bucket=LARGE, at_once=n)) for n in counts)
-    return (
-        "\n".join([*lines, "| sync, s | " + " | ".join(f"{s:.2f}" for s in seconds) + " |"]) + "\n"
-    )
+    cells = []
+    for count in counts:
+        changed_layout = replace(layout, bucket=LARGE_BUCKET, at_once=count)
+        cells.append(f"{total(machine, model, changed_layout):.2f}")
+    headings = [f"senders at once, {MIDDLE_CASE}", *map(str, counts)]
+    return "\n".join(markdown_table(headings, [["sync, s", *cells]])) + "\n"
 
 
-def _two(points: list[tuple[float, float, float]]) -> tuple[float, float]:
-    """Costs (per item, per byte), none negative, of seconds = items * a + bytes * b, through the
-    two extreme points.
+@dataclass(frozen=True)
+class Point:
+    """A measured time of some items with some bytes."""
+
+    items: float
+    size: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds per item and per byte."""
+
+    per_item: float
+    per_byte: float
+
+
+def fit_cost(points: list[Point]) -> Cost:
+    """The costs of seconds = items * per_item + size * per_byte, none negative.
+
+    It goes through the points of the smallest and the largest size.
     """
-    points = sorted(points, key=lambda point: point[1])
-    (i, x, s), (j, y, t) = points[0], points[-1]
-    determinant = i * y - j * x
-    a, b = (
-        ((s * y - t * x) / determinant, (i * t - j * s) / determinant)
-        if determinant
-        else (0.0, t / y)
-    )
-    if a < 0:
-        return 0.0, t / y
-    return (a, b) if b > 0 else (t / j, 1e-15)  # so little that its inverse counts for nothing
+    ordered = sorted(points, key=lambda point: point.size)
+    small = ordered[0]
+    large = ordered[-1]
+    determinant = small.items * large.size - large.items * small.size
+    if not determinant:
+        return Cost(0.0, large.seconds / large.size)
+    per_item = (small.seconds * large.size - large.seconds * small.size) / determinant
+    per_byte = (small.items * large.seconds - large.items * small.seconds) / determinant
+    if per_item < 0:
+        return Cost(0.0, large.seconds / large.size)
+    if per_byte <= 0:
+        # So little that its inverse, a speed, counts for nothing.
+        return Cost(large.seconds / large.items, 1e-15)
+    return Cost(per_item, per_byte)
 
 
-def fitted(results: list[dict[str, Any]]) -> Machine:
+def fit_machine(results: list[dict[str, Any]]) -> Machine:
     """This machine's speeds, from the arms "raw" and "sharded" of one or two runs."""
-    splits = [(r, r["arms"]["sharded"]["split"]) for r in results]
-    messages, per_byte = _two(
-        [(_messages(r), r["bytes"], r["arms"]["raw"]["seconds"]["median"]) for r in results]
-    )
-    tensor_s, load = _two([(r["tensors"], r["bytes"], split["load"]) for r, split in splits])
-    _, pack = _two([(1, r["bytes"] / r["arguments"]["ranks"], _packing(r)) for r in results])
-    _, check = _two([(1, r["bytes"], split["verify"]) for r, split in splits])
-    fixed, finish = _two(
-        [
-            (1, r["bytes"], sum(split[k] for k in ("pause", "prepare", "finish")))
-            for r, split in splits
-        ]
-    )
-    speed = 1 / per_byte
+    wire, load, pack, check, fixed = [], [], [], [], []
+    for result in results:
+        size = result["bytes"]
+        sharded = result["arms"]["sharded"]
+        split = sharded["split"]
+        sender = sharded["sender"]
+        pack_s = sender["gather"] + sender["checksum"]
+        fixed_s = split["pause"] + split["prepare"] + split["finish"]
+        raw_s = result["arms"]["raw"]["seconds"]["median"]
+        buckets = math.ceil(size / (result["arguments"]["bucket_mb"] << 20))
+        wire.append(Point(buckets, size, raw_s))
+        load.append(Point(result["tensors"], size, split["load"]))
+        pack.append(Point(1, size / result["arguments"]["ranks"], pack_s))
+        check.append(Point(1, size, split["verify"]))
+        fixed.append(Point(1, size, fixed_s))
+    wire_cost = fit_cost(wire)
+    load_cost = fit_cost(load)
+    fixed_cost = fit_cost(fixed)
+    # Between processes of one machine the memory is the link.
+    memory_speed = 1 / wire_cost.per_byte
     return Machine(
-        speed, 1, speed, speed, 1 / pack, 1 / load, 1 / check, tensor_s, messages, fixed, 1 / finish
+        link=memory_speed,
+        links=1,
+        within=memory_speed,
+        host=memory_speed,
+        pack=1 / fit_cost(pack).per_byte,
+        copy=1 / load_cost.per_byte,
+        check=1 / fit_cost(check).per_byte,
+        tensor_s=load_cost.per_item,
+        message_s=wire_cost.per_item,
+        fixed_s=fixed_cost.per_item,
+        finish=1 / fixed_cost.per_byte,
     )
 
 
-def _packing(result: dict[str, Any]) -> float:
-    sender = result["arms"]["sharded"]["sender"]
-    return sender["gather"] + sender["checksum"]
+def check_model(results: list[dict[str, Any]], known: int = 2) -> str:
+    """The model against measurements, as a table in Markdown.
 
-
-def _messages(result: dict[str, Any]) -> float:
-    return math.ceil(result["bytes"] / (result["arguments"]["bucket_mb"] << 20))
-
-
-def checked(results: list[dict[str, Any]], known: int = 2) -> str:
-    """The model against measurements, as a table in Markdown; the first `known` give the speeds."""
-    machine = fitted(results[:known])
-    lines = ["| run | measured, s | model, s | model / measured |", "| --- |" + " --- |" * 3]
-    for i, r in enumerate(results):
-        how = r["arguments"]
-        model = Model(how["model"], r["bytes"] / 2, r["tensors"])
-        # Between processes of one machine the memory is the link, however many use it.
-        layout = Layout(how["ranks"], how["replicas"], how["tp"], how["bucket_mb"] * 2**20)
-        took, said = r["arms"]["sharded"]["seconds"]["median"], total(machine, model, layout)
-        name = f"{how['model']}, {how['ranks']} + {how['replicas']} x TP {how['tp']}" + (
-            " (fitted)" if i < known else ""
-        )
-        lines.append(f"| {name} | {took:.4g} | {said:.4g} | {said / took:.2f} |")
-    return "\n".join(lines) + "\n"
+    Args:
+        results: result.json of each run.
+        known: how many of them give the speeds.
+    """
+    machine = fit_machine(results[:known])
+    rows = []
+    for number, result in enumerate(results):
+        flags = result["arguments"]
+        model = Model(flags["model"], result["bytes"] / 2, result["tensors"])
+        bucket = flags["bucket_mb"] * 2**20
+        layout = Layout(flags["ranks"], flags["replicas"], flags["tp"], bucket)
+        measured = result["arms"]["sharded"]["seconds"]["median"]
+        predicted = total(machine, model, layout)
+        name = f"{flags['model']}, {flags['ranks']} + {flags['replicas']} x TP {flags['tp']}"
+        if number < known:
+            name += " (fitted)"
+        ratio = predicted / measured
+        rows.append([name, f"{measured:.4g}", f"{predicted:.4g}", f"{ratio:.2f}"])
+    headings = ["run", "measured, s", "model, s", "model / measured"]
+    return "\n".join(markdown_table(headings, rows)) + "\n"
 
 
 def main() -> None:
-    """Print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Print the estimates or the check."""
+    parser = Parser(__doc__)
     parser.add_argument(
         "--check",
         nargs="+",
@@ -272,7 +354,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.check:
-        print(checked([json.loads(path.read_text()) for path in args.check], args.known))
+        results = [json.loads(path.read_text()) for path in args.check]
+        print(check_model(results, args.known))
     else:
         print(f"{H100}\n\n{estimates()}\n{cards()}")
 

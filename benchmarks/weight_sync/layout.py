@@ -7,23 +7,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.common.models import QWEN25_05B
 from one_step_off.config.schema import Config
 from one_step_off.models import tiny_qwen
 
-# Of the models' config.json; 7b and 32b are Qwen2.5's layers, but fewer of them and less
-# vocabulary.
-SHAPE_05B = {
-    "hidden_size": 896,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "intermediate_size": 4864,
-    "vocab_size": 151936,
-}
-SHAPES: dict[str, tuple[dict[str, Any], str]] = {
-    "tiny": ({}, "the tiny model"),
-    "0.5b": (SHAPE_05B, "the shape of Qwen2.5-0.5B"),
-    "7b": (
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model with random weights. `keys`: of its config.json."""
+
+    keys: dict[str, Any]
+    description: str
+
+
+# 7b and 32b have the layers of Qwen2.5, but fewer of them and a smaller vocabulary.
+SHAPES = {
+    "tiny": ModelShape({}, "the tiny model"),
+    "0.5b": ModelShape(QWEN25_05B, "the shape of Qwen2.5-0.5B"),
+    "7b": ModelShape(
         {
             "hidden_size": 3584,
             "num_hidden_layers": 2,
@@ -36,7 +37,7 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
         },
         "layers of Qwen2.5-7B, 2 of 28, vocabulary of 16,384 instead of 152,064",
     ),
-    "32b": (
+    "32b": ModelShape(
         {
             "hidden_size": 5120,
             "num_hidden_layers": 1,
@@ -50,12 +51,11 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
         "a layer of Qwen2.5-32B, 1 of 64, vocabulary of 16,384 instead of 152,064",
     ),
 }
-EXTENSION = {"worker_extension_cls": "benchmarks.weight_sync.engine.BenchExtension"}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is sent from how many trainer ranks to how many engines; the names are those of the
+    """What is sent, from how many trainer ranks to how many engines. The names are those of the
     flags.
     """
 
@@ -68,13 +68,14 @@ class Layout:
 
 
 def make_config(layout: Layout, folder: str) -> Config:
-    """A config whose trainer and engine hold the model to be sent."""
+    """A config whose trainer and engines hold the model. `folder`: where the model is built."""
     cfg = Config()
-    shape = SHAPES[layout.model][0]
-    cfg.model.path = tiny_qwen.build("qwen2", folder, dtype="bfloat16", **shape)
+    shape = SHAPES[layout.model]
+    cfg.model.path = tiny_qwen.build("qwen2", folder, dtype="bfloat16", **shape.keys)
     cfg.model.dtype = "bfloat16"
     cfg.data.train_files = "generator:word_problems"
-    cfg.data.max_prompt_length, cfg.data.max_response_length = 128, 32
+    cfg.data.max_prompt_length = 128
+    cfg.data.max_response_length = 32
     cfg.placement.device = layout.device
     cfg.placement.pools = {"rollout": [layout.replicas * layout.tp], "actor": [layout.ranks]}
     cfg.rollout.tensor_parallel_size = layout.tp

@@ -1,4 +1,4 @@
-"""What the weight-sync benchmark makes of its measurements: medians, table, picture."""
+"""What the weight-sync benchmark reports of its measurements: medians, table, plot."""
 
 from __future__ import annotations
 
@@ -6,28 +6,43 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-PHASES = {
-    "gather": "#c44e52",
+from benchmarks.common.report import (
+    BLUE,
+    GREY,
+    ORANGE,
+    RED,
+    markdown_table,
+    pyplot,
+    row_not_run,
+    save_figure,
+    spread,
+    with_range,
+)
+
+PHASE_COLORS = {
+    "gather": RED,
     "write": "#937860",
     "pause": "#cccccc",
-    "prepare": "#8c8c8c",
+    "prepare": GREY,
     "wait": "#a1c9f4",
-    "wire": "#4878cf",
+    "wire": BLUE,
     "apply": "#da8bc3",
     "verify": "#55a868",
-    "load": "#ee854a",
+    "load": ORANGE,
     "finish": "#8172b3",
 }
-
-
-def spread(values: list[float]) -> dict[str, Any]:
-    """Median, range and all of them."""
-    return {
-        "median": statistics.median(values),
-        "min": min(values),
-        "max": max(values),
-        "all": values,
-    }
+HEADINGS = [
+    "arm",
+    "seconds",
+    "times raw",
+    "of a receiver's time",
+    "wire, in parallel",
+    "of a sender's",
+    "MB sent",
+    "extra memory, MB: sender",
+    "receiver",
+]
+NEGLIGIBLE_S = 1e-5
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -36,12 +51,17 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
     return {key: statistics.median(row[key] for row in rows if key in row) for key in keys}
 
 
-def summarise(runs: list[Any], raws: list[float]) -> dict[str, Any]:
-    """One arm's runs (`sync_arms.Took`), against the raw broadcast of the same repeat."""
-    ratios = [run.seconds / raw for run, raw in zip(runs, raws, strict=True)]
+def summarize(runs: list[Any], raw_seconds: list[float]) -> dict[str, Any]:
+    """Summarize one arm.
+
+    Args:
+        runs: what `arms.Arm.run` returned in each repeat.
+        raw_seconds: of the raw broadcast in the same repeats.
+    """
+    ratios = [run.seconds / raw for run, raw in zip(runs, raw_seconds, strict=True)]
     return {
-        "seconds": spread([run.seconds for run in runs]),
-        "ratio_to_raw": spread(ratios),
+        "seconds": spread([run.seconds for run in runs], "all"),
+        "ratio_to_raw": spread(ratios, "all"),
         "split": medians([run.split for run in runs]),
         "sender": medians([run.sender for run in runs]),
         "extra": medians([run.extra for run in runs]),
@@ -49,81 +69,93 @@ def summarise(runs: list[Any], raws: list[float]) -> dict[str, Any]:
     }
 
 
-def _phases(split: dict[str, float]) -> str:
-    return (
-        ", ".join(f"{name} {seconds:.3g}" for name, seconds in split.items() if seconds > 1e-5)
-        or "-"
-    )
+def _phases_in_words(split: dict[str, float]) -> str:
+    phases = [f"{name} {seconds:.3g}" for name, seconds in split.items() if seconds > NEGLIGIBLE_S]
+    return ", ".join(phases) or "-"
+
+
+def _row(name: str, arm: dict[str, Any], model_bytes: float) -> list[str]:
+    extra = arm["extra"]
+    memory = arm["memory"]
+    wire = extra.get("wire")
+    sent_bytes = extra.get("bytes", model_bytes)
+    return [
+        name,
+        with_range(arm["seconds"], "{:.3g}"),
+        with_range(arm["ratio_to_raw"], "{:.2f}"),
+        _phases_in_words(arm["split"]),
+        f"{wire:.3g}" if wire else "-",
+        _phases_in_words(arm["sender"]),
+        f"{sent_bytes / 1e6:.3g}",
+        f"{memory['sender'] / 1e6:.0f}" if memory else "-",
+        f"{memory['receiver'] / 1e6:.0f}" if memory else "-",
+    ]
 
 
 def table(result: dict[str, Any]) -> str:
     """The result in Markdown."""
-    heads = "seconds | times raw | of a receiver's time | wire, beside it | of a sender's | MB sent"
-    heads += " | extra memory, MB: sender | receiver"
-    lines = [result["what"], "", f"| arm | {heads} |", "| --- |" + " --- |" * 8]
-    for name, arm in result["arms"].items():
-        t, r, memory = arm["seconds"], arm["ratio_to_raw"], arm["memory"]
-        cells = [
-            f"{t['median']:.3g} ({t['min']:.3g} to {t['max']:.3g})",
-            f"{r['median']:.2f} ({r['min']:.2f} to {r['max']:.2f})",
-            _phases(arm["split"]),
-            f"{arm['extra']['wire']:.3g}" if arm["extra"].get("wire") else "-",
-            _phases(arm["sender"]),
-            f"{arm['extra'].get('bytes', result['bytes']) / 1e6:.3g}",
-            *(f"{memory[side] / 1e6:.0f}" if memory else "-" for side in ("sender", "receiver")),
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += [f"| {name} | not run: {why} |" + " |" * 7 for name, why in result["skipped"].items()]
+    rows = [_row(name, arm, result["bytes"]) for name, arm in result["arms"].items()]
+    lines = [result["what"], "", *markdown_table(HEADINGS, rows)]
+    for name, reason in result["skipped"].items():
+        lines.append(row_not_run(name, f"not run: {reason}", len(HEADINGS)))
     lines += [
         "",
-        f"Medians of {result['repeats']} repeats (range), each arm against the raw broadcast of the same repeat.",
-        "A receiver's phases follow one another, each that of the slowest receiver. Where the wire is beside them, they",
-        "show only what was not hidden of it, as wait. Memory: resident, the largest process of a side, from before the",
-        "arm's setup to its first update's peak; a file in /dev/shm is not in it, the product's canary in the engine is. Every update but the raw one was checked",
-        "by the canary, and an arm's first one to change it.",
+        f"Medians of {result['repeats']} repeats (range), each arm against the raw broadcast of",
+        "the same repeat. A receiver's phases follow one another, each that of the slowest",
+        "receiver. If the wire runs in parallel, `wait` is the part of it that was not hidden.",
+        "Memory: resident, in the largest process of a side, from before the arm's setup to the",
+        "peak of its first update. A file in /dev/shm is not in it, the product's canary in the",
+        "engine is. The canary checked every update but the raw one, and that an arm's first",
+        "update changed the engine's weights.",
         "",
     ]
     lines += [f"- {name}: {arm['said']}" for name, arm in result["arms"].items()]
     return "\n".join(lines) + "\n"
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Bars: what fills a receiver's time in each arm, its whole, and the raw broadcast as a
-    line.
-    """
-    import matplotlib
+class _Bars:
+    """Draws the bars of the arms. Each mark gets one entry in the legend."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def __init__(self, axes: Any) -> None:
+        self.axes = axes
+        self.labeled: set[str] = set()
 
-    arms = {name: arm for name, arm in result["arms"].items() if name != "raw"}
-    figure, axes = pyplot.subplots(figsize=(7, 1.2 + 0.5 * len(arms)))
-    named: set[str] = set()
-    for row, arm in enumerate(arms.values()):
+    def _label(self, name: str) -> str | None:
+        if name in self.labeled:
+            return None
+        self.labeled.add(name)
+        return name
+
+    def draw(self, y: int, arm: dict[str, Any]) -> None:
+        """The phases of a receiver, the wire below them, and the median of the whole as a line."""
         left = 0.0
-        for phase, colour in PHASES.items():
-            if seconds := arm["split"].get(phase, 0.0):
-                label = None if phase in named else phase
-                axes.barh(row, seconds, 0.6, left=left, color=colour, label=label)
-                named.add(phase)
+        for phase, color in PHASE_COLORS.items():
+            seconds = arm["split"].get(phase, 0.0)
+            if seconds:
+                label = self._label(phase)
+                self.axes.barh(y, seconds, 0.6, left=left, color=color, label=label)
                 left += seconds
-        if beside := arm["extra"].get("wire"):
-            label = None if "beside" in named else "wire, beside"
-            axes.barh(row + 0.36, beside, 0.12, color=PHASES["wire"], alpha=0.6, label=label)
-            named.add("beside")
-        label = "whole" if row == 0 else None
-        axes.plot(
-            [arm["seconds"]["median"]] * 2, [row - 0.4, row + 0.4], color="black", label=label
-        )
-    axes.axvline(
-        result["arms"]["raw"]["seconds"]["median"],
-        color="black",
-        linestyle=":",
-        label="raw broadcast",
-    )
+        wire = arm["extra"].get("wire")
+        if wire:
+            label = self._label("wire, in parallel")
+            color = PHASE_COLORS["wire"]
+            self.axes.barh(y + 0.36, wire, 0.12, color=color, alpha=0.6, label=label)
+        median = arm["seconds"]["median"]
+        label = self._label("whole")
+        self.axes.plot([median] * 2, [y - 0.4, y + 0.4], color="black", label=label)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """What fills a receiver's time in each arm, and the raw broadcast as a line."""
+    arms = {name: arm for name, arm in result["arms"].items() if name != "raw"}
+    raw_seconds = result["arms"]["raw"]["seconds"]["median"]
+    figure, axes = pyplot().subplots(figsize=(7, 1.2 + 0.5 * len(arms)))
+    bars = _Bars(axes)
+    for y, arm in enumerate(arms.values()):
+        bars.draw(y, arm)
+    axes.axvline(raw_seconds, color="black", linestyle=":", label="raw broadcast")
     axes.set_yticks(range(len(arms)), list(arms))
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    pyplot.close(figure)
+    save_figure(figure, path, dpi=150)

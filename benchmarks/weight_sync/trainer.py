@@ -1,7 +1,7 @@
-"""The trainer's side of the weight-sync benchmark's own arms: functions that Ray calls on the
-product's worker processes.
+"""The trainer's side of the benchmark's own arms: functions that Ray calls on the product's
+workers.
 
-They know FSDP2 alone. `worker` is a rank of the actor, after its `setup`.
+They support FSDP2 only. `worker` is a rank of the actor, after its `setup`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import gc
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,172 +24,230 @@ from safetensors.torch import save_file
 
 from one_step_off.distributed_util import DedicatedGroup
 
-ROOT = dist.BroadcastOptions()
-ROOT.rootRank = 0
+FROM_RANK_0 = dist.BroadcastOptions()
+FROM_RANK_0.rootRank = 0
+
+SHARED_ATTRIBUTES = ("version", "bench_arms")
+"""Attributes of a worker that all arms share: its weight version, and what follows here."""
 
 
-def process(worker: Any) -> int:
-    """Its process id."""
+@dataclass
+class ArmAttributes:
+    """Which attributes each arm has set on a worker.
+
+    Attributes:
+        common: the attributes before any arm ran.
+        of_arm: arm -> those that it set, while another arm is selected.
+        selected: the arm whose attributes the worker has now; empty: none.
+    """
+
+    common: dict[str, Any]
+    of_arm: dict[str, dict[str, Any]] = field(default_factory=dict)
+    selected: str = ""
+
+
+def process_id(worker: Any) -> int:
+    """The id of the worker's process."""
     return os.getpid()
 
 
 def metadata(worker: Any) -> list[tuple[str, str, list[int]]]:
-    """Name, dtype on the wire and shape of every tensor, in the order of `whole` (no
-    collective).
-    """
-    return [
-        (name, worker.cfg.model.dtype, list(p.shape)) for name, p in worker.model.named_parameters()
-    ]
+    """Name, sent dtype and shape of every tensor, in the order of `gathered` (no collective)."""
+    dtype = worker.cfg.model.dtype
+    return [(name, dtype, list(p.shape)) for name, p in worker.model.named_parameters()]
 
 
 @torch.no_grad()
-def whole(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in the rollout's dtype, gathered one after the other (collective; all ranks get
-    it).
-    """
+def gathered(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and whole tensor in the rollout's dtype, one after the other (collective)."""
+    dtype = getattr(torch, worker.cfg.model.dtype)
     for name, parameter in worker.model.named_parameters():
-        yield name, parameter.full_tensor().to(getattr(torch, worker.cfg.model.dtype))
+        yield name, parameter.full_tensor().to(dtype)
 
 
-def _rows(worker: Any) -> Iterator[torch.Tensor]:
+def _local_parameters(worker: Any) -> Iterator[torch.Tensor]:
     """This rank's part of each parameter, flat."""
     for parameter in worker.model.parameters():
-        yield (parameter.to_local() if hasattr(parameter, "to_local") else parameter).view(-1)
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        yield local.view(-1)
 
 
 @torch.no_grad()
-def flip(worker: Any, every: int, version: int) -> None:
-    """Make weights `version`: the sign of one in `every` elements changes, which the canary
-    sees.
+def flip_signs(worker: Any, every: int, version: int) -> None:
+    """Make weights `version`: one in `every` elements changes its sign, which the canary
+    detects.
     """
-    for local in _rows(worker):
+    for local in _local_parameters(worker):
         local[version % every :: every].neg_()
     worker.version = version
 
 
 @torch.no_grad()
 def nudge(worker: Any, share: float, version: int) -> None:
-    """Make weights `version`: a `share` of the elements, anywhere, moves to a neighbouring bf16
-    value or the one after it, as an optimiser step at a learning rate of RL does; too little for
-    the canary.
+    """Make weights `version`, as an optimizer step at a learning rate of RL does.
+
+    A `share` of the elements, at random positions, moves by one or two bf16 values. That is too
+    little for the canary to detect.
     """
     random = torch.Generator().manual_seed(1000 * version + worker.rank)
     factor = 1 + 2**-7 if version % 2 else 1 - 2**-7
-    for local in _rows(worker):
-        if count := round(share * len(local)):
-            at = torch.randint(len(local), (count,), generator=random).to(local.device)
-            local[at] = local[at] * factor
+    for local in _local_parameters(worker):
+        count = round(share * len(local))
+        if count:
+            positions = torch.randint(len(local), (count,), generator=random).to(local.device)
+            local[positions] = local[positions] * factor
     worker.version = version
 
 
-def select(worker: Any, arm: str, keys: dict[str, Any]) -> None:
-    """Give the worker what `connect_sync` left in it for this arm, and the keys of weight_sync that
-    the arm has.
+def _put_away(worker: Any, attributes: ArmAttributes) -> None:
+    """Take from the worker what the selected arm has set, and keep it for later."""
+    if not attributes.selected:
+        return
+    state = vars(worker)
+    own = {
+        name: value
+        for name, value in state.items()
+        if name not in SHARED_ATTRIBUTES and value is not attributes.common.get(name)
+    }
+    for name in own:
+        del state[name]
+    attributes.of_arm[attributes.selected] = own
+
+
+def select_arm(worker: Any, arm: str, keys: dict[str, Any]) -> None:
+    """Give the worker the attributes that `connect_sync` set on it for this arm.
+
+    Args:
+        worker: a rank of the actor.
+        arm: its name; empty: no arm.
+        keys: of weight_sync, which the arm sets.
     """
     state = vars(worker)
-    kept = state.setdefault("bench_arms", {"": {k: v for k, v in state.items() if k != "version"}})
-    plain, last = kept[""], state.get("bench_arm")
-    if last:
-        mine = ("version", "bench_arms", "bench_arm")
-        kept[last] = {k: v for k, v in state.items() if k not in mine and v is not plain.get(k)}
-    for name in kept.get(last, {}):
-        del state[name]
-    state.update(plain | kept.get(arm, {}) | {"bench_arm": arm})
-    configure(worker.cfg, keys)
+    if not hasattr(worker, "bench_arms"):
+        common = {name: value for name, value in state.items() if name != "version"}
+        worker.bench_arms = ArmAttributes(common)
+    attributes: ArmAttributes = worker.bench_arms
+    _put_away(worker, attributes)
+    state.update(attributes.common)
+    state.update(attributes.of_arm.get(arm, {}))
+    attributes.selected = arm
+    set_weight_sync_keys(worker.cfg, keys)
 
 
-def forget(worker: Any, arm: str) -> None:
+def forget_arm(worker: Any, arm: str) -> None:
     """Free what the worker holds for this arm alone."""
     if hasattr(worker, "bench_arms"):
-        select(worker, "", {})
-        left = worker.bench_arms.pop(arm, {})
-        if sender := left.get("sender"):
-            leave(sender)
-    give_back()
+        select_arm(worker, "", {})
+        own = worker.bench_arms.of_arm.pop(arm, {})
+        sender = own.get("sender")
+        if sender:
+            close_endpoint(sender)
+    return_free_memory()
 
 
-def leave(end: Any) -> None:
-    """Close one end of the product's stream, and end its thread."""
-    end.close()
-    end.wire_thread.stop()
+def close_endpoint(endpoint: Any) -> None:
+    """Close a weight sender or receiver of the product, and end its thread."""
+    endpoint.close()
+    endpoint.wire_thread.stop()
 
 
-def give_back() -> None:
-    """Return what is free to the system."""
+def return_free_memory() -> None:
+    """Return free memory to the system."""
     gc.collect()
-    with contextlib.suppress(AttributeError, OSError):  # another C library has no such call
+    # Another C library than glibc has no such call.
+    with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def configure(cfg: Any, keys: dict[str, Any]) -> None:
-    """Set these keys of weight_sync, and those of an earlier call back."""
-    cfg.bench_plain = getattr(cfg, "bench_plain", cfg.weight_sync)
-    cfg.weight_sync = dataclasses.replace(cfg.bench_plain, **keys)
+def set_weight_sync_keys(cfg: Any, keys: dict[str, Any]) -> None:
+    """Set these keys of weight_sync, and all others as they were before the first call."""
+    if not hasattr(cfg, "bench_weight_sync"):
+        cfg.bench_weight_sync = cfg.weight_sync
+    cfg.weight_sync = dataclasses.replace(cfg.bench_weight_sync, **keys)
 
 
 def listen(worker: Any, host: str) -> int:
-    """Open the store of the arms' own group (rank 0). Returns its port."""
+    """Open the store of the benchmark's own group (rank 0). Returns its port."""
     worker.bench_store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return worker.bench_store.port
 
 
-def join(worker: Any, host: str, receivers: int, sizes: list[int], timeout_s: float) -> None:
-    """Form the group {rank 0} u engines, and touch the buffer of the raw broadcast (rank 0)."""
-    link = DedicatedGroup(
+def join_group(
+    worker: Any, host: str, receivers: int, bucket_bytes: list[int], timeout_s: float
+) -> None:
+    """Form the group of rank 0 and all engines, and touch the buffer of the raw broadcast (rank 0).
+
+    Args:
+        worker: rank 0 of the actor.
+        host: where the store listens.
+        receivers: vLLM workers of all replicas.
+        bucket_bytes: size of each bucket of the raw broadcast.
+        timeout_s: for connecting, and for each message.
+    """
+    dedicated = DedicatedGroup(
         worker.bench_store, 0, receivers + 1, worker.device, host, timeout_s, timeout_s
     )
-    worker.bench_group = link.group
-    worker.bench_sizes = sizes
-    worker.bench_buffer = torch.ones(max(sizes), dtype=torch.uint8, device=worker.device)
+    worker.bench_group = dedicated.group
+    worker.bench_bucket_bytes = bucket_bytes
+    worker.bench_buffer = torch.ones(max(bucket_bytes), dtype=torch.uint8, device=worker.device)
 
 
-def _settle(worker: Any) -> None:
+def _wait_for_device(worker: Any) -> None:
     if worker.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def raw(worker: Any) -> float:
-    """Seconds for all buckets, one after the other, of one touched buffer (rank 0)."""
+def broadcast_raw(worker: Any) -> float:
+    """Broadcast one touched buffer for every bucket (rank 0). Returns seconds."""
     begin = time.perf_counter()
-    for size in worker.bench_sizes:
-        worker.bench_group.broadcast([worker.bench_buffer[:size]], ROOT).wait()
-    _settle(worker)
+    for size in worker.bench_bucket_bytes:
+        worker.bench_group.broadcast([worker.bench_buffer[:size]], FROM_RANK_0).wait()
+    _wait_for_device(worker)
     return time.perf_counter() - begin
 
 
-def send_each(worker: Any) -> dict[str, float]:
-    """Gather and broadcast one tensor after the other (collective; rank 0 sends). Returns seconds:
-    gather, send.
+def send_each_tensor(worker: Any) -> dict[str, float]:
+    """Gather and broadcast one tensor after the other (collective; rank 0 sends).
+
+    Returns:
+        Seconds: "gather" and "send".
     """
-    gather = send = 0.0
-    mark = time.perf_counter()
-    for _, tensor in whole(worker):
-        gather, mark = gather + time.perf_counter() - mark, time.perf_counter()
+    gather_s = 0.0
+    send_s = 0.0
+    begin = time.perf_counter()
+    for _, tensor in gathered(worker):
+        gather_end = time.perf_counter()
+        gather_s += gather_end - begin
         if worker.rank == 0:
-            worker.bench_group.broadcast([tensor.contiguous()], ROOT).wait()
-            _settle(worker)
-        send, mark = send + time.perf_counter() - mark, time.perf_counter()
-    return {"gather": gather, "send": send}
+            worker.bench_group.broadcast([tensor.contiguous()], FROM_RANK_0).wait()
+            _wait_for_device(worker)
+        begin = time.perf_counter()
+        send_s += begin - gather_end
+    return {"gather": gather_s, "send": send_s}
 
 
 def write_file(worker: Any, folder: str) -> dict[str, float]:
-    """Gather everything and write it as safetensors (collective; rank 0 writes). Returns seconds:
-    gather, write.
+    """Gather everything and write it as safetensors (collective; rank 0 writes).
+
+    Returns:
+        Seconds: "gather" and "write".
     """
     begin = time.perf_counter()
-    tensors = {name: tensor.cpu() for name, tensor in whole(worker) if worker.rank == 0}
-    gathered = time.perf_counter()
+    tensors = {}
+    for name, tensor in gathered(worker):
+        if worker.rank == 0:
+            tensors[name] = tensor.cpu()
+    gather_end = time.perf_counter()
     if worker.rank == 0:
         path = Path(folder, "model.safetensors")
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # the engine may have the old one mapped
+        # Not overwritten: the engine may have the old file mapped.
+        path.unlink(missing_ok=True)
         save_file(tensors, path)
-    return {"gather": gathered - begin, "write": time.perf_counter() - gathered}
+    return {"gather": gather_end - begin, "write": time.perf_counter() - gather_end}
 
 
-def address(worker: Any, host: str) -> int:
+def free_port(worker: Any, host: str) -> int:
     """A free port of this process's node."""
-    store = dist.TCPStore(
-        host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5)
-    )
+    timeout = timedelta(seconds=5)
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     return store.port

@@ -1,5 +1,7 @@
-"""The mathematics as pure functions: advantage estimators, policy losses, KL, value loss, schedules, batching.
+"""The mathematics as pure functions: advantage estimators, policy losses, KL, value loss,
+schedules, batching.
 
-Read `advantages.py` first. A new estimator is one function with `@register` in `advantages.py`, a new
-policy loss one function with `@register` in `policy_losses.py`; nothing else needs to know of it.
+Read `advantages.py` first. A new estimator is one function with `@register` in `advantages.py`, a
+new policy loss one function with `@register` in `policy_losses.py`; nothing else needs to know of
+it.
 """

@@ -1,9 +1,10 @@
-"""Advantage estimators: how much better than expected each trained token did. Pure numpy, for the driver.
+"""Advantage estimators: how much better than expected each trained token did. Pure numpy.
 
     advantages, returns = estimate_advantages("grpo", Trajectories(rewards, groups, masks))
 
-To add an estimator, write one function here with `@register("name")`: `algorithm.adv_estimator` then
-knows it. An estimator takes (Trajectories, Options), and its own settings by keyword. It returns
+To add an estimator, write one function here with `@register("name")`: `algorithm.adv_estimator`
+then knows it. An estimator takes (Trajectories, Options), and its own settings by keyword. It
+returns
 
     float [B]                 one value per trajectory, given to all its trained tokens, or
     one float array [R] each  one value per token, or
@@ -114,11 +115,13 @@ def _broadcast_to_tokens(per_trajectory: np.ndarray, t: Trajectories) -> TokenAr
     return result
 
 
-# --- building blocks --------------------------------------------------------------------------------
+# --- building blocks ---
 
 
 def standardize(x: np.ndarray, scale: bool = True) -> np.ndarray:
-    """(x - mean) / (std + 1e-6), with the sample standard deviation (n - 1); without `scale`: x - mean.
+    """(x - mean) / (std + 1e-6), with the sample standard deviation (n - 1).
+
+    Without `scale`: x - mean.
 
     Equal values, and a single one, give exact zeros: a rounding error in the mean must not be
     multiplied by 1 / eps.
@@ -145,16 +148,20 @@ def discounted_sums(x: np.ndarray, factor: float) -> np.ndarray:
     return y.T
 
 
-# --- estimators -------------------------------------------------------------------------------------
+# --- estimators ---
 
 
 @register("gae", needs=("values",), whitens=True)
 def gae(t: Trajectories, o: Options) -> tuple[TokenArrays, TokenArrays]:
-    """GAE (arXiv:1506.02438, eq. 16); advantages and returns of PPO (arXiv:1707.06347, eq. 11 and 12).
+    """GAE (arXiv:1506.02438, eq. 16); advantages and returns of PPO (arXiv:1707.06347, eq. 11 and
+    12).
 
-        delta_t = r_t + gamma V_{t+1} - V_t     A_t = delta_t + gamma lam A_{t+1}     return_t = A_t + V_t
+        delta_t = r_t + gamma V_{t+1} - V_t
+        A_t = delta_t + gamma lam A_{t+1}
+        return_t = A_t + V_t
 
-    t counts trained tokens; after the last one V = 0. The returns use the advantages before whitening.
+    t counts trained tokens; after the last one V = 0. The returns use the advantages before
+    whitening.
     """
     values = t.rows(t.values)
     next_values = np.pad(values[:, 1:], ((0, 0), (0, 1))) if values.size else values
@@ -165,7 +172,9 @@ def gae(t: Trajectories, o: Options) -> tuple[TokenArrays, TokenArrays]:
 
 @register("grpo", grouped=True)
 def grpo(t: Trajectories, o: Options) -> np.ndarray:
-    """GRPO, outcome supervision (arXiv:2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / (std(r) + eps).
+    """GRPO, outcome supervision (arXiv:2402.03300, section 4.1.2).
+
+        A_i = (r_i - mean(r)) / (std(r) + eps)
 
     A group without variance, and so a group of one, gives exact zeros.
     """
@@ -177,8 +186,8 @@ def grpo(t: Trajectories, o: Options) -> np.ndarray:
 def group_mean_baseline(t: Trajectories, o: Options) -> np.ndarray:
     """A_i = r_i - mean(r) of the group.
 
-    Dr. GRPO (arXiv:2503.20783, section 3.2), to be used with loss_agg=seq-sum-norm; and, whitened over
-    the whole batch, REINFORCE++ with baseline (arXiv:2501.03262).
+    Dr. GRPO (arXiv:2503.20783, section 3.2), to be used with loss_agg=seq-sum-norm; and, whitened
+    over the whole batch, REINFORCE++ with baseline (arXiv:2501.03262).
     """
     return t.per_group(subtract_mean, t.totals)
 
@@ -204,7 +213,8 @@ def opo(t: Trajectories, o: Options) -> np.ndarray:
     def subtract_weighted_mean(r: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         return r - (lengths * r).sum() / max(lengths.sum(), 1)
 
-    # Subtracting the plain mean first does not change the result, and keeps equal rewards at exact zeros.
+    # Subtracting the plain mean first does not change the result, and keeps equal rewards at exact
+    # zeros.
     return t.per_group(subtract_weighted_mean, group_mean_baseline(t, o), t.lengths)
 
 
@@ -226,13 +236,16 @@ def gpg(t: Trajectories, o: Options) -> np.ndarray:
 
 @register("grpo_passk", grouped=True)
 def grpo_passk(t: Trajectories, o: Options, *, pass_k: int | None = None) -> np.ndarray:
-    """Pass@k, or the largest of k rewards (arXiv:2505.15201, s^(loo-1), times n / k; k = n: arXiv:2503.19595).
+    """Pass@k, or the largest of k rewards (arXiv:2505.15201, s^(loo-1), times n / k).
 
         A_i = mean over the sets I of k samples with i in them of (max_I r - max_{I without i} r)
 
-    In ranks r_(1) <= ... <= r_(n): A_(i) = sum_{j<i} C(j-1, k-2) (r_(i) - r_(j)) / C(n-1, k-1). With
-    norm_by_std it is divided by the group's standard deviation. pass_k None, or larger than the group:
-    the whole group.
+    In ranks r_(1) <= ... <= r_(n):
+
+        A_(i) = sum_{j<i} C(j-1, k-2) (r_(i) - r_(j)) / C(n-1, k-1)
+
+    k = n is arXiv:2503.19595. With norm_by_std it is divided by the group's standard deviation.
+    pass_k None, or larger than the group: the whole group.
     """
     if pass_k is not None and pass_k < 2:
         raise ValueError(f"pass_k={pass_k}: must be at least 2; pass@1 is what grpo and rloo train")
@@ -256,10 +269,11 @@ def grpo_passk(t: Trajectories, o: Options, *, pass_k: int | None = None) -> np.
 
 @register("gdpo", needs=("parts",), grouped=True)
 def gdpo(t: Trajectories, o: Options, *, weights: dict[str, float] | None = None) -> np.ndarray:
-    """GDPO (arXiv:2601.05242): each part of the reward is normalized in its group, their weighted sum over the batch.
+    """GDPO (arXiv:2601.05242): rewards in parts.
 
-    A part with a wide range does not dominate the others, as it would in GRPO of the sum.
-    `weights`: part -> weight; 1 for parts that it does not name.
+    Each part is normalized within its group, then their weighted sum over the batch. A part with a
+    wide range does not dominate the others, as it would in GRPO of the sum. `weights`: part ->
+    weight; 1 for parts that it does not name.
     """
     weights = weights or {}
     unknown = set(weights) - set(t.parts)
@@ -278,26 +292,31 @@ def gdpo(t: Trajectories, o: Options, *, weights: dict[str, float] | None = None
 
 @register("reinforce_plus_plus", whitens=True)
 def reinforce_plus_plus(t: Trajectories, o: Options) -> TokenArrays:
-    """REINFORCE++ (arXiv:2501.03262): discounted reward-to-go of each token, whitened over the whole batch."""
+    """REINFORCE++ (arXiv:2501.03262): discounted reward-to-go, whitened over the whole batch."""
     return t.per_token(discounted_sums(t.step_rewards(), o.gamma))
 
 
 @register("remax", needs=("baselines",))
 def remax(t: Trajectories, o: Options) -> TokenArrays:
-    """ReMax (arXiv:2310.10505, algorithm 1): A_t = reward-to-go of the token - reward of the greedy response."""
+    """ReMax (arXiv:2310.10505, algorithm 1).
+
+    A_t = reward-to-go of the token - reward of the greedy response
+    """
     baselines = np.asarray(t.baselines, dtype=np.float64)
     return t.per_token(discounted_sums(t.step_rewards(), 1.0) - baselines[:, None])
 
 
 @register("optimal_token_baseline", needs=("log_probs", "prob_squares"), grouped=True)
 def optimal_token_baseline(t: Trajectories, o: Options) -> TokenArrays:
-    """Optimal token baseline (arXiv:2602.07078): A_t = G_t - B_t, G the reward-to-go, B per step t of a group.
+    """Optimal token baseline (arXiv:2602.07078).
 
-        B_t = sum_i G_it W_it / sum_i W_it     W_it = sum_{s<=t} (1 - 2 p_is + sum_v p_is(v)^2)
+        A_t = G_t - B_t      G: reward-to-go; B: one per step t of a group
+        B_t = sum_i G_it W_it / sum_i W_it
+        W_it = sum_{s<=t} (1 - 2 p_is + sum_v p_is(v)^2)
 
     W sums the squared norms of the tokens' gradients at the logits; p is the proximal policy, whose
-    gradient is about to be computed. Where only one trajectory has a t-th token, it would be its own
-    baseline and learn nothing: B_t = 0.
+    gradient is about to be computed. Where only one trajectory has a t-th token, it would be its
+    own baseline and learn nothing: B_t = 0.
     """
     rewards_to_go = discounted_sums(t.step_rewards(), 1.0)
     squared_norms = 1.0 - 2.0 * np.exp(t.rows(t.log_probs)) + t.rows(t.prob_squares)
@@ -315,15 +334,16 @@ def optimal_token_baseline(t: Trajectories, o: Options) -> TokenArrays:
     return t.per_token(rewards_to_go)
 
 
-# --- around the estimators --------------------------------------------------------------------------
+# --- around the estimators ---
 
 
 def overlong_penalty(
     lengths: Sequence[int] | np.ndarray, longest: int, buffer: int, penalty: float = 1
 ) -> np.ndarray:
-    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13), to be added to the rewards: float64 [B], <= 0.
+    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13), to be added to the rewards.
 
-    It is 0 up to longest - buffer tokens, and falls linearly to -penalty at `longest` and beyond.
+    Returns float64 [B], at most 0. It is 0 up to longest - buffer tokens, and falls linearly to
+    -penalty at `longest` and beyond.
     """
     over = np.asarray(lengths, dtype=np.float64) - (longest - buffer)
     if buffer <= 0:
@@ -332,9 +352,11 @@ def overlong_penalty(
 
 
 def mask_overlong(masks: TokenArrays, cut: Sequence[bool]) -> TokenArrays:
-    """Overlong filtering (DAPO, arXiv:2503.14476, section 3.4): masks in which no token of a cut response is trained.
+    """Overlong filtering (DAPO, arXiv:2503.14476, section 3.4): no token of a cut response is
+    trained.
 
-    Its reward stays in the mean and deviation of its group; only the loss leaves it out.
+    Returns the new masks. The reward of a cut response stays in the mean and deviation of its
+    group; only the loss leaves it out.
     """
     result = []
     for mask, is_cut in zip(masks, cut, strict=True):

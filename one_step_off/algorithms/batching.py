@@ -1,8 +1,9 @@
-"""Cutting a batch into mini-batches, ranks and micro-batches, and laying a micro-batch out for the model.
+"""Cutting a batch into mini-batches, ranks and micro-batches, and laying a micro-batch out for the
+model.
 
-Pure numpy. Every rank computes the same plan from the same lengths, so nothing is communicated, and all
-ranks run the same number of micro-batches: under FSDP a rank with one forward pass fewer would leave
-the others waiting forever.
+Pure numpy. Every rank computes the same plan from the same lengths, so nothing is communicated, and
+all ranks run the same number of micro-batches: under FSDP a rank with one forward pass fewer would
+leave the others waiting forever.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,8 +25,8 @@ def split_into_mini_batches(
 ) -> list[list[int]]:
     """The positions of the samples of each mini-batch, which holds whole prompt groups.
 
-    `prompts` has the prompt of each sample. Prompts are taken in the order of their first appearance;
-    the last mini-batch may have fewer prompts.
+    `prompts` has the prompt of each sample. Prompts are taken in the order of their first
+    appearance; the last mini-batch may have fewer prompts.
     """
     order = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
     count = _divide_up(len(order), prompts_per_mini_batch)
@@ -45,9 +46,9 @@ def plan_micro_batches(
     """Distribute sequences over ranks and cut each rank's share into micro-batches. Deterministic.
 
     Ranks are balanced by tokens: longest sequence first, each to the rank with the fewest tokens so
-    far. So the numbers of micro-batches hardly differ; empty ones make them equal, and a multiple of
-    `rounds`. The cost of a micro-batch stays within `token_budget`, except that a longer sequence gets
-    a micro-batch of its own.
+    far. So the numbers of micro-batches hardly differ; empty ones make them equal, and a multiple
+    of `rounds`. The cost of a micro-batch stays within `token_budget`, except that a longer
+    sequence gets a micro-batch of its own.
 
     Args:
         lengths: tokens of each sequence, prompt and response together.
@@ -103,7 +104,9 @@ def _first_fit(share: list[int], lengths: list[int], budget: int) -> list[list[i
 
 
 def _cut_padded(share: list[int], lengths: list[int], budget: int) -> list[list[int]]:
-    """Sequences of similar length share a micro-batch; its first one, the longest, sets the width."""
+    """Sequences of similar length share a micro-batch; its first one, the longest, sets the
+    width.
+    """
     micro_batches: list[list[int]] = []
     for i in share:
         if micro_batches:
@@ -122,9 +125,9 @@ class MicroBatch:
 
     Attributes:
         input_ids: int64 [rows, width]; padded on the right with 0, or packed into one row.
-        position_ids: int64 [1, width] that restart at each sequence when packed, else None. A padded
-            batch needs neither positions nor a mask: under causal attention no real token sees the
-            padding to its right.
+        position_ids: int64 [1, width] that restart at each sequence when packed, else None. A
+            padded batch needs neither positions nor a mask: under causal attention no real token
+            sees the padding to its right.
         logit_index: int64 [n]; flat index into [rows * width] of the position whose logits predict
             each wanted token.
         tokens: int64 [n]; the wanted tokens.
@@ -143,12 +146,13 @@ def collate(
 ) -> MicroBatch:
     """Lay sequences out for the model.
 
-    An empty micro-batch becomes two tokens of which none is wanted: it takes part in every collective
-    of the forward and backward pass and adds nothing.
+    An empty micro-batch becomes two tokens of which none is wanted: it takes part in every
+    collective of the forward and backward pass and adds nothing.
 
     Args:
         sequences: token ids, one array [L_i] each.
-        wanted: for each sequence the positions (1 to L_i - 1) of the tokens whose log-prob is wanted.
+        wanted: for each sequence the positions (1 to L_i - 1) of the tokens whose log-prob is
+            wanted.
         packed: one row without padding, else one row per sequence.
         multiple: the width of padded rows is rounded up to a multiple of it.
 
@@ -205,8 +209,8 @@ def pad_to_same_shape(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
 def context_parallel_columns(width: int, rank: int, ranks: int) -> np.ndarray:
     """The columns of one of `ranks` context-parallel ranks, int64.
 
-    Of 2 * ranks blocks it has one and its mirror image, so that under causal attention all ranks do the
-    same amount of work. With several ranks the blocks must be of equal size.
+    Of 2 * ranks blocks it has one and its mirror image, so that under causal attention all ranks do
+    the same amount of work. With several ranks the blocks must be of equal size.
     """
     blocks = np.array_split(np.arange(width), 2 * ranks)
     return np.concatenate([blocks[rank], blocks[-1 - rank]])

@@ -4,13 +4,13 @@ Value loss, KL, log-probs and entropy, loss aggregation, learning rate. No I/O, 
 collective. Three policies appear throughout:
 
     mu        the policy that generated the tokens (the engine's weights, one step behind)
-    proximal  the policy that the PPO clip is centered on: mu itself, or the trainer's weights before
-              the update
+    proximal  the policy that the PPO clip is centered on: mu itself, or the trainer's weights
+              before the update
     theta     the policy being trained
 
-Advantages are in `advantages.py`, policy losses and rollout corrections in `policy_losses.py`. Log-probs
-are in nats. Sums over micro-batches and ranks are per-token weights with global denominators
-(`token_weights`), so the gradient does not depend on how the batch was cut.
+Advantages are in `advantages.py`, policy losses and rollout corrections in `policy_losses.py`.
+Log-probs are in nats. Sums over micro-batches and ranks are per-token weights with global
+denominators (`token_weights`), so the gradient does not depend on how the batch was cut.
 """
 
 import math
@@ -25,8 +25,8 @@ from one_step_off.algorithms.policy_losses import clamp_log_ratio, ratio_of
 from one_step_off.algorithms.schedule import Decay
 
 TokenOutputs = tuple[Tensor, Tensor | None]
-"""Outputs for n tokens: their log-probs (or the values of a scalar head), [n]; and [n] of the statistic
-that was asked for, such as their entropy, or None."""
+"""Outputs for n tokens: their log-probs (or the values of a scalar head), [n]; and [n] of the
+statistic that was asked for, such as their entropy, or None."""
 
 Stats = dict[str, Tensor]
 """Scalars by name."""
@@ -39,7 +39,8 @@ def token_weights(
     global_sequences: int,
     longest: int = 1,
 ) -> np.ndarray:
-    """The weight of each token of a sequence in the loss: loss = sum over all trained tokens of weight * l.
+    """The weight of each token of a sequence in the loss: loss = sum over all trained tokens of
+    weight * l.
 
         token-mean          w_i = 1 / global_tokens                     (DAPO, arXiv:2503.14476, eq. 12)
         token-sum           w_i = 1
@@ -74,7 +75,8 @@ def token_weights(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Clipped squared error of a critic, as in PPO's code (arXiv:2005.12729, section 3; not in the PPO paper).
+    """Clipped squared error of a critic, as in PPO's code (arXiv:2005.12729, section 3; not in the
+    PPO paper).
 
         l = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
 
@@ -96,7 +98,8 @@ def value_loss(
 
 @dataclass
 class KLController:
-    """The coefficient of a KL penalty: fixed without a `target`, else adaptive (arXiv:1909.08593, section 2.2).
+    """The coefficient of a KL penalty: fixed without a `target`, else adaptive (arXiv:1909.08593,
+    section 2.2).
 
         value <- value * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon)
 
@@ -119,16 +122,17 @@ class KLController:
 
 
 def kl(log_p: Tensor, log_q: Tensor, estimator: str = "k3") -> Tensor:
-    """Estimate KL(p || q) from tokens that p made, one value per token (http://joschu.net/blog/kl-approx.html).
+    """Estimate KL(p || q) from tokens that p made, one value per token
+    (http://joschu.net/blog/kl-approx.html).
 
     With r = q / p:     k1 = -log r        k2 = (log r)^2 / 2        k3 = (r - 1) - log r        abs = |log r|
 
-    As values: k1 is unbiased but can be negative; k2 is biased and never negative; k3 is unbiased and
-    never negative; abs is a distance, and no estimate of the KL.
+    As values: k1 is unbiased but can be negative; k2 is biased and never negative; k3 is unbiased
+    and never negative; abs is a distance, and no estimate of the KL.
 
-    As losses, differentiated through log_p: the gradient of k1 has mean zero and only adds noise; only
-    the gradient of k2 has the gradient of the KL as its mean. So k1+, k3+ and abs+ have the values of
-    k1, k3 and abs, and the gradient of k2.
+    As losses, differentiated through log_p: the gradient of k1 has mean zero and only adds noise;
+    only the gradient of k2 has the gradient of the KL as its mean. So k1+, k3+ and abs+ have the
+    values of k1, k3 and abs, and the gradient of k2.
 
     Args:
         log_p, log_q: log-probs of the same tokens, equal shapes, nats.
@@ -156,14 +160,15 @@ def kl(log_p: Tensor, log_q: Tensor, estimator: str = "k3") -> Tensor:
 def log_probs_and_entropy(
     logits: Tensor, tokens: Tensor, temperature: float = 1.0, entropy: str = "none"
 ) -> TokenOutputs:
-    """The log-prob of each token and a statistic of its distribution, after temperature, in float32 nats.
+    """The log-prob of each token and a statistic of its distribution, after temperature, in float32
+    nats.
 
     Args:
         logits: [n, vocabulary].
         tokens: int64 [n].
         temperature: the logits are divided by it, as the engine does before it samples.
-        entropy: the statistic: "none"; the entropy, as "metric" without a gradient, or as "grad" with
-            one; or "squares": sum_v p(v)^2.
+        entropy: the statistic: "none"; the entropy, as "metric" without a gradient, or as "grad"
+            with one; or "squares": sum_v p(v)^2.
 
     Returns:
         [n], and [n] or None.
@@ -180,7 +185,8 @@ def log_probs_and_entropy(
 
 
 def token_stats(log_probs: Tensor, mu_log_probs: Tensor, clipped: Tensor) -> tuple[Stats, Stats]:
-    """How far theta is from the policy that generated the tokens: sums and maxima over trained tokens.
+    """How far theta is from the policy that generated the tokens: sums and maxima over trained
+    tokens.
 
     Args:
         log_probs, mu_log_probs: [n], nats.
@@ -221,8 +227,9 @@ def learning_rate(
 ) -> float:
     """The learning rate of an optimizer step: linear warm-up, then constant, cosine or linear.
 
-    Warm-up step s uses peak * (s + 1) / warmup, so that the first step does not have a rate of zero.
-    cosine (SGDR, arXiv:1608.03983, eq. 5) and linear end at peak * min_ratio on the last step.
+    Warm-up step s uses peak * (s + 1) / warmup, so that the first step does not have a rate of
+    zero. cosine (SGDR, arXiv:1608.03983, eq. 5) and linear end at peak * min_ratio on the last
+    step.
 
     Args:
         step: from 0.

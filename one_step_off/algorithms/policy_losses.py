@@ -1,14 +1,16 @@
-"""Policy losses and rollout corrections, per token. Formulas and sources: docs/concepts/algorithms.md.
+"""Policy losses and rollout corrections, per token.
+
+Formulas and sources: docs/concepts/algorithms.md.
 
 The PPO clip loss is `vanilla`. To add a loss, write one function here with `@register("name")`:
-`algorithm.policy_loss` then knows it. A policy loss takes `LossInputs`, and its own settings by keyword.
-It returns
+`algorithm.policy_loss` then knows it. A policy loss takes `LossInputs`, and its own settings by
+keyword. It returns
 
     the loss [n], to be minimized, before its aggregation weight, and
     bool [n]: the tokens that the method held back, which the metric clip_frac counts.
 
-Users name their own as `module:function`. A micro-batch holds whole sequences, so ratios of sequences do
-not depend on how the batch was cut.
+Users name their own as `module:function`. A micro-batch holds whole sequences, so ratios of
+sequences do not depend on how the batch was cut.
 
 The functions use methods of tensors only, and do not import torch: a config is checked against the
 names here, and must not wait for that import.
@@ -28,8 +30,9 @@ if TYPE_CHECKING:
     Loss = tuple[Tensor, Tensor]  # what every policy loss returns
 
 LOG_RATIO_LIMIT = 20.0
-"""exp(20) = 4.9e8 is far outside every clip range, yet finite in float32. Without the limit one token with a
-log-ratio above 88 gives an infinite ratio, and inf * 0 in the backward pass turns the whole gradient into NaN."""
+"""exp(20) = 4.9e8 is far outside every clip range, yet finite in float32. Without the limit one
+token with a log-ratio above 88 gives an infinite ratio, and inf * 0 in the backward pass turns the
+whole gradient into NaN."""
 
 POLICY_LOSSES = Registry("algorithm.policy_loss")
 register = POLICY_LOSSES.register
@@ -65,7 +68,8 @@ class LossInputs:
 
 
 def ratio_of(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """exp(log_probs - old_log_probs), with the log-ratio clamped to ±LOG_RATIO_LIMIT. Any equal shapes.
+    """exp(log_probs - old_log_probs), with the log-ratio clamped to ±LOG_RATIO_LIMIT. Any equal
+    shapes.
 
     Beyond the limit the gradient is zero: such a token is an outlier, not a direction to follow.
     """
@@ -109,8 +113,8 @@ def vanilla(x: LossInputs) -> Loss:
 
         l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)      r = theta / old
 
-    Two clip ranges: DAPO (arXiv:2503.14476, eq. 10). Dual clip (arXiv:1912.09729): with clip_c, where
-    A < 0, l = min(l, -clip_c A), so that a huge ratio does not give a huge loss.
+    Two clip ranges: DAPO (arXiv:2503.14476, eq. 10). Dual clip (arXiv:1912.09729): with clip_c,
+    where A < 0, l = min(l, -clip_c A), so that a huge ratio does not give a huge loss.
     """
     loss, clipped = _clipped_surrogate(x.ratio(), x)
     if x.clip_c is None:
@@ -122,12 +126,15 @@ def vanilla(x: LossInputs) -> Loss:
 
 @register("gspo")
 def gspo(x: LossInputs) -> Loss:
-    """GSPO (arXiv:2507.18071, eq. 5 to 7) in its token form (eq. 13 and 14): one ratio for a whole sequence.
+    """GSPO (arXiv:2507.18071, eq. 5 to 7) in its token form (eq. 13 and 14): one ratio for a whole
+    sequence.
 
-        s = exp(mean_t log(theta / old))      l_t = -min(s_t A_t, clip(s_t) A_t)      s_t = sg(s) theta_t / sg(theta_t)
+        s = exp(mean_t log(theta / old))
+        s_t = sg(s) theta_t / sg(theta_t)
+        l_t = -min(s_t A_t, clip(s_t) A_t)
 
-    With one advantage per sequence the gradient is that of the sequence form. The clip ranges are far
-    smaller than PPO's: the paper uses 3e-4 and 4e-4. Use loss_agg=sequence-mean.
+    With one advantage per sequence the gradient is that of the sequence form. The clip ranges are
+    far smaller than PPO's: the paper uses 3e-4 and 4e-4. Use loss_agg=sequence-mean.
     """
     # The token's own factor is clamped too, so that it has no gradient beyond the limit.
     log_ratio = clamp_log_ratio(x.log_probs - x.old_log_probs)
@@ -142,8 +149,8 @@ def gmpo(x: LossInputs) -> Loss:
 
         l_t = -A exp(mean_t k_t)      k = min(log r, clip_high) where A > 0, else max(log r, -clip_low)
 
-    The clip range is one of log-ratios; the paper uses 0.4 on both sides. It is meant for advantages per
-    sequence, and for loss_agg=sequence-mean.
+    The clip range is one of log-ratios; the paper uses 0.4 on both sides. It is meant for
+    advantages per sequence, and for loss_agg=sequence-mean.
     """
     log_ratio = clamp_log_ratio(x.log_probs - x.old_log_probs)
     clipped_above = log_ratio.clamp(max=x.clip_high)
@@ -155,7 +162,8 @@ def gmpo(x: LossInputs) -> Loss:
 
 @register("cispo")
 def cispo(x: LossInputs) -> Loss:
-    """CISPO (arXiv:2506.13585, eq. 4 and 5): the weight is clipped, and every token keeps a gradient.
+    """CISPO (arXiv:2506.13585, eq. 4 and 5): the weight is clipped, and every token keeps a
+    gradient.
 
         l = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log theta
 
@@ -168,7 +176,8 @@ def cispo(x: LossInputs) -> Loss:
 
 @register("sapo")
 def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss:
-    """SAPO (arXiv:2511.20347): a soft gate instead of the clip; it weakens off-policy tokens gradually.
+    """SAPO (arXiv:2511.20347): a soft gate instead of the clip; it weakens off-policy tokens
+    gradually.
 
         l = -A (4 / tau) sigmoid(tau (r - 1))      tau = tau_pos where A > 0, else tau_neg
 
@@ -190,13 +199,14 @@ def gpg(x: LossInputs) -> Loss:
 
 @register("dro")
 def dro(x: LossInputs, *, beta: float = 0.1) -> Loss:
-    """DRO, Direct Reward Optimization (arXiv:2405.19107), per token: a quadratic penalty instead of a ratio.
+    """DRO, Direct Reward Optimization (arXiv:2405.19107), per token: a quadratic penalty instead of
+    a ratio.
 
         l = -(A log theta - beta / 2 (log r)^2)      r = theta / old
 
-    The paper's policy gradient uses reward - value as A, calls beta tau, is over whole responses, and
-    uses a reference policy as `old`. There is no clip range, and no token counts as held back. Beyond
-    the limit of log-ratios the penalty is constant, so its gradient is zero.
+    The paper's policy gradient uses reward - value as A, calls beta tau, is over whole responses,
+    and uses a reference policy as `old`. There is no clip range, and no token counts as held back.
+    Beyond the limit of log-ratios the penalty is constant, so its gradient is zero.
     """
     log_ratio = clamp_log_ratio(x.log_probs - x.old_log_probs)
     loss = 0.5 * beta * log_ratio.square() - x.advantage * x.log_probs
@@ -204,7 +214,8 @@ def dro(x: LossInputs, *, beta: float = 0.1) -> Loss:
 
 
 def _trust_region_loss(x: LossInputs, inside: Tensor, cap: float) -> Loss:
-    """The loss of DPPO: tokens outside the trust region are masked if the update would push them further out.
+    """The loss of DPPO: tokens outside the trust region are masked if the update would push them
+    further out.
 
     `inside`: bool [n], the tokens within the trust region.
     """
@@ -217,7 +228,8 @@ def _trust_region_loss(x: LossInputs, inside: Tensor, cap: float) -> Loss:
 
 @register("dppo_tv")
 def dppo_tv(x: LossInputs, *, cap: float = 20.0) -> Loss:
-    """DPPO with the binary total variation (arXiv:2602.04879): it bounds probabilities, not their ratio.
+    """DPPO with the binary total variation (arXiv:2602.04879): it bounds probabilities, not their
+    ratio.
 
         l = -A min(r, cap) m log theta      m = 0 where |theta - old| > clip and the update pushes outward
 
@@ -231,7 +243,8 @@ def dppo_tv(x: LossInputs, *, cap: float = 20.0) -> Loss:
 
 @register("dppo_kl")
 def dppo_kl(x: LossInputs, *, cap: float = 20.0) -> Loss:
-    """DPPO with the binary KL (arXiv:2602.04879): as `dppo_tv`, with the KL of "this token or another".
+    """DPPO with the binary KL (arXiv:2602.04879): as `dppo_tv`, with the KL of "this token or
+    another".
 
     KL(old || theta) = q log(q / p) + (1 - q) log((1 - q) / (1 - p))      q = old, p = theta, in nats
     """
@@ -246,7 +259,9 @@ def dppo_kl(x: LossInputs, *, cap: float = 20.0) -> Loss:
 
 
 def _covariance(x: LossInputs) -> Tensor:
-    """(A - mean A)(log theta - mean log theta) per token (arXiv:2505.22617): large ones reduce entropy most."""
+    """(A - mean A)(log theta - mean log theta) per token (arXiv:2505.22617): large ones reduce
+    entropy most.
+    """
     log_probs = x.log_probs.detach()
     return (x.advantage - x.advantage.mean()) * (log_probs - log_probs.mean())
 
@@ -262,11 +277,13 @@ def _largest(values: Tensor, share: float) -> Tensor:
 def clip_cov(
     x: LossInputs, *, share: float = 2e-4, cov_low: float = 1.0, cov_high: float = 5.0
 ) -> Loss:
-    """Clip-Cov (arXiv:2505.22617): vanilla, but a few random tokens of high covariance get no gradient.
+    """Clip-Cov (arXiv:2505.22617): vanilla, but a few random tokens of high covariance get no
+    gradient.
 
-    `share` of all tokens (at least one) is drawn from those with cov_low < covariance < cov_high that
-    PPO does not clip. The paper takes means and share over the mini-batch. Here they are those of the
-    micro-batch, so in micro-batches of fewer than 1 / share tokens more than `share` may be held back.
+    `share` of all tokens (at least one) is drawn from those with cov_low < covariance < cov_high
+    that PPO does not clip. The paper takes means and share over the mini-batch. Here they are those
+    of the micro-batch, so in micro-batches of fewer than 1 / share tokens more than `share` may be
+    held back.
     """
     loss, clipped = vanilla(x)
     covariance = _covariance(x)
@@ -282,9 +299,11 @@ def clip_cov(
 def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 1.0) -> Loss:
     """KL-Cov (arXiv:2505.22617): no clip, but a KL penalty on the tokens of highest covariance.
 
-        l = -r A, plus coef |log(theta / old)| for the `share` (at least one token) of highest covariance
+        l = -r A, plus coef |log(theta / old)| for the `share` (at least one token) of highest
+        covariance
 
-    Means and share are those of the micro-batch, as in `clip_cov`. Penalized tokens count as held back.
+    Means and share are those of the micro-batch, as in `clip_cov`. Penalized tokens count as held
+    back.
     """
     loss = -x.ratio() * x.advantage
     penalized = _largest(_covariance(x), share)
@@ -295,7 +314,9 @@ def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 1.0) -> Loss:
 def correction_weights(
     proximal: Tensor, mu: Tensor, sequence: Tensor, mode: str, cap: float, low: float | None = None
 ) -> Tensor:
-    """Importance weight w = proximal / mu of decoupled PPO (arXiv:2110.00641, section 3; AReaL, arXiv:2505.24298, eq. 5).
+    """Importance weight w = proximal / mu of decoupled PPO.
+
+    Sources: arXiv:2110.00641, section 3; AReaL, arXiv:2505.24298, eq. 5.
 
         none      1
         tis       w clamped to [low, cap]: truncated importance sampling
@@ -304,8 +325,8 @@ def correction_weights(
                   the same with the product of w over the sequence, for all its tokens
         geo-mask  1 where the geometric mean of w over the sequence is within [low, cap], else 0
 
-    `mis` with both bounds is IcePop (arXiv:2510.18855). Masked tokens still count in the denominator of
-    the loss: masking is part of the estimator.
+    `mis` with both bounds is IcePop (arXiv:2510.18855). Masked tokens still count in the
+    denominator of the loss: masking is part of the estimator.
 
     Args:
         proximal, mu: log-probs, [n], nats.

@@ -1,10 +1,11 @@
-"""The position of a learning rate's decay, in a new run and in one that is resumed with other settings.
+"""The position of a learning rate's decay, in a new run and in one that is resumed with other
+settings.
 
-A decay (cosine, linear) runs from the end of the warm-up to the last optimizer step of the run. A run
-that is resumed with another number of steps, or with more or fewer optimizer steps in each, must not
-jump: the decay continues from the progress that it had made, and covers the rest by the new last step.
-A decay that the checkpoint's run did not have begins at the resume. The rate itself is
-`core_algos.learning_rate`.
+A decay (cosine, linear) runs from the end of the warm-up to the last optimizer step of the run. A
+run that is resumed with another number of steps, or with more or fewer optimizer steps in each,
+must not jump: the decay continues from the progress that it had made, and covers the rest by the
+new last step. A decay that the checkpoint's run did not have begins at the resume. The rate itself
+is `core_algos.learning_rate`.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +22,8 @@ from one_step_off.config.schema import Config
 
 @dataclass(frozen=True)
 class Decay:
-    """A decay over optimizer steps. Its progress goes evenly from `done` at `begin` to 1 at the last step.
+    """A decay over optimizer steps. Its progress goes evenly from `done` at `begin` to 1 at the
+    last step.
 
     Attributes:
         total: optimizer steps of the run; the last one is total - 1.
@@ -99,8 +101,8 @@ def resumed_decay(plan: DecayPlan, warmup_steps: int, saved: SavedSchedule) -> D
         return new_decay(plan, warmup_steps)
     step = saved.optimizer_steps
     if _is_same_plan(plan, saved):
-        # Not counted again: a step with dropped groups made fewer optimizer steps than planned, and an
-        # uninterrupted run keeps its total too.
+        # Not counted again: a step with dropped groups made fewer optimizer steps than planned, and
+        # an uninterrupted run keeps its total too.
         total = saved.decay.total
     else:
         total = step + plan.optimizer_steps_from(saved.trainer_steps)
@@ -149,7 +151,8 @@ def from_arrays(file: Mapping[str, np.ndarray]) -> SavedSchedule:
 def report_resumed_schedules(
     cfg: Config, checkpoint: Path, total_steps: int, print_line: Callable[[str], None]
 ) -> None:
-    """Tell the user how the learning rates continue where the schedule or length differs from the checkpoint's.
+    """Tell the user how the learning rates continue where the schedule or length differs from the
+    checkpoint's.
 
     Raises ConfigError: a decay had reached a rate of zero, so the added steps would train nothing.
     """
@@ -213,7 +216,8 @@ def _report_length(
     decay: Decay,
     print_line: Callable[[str], None],
 ) -> None:
-    """Tell the user where the length of the decay changes, or where the checkpoint does not record the schedule.
+    """Tell the user where the length of the decay changes, or where the checkpoint does not record
+    the schedule.
 
     Raises ConfigError: the decay had reached a rate of zero.
     """

@@ -1,8 +1,8 @@
 """What advantage estimators see of a batch.
 
 Only tokens whose mask is True exist for the estimators. Time steps go from one trained token to the
-next: the output of a tool between two turns is skipped, and the trajectory's reward falls on the last
-trained token.
+next: the output of a tool between two turns is skipped, and the trajectory's reward falls on the
+last trained token.
 
 Shapes: B trajectories; R, the length of one response; T, the largest number of trained tokens.
 """
@@ -31,8 +31,8 @@ class Trajectories:
         values: float [R], of the critic.
         parts: the reward's parts, name -> float [B].
         baselines: float [B], the reward of the greedy response to the same prompt.
-        log_probs: float [R], nats: of each token by the proximal policy, or by mu where the run does
-            not compute it.
+        log_probs: float [R], nats: of each token by the proximal policy, or by mu where the run
+            does not compute it.
         prob_squares: float [R]: the sum over the vocabulary of the squared probabilities of the
             proximal policy.
     """
@@ -83,7 +83,9 @@ class Trajectories:
         return self.rewards + self.rows(self.token_rewards).sum(1)
 
     def rows(self, arrays: TokenArrays | None) -> np.ndarray:
-        """The values of the trained tokens, float64 [B, T], with zeros behind the end (None: all zero)."""
+        """The values of the trained tokens, float64 [B, T], with zeros behind the end (None: all
+        zero).
+        """
         result = np.zeros(self.alive.shape)
         if arrays is None:
             return result

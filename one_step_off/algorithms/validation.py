@@ -1,4 +1,5 @@
-"""Checks of the algorithm that a config names: estimator, policy loss, KL, corrections, overlong responses.
+"""Checks of the algorithm that a config names: estimator, policy loss, KL, corrections, overlong
+responses.
 
 Each function raises `ConfigError` at the first fault.
 """

@@ -1,4 +1,4 @@
-"""PackedSamples and batches as files: numpy arrays for what every token has, JSON lines for the rest. No
+"""Samples and batches as files: numpy arrays for what every token has, JSON lines for the rest. No
 pickles."""
 
 import json

@@ -15,7 +15,8 @@ from one_step_off.cluster import process_cleanup
 from one_step_off.config.errors import as_config_error
 from one_step_off.config.schema import Config
 
-# The first bytes of an HTTP/2 connection, as a gRPC client sends them: the preface and an empty SETTINGS frame.
+# The first bytes of an HTTP/2 connection, as a gRPC client sends them: the preface and an empty
+# SETTINGS frame.
 HTTP2_SETTINGS_FRAME = b"\0\0\0\4\0\0\0\0\0"
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS_FRAME
 HTTP2_SETTINGS_TYPE = b"\4"
@@ -29,7 +30,8 @@ def require_cluster(address: str) -> None:
     """Refuse a RAY_ADDRESS where no Ray cluster answers; Ray itself would retry for minutes.
 
     Args:
-        address: the value of RAY_ADDRESS. Only "host:port" is checked; Ray resolves "auto" and the like by itself.
+        address: the value of RAY_ADDRESS. Only "host:port" is checked; Ray resolves "auto" and the
+            like by itself.
 
     Raises:
         ConfigError: nothing answers there, or something that does not speak gRPC.
@@ -53,7 +55,8 @@ def require_cluster(address: str) -> None:
 
 
 def start_ray(cfg: Config) -> str:
-    """Join the cluster that RAY_ADDRESS names, or start one that listens on this machine's loopback only.
+    """Join the cluster that RAY_ADDRESS names, or start one that listens on this machine's loopback
+    only.
 
     Returns:
         Ray's session folder.
@@ -82,7 +85,8 @@ def start_ray(cfg: Config) -> str:
 
 def _local_options(cfg: Config) -> dict[str, Any]:
     """The arguments of `ray.init` for a cluster of this machine alone."""
-    # One logical CPU per process of ours: several processes may share a core, which Ray's own count would refuse.
+    # One logical CPU per process of ours: several processes may share a core, which Ray's own count
+    # would refuse.
     num_processes = sum(
         sum(processes_per_node) for processes_per_node in cfg.placement.pools.values()
     )
@@ -96,33 +100,37 @@ def _local_options(cfg: Config) -> dict[str, Any]:
 
 
 def use_loopback_address(enabled: bool) -> None:
-    """Patch of Ray 2.60 (`ray._private.ray_constants`): whether Ray takes 127.0.0.1 as this node's address.
+    """Patch of Ray 2.60 (`ray._private.ray_constants`): whether Ray takes 127.0.0.1 as this node's
+    address.
 
-    Reason: Ray replaces a given 127.0.0.1 by the machine's address in the network and listens there, unless this
-    constant says that the platform cannot form clusters (as on Windows and macOS).
-    """
+    Reason: Ray replaces a given 127.0.0.1 by the machine's address in the network and listens
+    there, unless this constant says that the platform cannot form clusters (as on Windows and
+    macOS)."""
     import ray
 
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = not enabled
 
 
 class PrintOtherLines:
-    """In place of Ray's function that prints lines: it leaves out the report of a process that died."""
+    """In place of Ray's function that prints lines: it leaves out the report of a process that
+    died."""
 
     def __init__(self, print_lines: Callable[..., None]) -> None:
         self.print_lines = print_lines
 
     def __call__(self, data: dict[str, Any], ignore_prefix: bool) -> None:
-        """Print `data["lines"]`, unless they report a death. The arguments are those of Ray's function."""
+        """Print `data["lines"]`, unless they report a death. The arguments are those of Ray's
+        function."""
         if WORKER_DIED not in data["lines"][0]:
             self.print_lines(data, ignore_prefix=ignore_prefix)
 
 
 def hide_worker_death_reports() -> None:
-    """Patch of Ray 2.60 (`ray._private.worker.print_to_stdstream`): leave out its report of a process that died.
+    """Patch of Ray 2.60 (`ray._private.worker.print_to_stdstream`): leave out its report of a
+    process that died.
 
-    Reason: `ray.init` has no option for it. Ray prints ten lines for each such process, between those of the run. The run
-    reports the failure in one line, and the ten lines stay in Ray's logs.
+    Reason: `ray.init` has no option for it. Ray prints ten lines for each such process, between
+    those of the run. The run reports the failure in one line, and the ten lines stay in Ray's logs.
     """
     import ray
 
@@ -135,8 +143,8 @@ def hide_worker_death_reports() -> None:
 def cleanup_after_run() -> Iterator[None]:
     """Give the block a folder for temporary files, and end all that it started once it is over.
 
-    A small process outlives this one and cleans up, also when this one is killed; see `process_cleanup.py`.
-    """
+    A small process outlives this one and cleans up, also when this one is killed; see
+    `process_cleanup.py`."""
     parent = tempfile.gettempdir()
     if len(parent) >= SHORT_PATH:
         parent = "/tmp"
@@ -146,6 +154,7 @@ def cleanup_after_run() -> Iterator[None]:
     # A session of its own, or Ctrl-C in the terminal would end it before the run.
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
         os.environ[process_cleanup.RUN_FOLDER_VARIABLE] = folder
-        # Without it setproctitle would overwrite the environment by which the cleanup recognizes processes.
+        # Without it setproctitle would overwrite the environment by which the cleanup recognizes
+        # processes.
         os.environ["SPT_NOENV"] = "1"
         yield

@@ -11,8 +11,8 @@ from one_step_off.config.text import did_you_mean, format_value
 from one_step_off.config.user_code import is_user_spec
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
-# The names that other packages register. They are repeated here because importing their owners takes
-# long; a test keeps them equal.
+# The names that other packages register. They are repeated here because importing their owners
+# takes long; a test keeps them equal.
 GENERATORS = ("word_problems", "addition", "products", "puzzles")
 BUILT_IN_REWARDS = ("gsm8k", "math")
 BUILT_IN_LOOPS = ("single_turn", "tool", "retry_with_feedback", "environment")

@@ -132,8 +132,8 @@ def _check_engine_length(cfg: Config, name: str, value: Any, location: str, devi
 def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
     """Refuse `rollout.engine_kwargs` that the installed vLLM does not know.
 
-    `names`: the fields of its AsyncEngineArgs. This is not part of `validate`, because importing vLLM
-    takes long. Raises ConfigError.
+    `names`: the fields of its AsyncEngineArgs. This is not part of `validate`, because importing
+    vLLM takes long. Raises ConfigError.
     """
     # Fields that start with an underscore are vLLM's own bookkeeping.
     known = {name for name in names if not name.startswith("_")}

@@ -9,7 +9,8 @@ from one_step_off.config.text import format_value
 
 
 class ConfigError(Exception):
-    """Bad input from the user. Its message is one line: the key or file, the value, and how to fix it.
+    """Bad input from the user. Its message is one line: the key or file, the value, and how to fix
+    it.
 
     The program ends with exit code 2.
     """
@@ -55,7 +56,8 @@ def first_line(error: BaseException) -> str:
 def key_error(cfg: Any, keys: str, problem: str) -> ConfigError:
     """The error for config keys, with their values: "actor.lr=3: PROBLEM".
 
-    `keys`: one dotted key, or several separated by blanks. `problem`: what is wrong, and how to fix it.
+    `keys`: one dotted key, or several separated by blanks. `problem`: what is wrong, and how to fix
+    it.
     """
     shown = [f"{key}={format_value(attrgetter(key)(cfg))}" for key in keys.split()]
     return ConfigError(f"{' and '.join(shown)}: {problem}")

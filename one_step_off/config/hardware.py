@@ -23,8 +23,9 @@ def divide_cores(
     """The cores of each rollout process and of each trainer process.
 
     The two groups work at the same time, so they share no core, unless there is only one core or
-    `groups_share_cores` is set. Each group gets a part in proportion to its number of processes, but
-    at least one core, and divides it evenly. With more processes than cores, processes share cores.
+    `groups_share_cores` is set. Each group gets a part in proportion to its number of processes,
+    but at least one core, and divides it evenly. With more processes than cores, processes share
+    cores.
     """
     cores = sorted(cores)
     if groups_share_cores or len(cores) == 1:
@@ -50,7 +51,9 @@ def _divide_evenly(processes: int, cores: list[int]) -> CoresPerProcess:
 
 
 def count_gpus() -> int:
-    """The number of NVIDIA GPUs that this process may use, according to the driver and CUDA_VISIBLE_DEVICES."""
+    """The number of NVIDIA GPUs that this process may use, according to the driver and
+    CUDA_VISIBLE_DEVICES.
+    """
     present = _count_present_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
@@ -63,7 +66,8 @@ def count_gpus() -> int:
 
 
 def _ends_visible_list(name: str, present: int) -> bool:
-    """Whether CUDA ignores this entry of CUDA_VISIBLE_DEVICES and all after it: the device does not exist.
+    """Whether CUDA ignores this entry of CUDA_VISIBLE_DEVICES and all after it: the device does not
+    exist.
 
     Names that are not numbers (UUIDs) count as existing.
     """
@@ -78,7 +82,8 @@ def _count_present_gpus() -> int:
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired):
-        # nvidia-smi is slow or absent. The device files tell too; a container sees only its own GPUs.
+        # nvidia-smi is slow or absent. The device files tell too; a container sees only its own
+        # GPUs.
         return len(glob.glob("/dev/nvidia[0-9]*"))
     if result.returncode != 0:
         return 0

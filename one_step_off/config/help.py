@@ -15,8 +15,8 @@ USAGE = f"""{_USAGE_LINE}
 _DESCRIPTION = """
 Trains a language model with one-step-off-policy PPO.
 
-  config=FILE          a YAML file, as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes); "config=" may be
-                       omitted if the name ends in .yaml or .yml
+  config=FILE          a YAML file, as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes), or the name of a config
+                       of the package, as gsm8k_tiny_cpu; "config=" may be omitted if the name ends in .yaml or .yml
   section.key=value    sets one key, overriding the file; the value is YAML, as placement.pools.rollout=[2]
   --dry-run            check everything, print the resolved config and the placement, and start nothing; missing
                        hardware, such as GPUs, is only a warning

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from one_step_off.config.errors import ConfigError, located_config_error
 from one_step_off.config.schema import Config
+from one_step_off.config.shipped import find_config_file, shipped_names
 from one_step_off.config.text import format_value
 from one_step_off.config.unknown_keys import hint
 from one_step_off.config.yaml_io import YAML_ERRORS, parse_yaml, yaml_error_text
@@ -32,7 +33,7 @@ _TYPE_TEXTS: dict[Any, str] = {
     list[float]: "a list of numbers, as [0.9, 0.999]",
     list[int]: "a list of whole numbers, as [4, 4]",
     dict[str, list[int]]: "a mapping of lists of whole numbers, as {rollout: [1], actor: [1]}",
-    dict[str, str]: "a mapping of names, as {rollout: rollout, actor: actor}",
+    dict[str, str]: "a mapping of names, as {name: value}",
     dict[str, Any]: "a mapping, as {name: value}",
 }
 
@@ -83,8 +84,8 @@ SECTIONS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Con
 def find_key(dotted: str, value: Any = None) -> ConfigKey:
     """The key of that name.
 
-    Raises ConfigError: there is no such key. The message suggests what to write, for a key of another
-    trainer (verl, TRL) too; `value` helps to choose the suggestion.
+    Raises ConfigError: there is no such key. The message suggests what to write, for a key of
+    another trainer (verl, TRL) too; `value` helps to choose the suggestion.
     """
     if dotted in KEYS:
         return KEYS[dotted]
@@ -97,7 +98,7 @@ def find_key(dotted: str, value: Any = None) -> ConfigKey:
     raise ConfigError(f"{format_value(shown)}: unknown key; {suggestion} (all keys: --help)")
 
 
-# --- from the file and the arguments to assignments -------------------------------------------------
+# --- from the file and the arguments to assignments ---
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,12 @@ def _read_file(path: str) -> Iterator[_Assignment]:
 def _parse_file(path: str) -> tuple[dict, yaml.MappingNode]:
     """The mapping that a file holds, and its node tree. Raises ConfigError."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(find_config_file(path), encoding="utf-8") as file:
             content, root = parse_yaml(file.read())
     except OSError as error:
         raise ConfigError(
-            f"config={path}: {error.strerror} (working directory {os.getcwd()}); check the path"
+            f"config={path}: {error.strerror} (working directory {os.getcwd()}); check the path, "
+            f"or name a config of the package: {', '.join(shipped_names())}"
         ) from None
     except YAML_ERRORS as error:
         raise ConfigError(f"config={path}: {yaml_error_text(error)}; fix the file") from None
@@ -181,8 +183,8 @@ def _read_argument(argument: str) -> _Assignment:
 def _assign(tree: dict, dotted: str, value: Any) -> str:
     """Set one key of a nested dict, replacing its value.
 
-    `section.key.a.b` sets one entry inside a mapping. Returns "section.key". Raises ConfigError: there
-    is no such key.
+    `section.key.a.b` sets one entry inside a mapping. Returns "section.key". Raises ConfigError:
+    there is no such key.
     """
     *parents, last = dotted.split(".")
     section_and_key = ".".join([*parents, last][:2])
@@ -198,15 +200,15 @@ def _assign(tree: dict, dotted: str, value: Any) -> str:
     return key.dotted
 
 
-# --- values of the right type and within bounds -----------------------------------------------------
+# --- values of the right type and within bounds ---
 
 
 def _is_whole_number(value: Any) -> bool:
     return type(value) is int or (isinstance(value, float) and value.is_integer())
 
 
-# Scalar type -> (whether a value fits, how it is converted). A whole number beyond all floats becomes
-# infinite by way of its text, and its bound refuses it.
+# Scalar type -> (whether a value fits, how it is converted). A whole number beyond all floats
+# becomes infinite by way of its text, and its bound refuses it.
 _SCALARS: dict[Any, tuple[Callable[[Any], bool], Callable[[Any], Any]]] = {
     Any: (lambda value: True, lambda value: value),
     str: (lambda value: type(value) in (str, int, float), str),
@@ -285,18 +287,18 @@ def _check_bounds(key: ConfigKey, value: float) -> None:
         )
 
 
-# --- the whole config -------------------------------------------------------------------------------
+# --- the whole config ---
 
 
 def load_config(argv: list[str]) -> Config:
     """The config of `config=FILE section.key=value ...`.
 
-    The file overrides the defaults, the arguments override the file. `config=` may be omitted in front
-    of a name that ends in .yaml or .yml. A mapping in the file or in an argument replaces the default;
-    `section.key.name=value` changes one entry of it.
+    The file overrides the defaults, the arguments override the file. `config=` may be omitted in
+    front of a name that ends in .yaml or .yml. A mapping in the file or in an argument replaces the
+    default; `section.key.name=value` changes one entry of it.
 
-    Raises ConfigError: an argument or a key that cannot be understood, or a value of a wrong type or
-    out of bounds. What must fit together is checked by `runtime.validation.validate`.
+    Raises ConfigError: an argument or a key that cannot be understood, or a value of a wrong type
+    or out of bounds. What must fit together is checked by `runtime.validation.validate`.
     """
     tree = dataclasses.asdict(Config())
     locations: dict[str, str] = {}

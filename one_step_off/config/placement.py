@@ -24,7 +24,9 @@ def resolved_device(cfg: Config, num_gpus: int | None = None) -> str:
 
 
 def visible_gpu_count(cfg: Config) -> int:
-    """GPUs that this machine offers to a run; 0 for a run on CPU, for which they are not counted."""
+    """GPUs that this machine offers to a run; 0 for a run on CPU, for which they are not
+    counted.
+    """
     if cfg.placement.device == "cpu":
         return 0
     return hardware.count_gpus()
@@ -45,8 +47,9 @@ def process_cores(
 ) -> dict[str, CoresPerProcess]:
     """Pool name -> the cores of each of its processes; empty lists where they are not pinned.
 
-    Rollout and trainers in separate pools share no core where there are at least two. The exception:
-    in a synchronous run (staleness 0) with more processes than cores, they share all of them.
+    Rollout and trainers in separate pools share no core where there are at least two. The
+    exception: in a synchronous run (staleness 0) with more processes than cores, they share all of
+    them.
 
     Args:
         device: "cpu" or "cuda"; processes on GPUs are not pinned.

@@ -1,4 +1,6 @@
-"""Checks of pools, of the parallel layout of each role, of batch sizes, and of this machine's hardware."""
+"""Checks of pools, of the parallel layout of each role, of batch sizes, and of this machine's
+hardware.
+"""
 
 import math
 import os
@@ -85,7 +87,9 @@ def _check_roles_beside_rollout(cfg: Config) -> None:
 
 
 def check_layouts(cfg: Config, device: str) -> None:
-    """Check each trainer role: settings that its back end lacks, and sizes that do not make up its ranks."""
+    """Check each trainer role: settings that its back end lacks, and sizes that do not make up its
+    ranks.
+    """
     for role, pool in cfg.placement.roles.items():
         if role == "rollout":
             continue
@@ -187,7 +191,9 @@ def _check_megatron_settings(cfg: Config, role: str, settings: Any) -> None:
 
 
 def check_batch(cfg: Config) -> None:
-    """Check batch sizes against mini-batches and ranks, and rollout GPUs against the tensor parallel size."""
+    """Check batch sizes against mini-batches and ranks, and rollout GPUs against the tensor
+    parallel size.
+    """
     for role in ("actor", "critic"):
         if role in cfg.placement.roles:
             _check_mini_batch(cfg, role)

@@ -1,4 +1,6 @@
-"""Functions that a config names: a registered name, or the user's own as `module:function`. Imports no torch."""
+"""Functions that a config names: a registered name, or the user's own as `module:function`. Imports
+no torch.
+"""
 
 import inspect
 import os
@@ -56,7 +58,9 @@ class Registry(dict[str, Entry]):
     """Entries by name."""
 
     def __init__(self, key: str, user_form: str = "module:function") -> None:
-        """`key`: the config key that holds a name. `user_form`: how users name their own objects."""
+        """`key`: the config key that holds a name. `user_form`: how users name their own
+        objects.
+        """
         self.key = key
         self.user_form = user_form
 

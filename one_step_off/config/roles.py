@@ -10,8 +10,8 @@ from one_step_off.config.schema import Config
 def role_settings(cfg: Config, role: str) -> Any:
     """The config section of a role, with every null replaced by the actor's value.
 
-    Two settings do not follow the actor: the parallel sizes where the role has another back end, and
-    the virtual stages where the role sets its own number of pipeline stages.
+    Two settings do not follow the actor: the parallel sizes where the role has another back end,
+    and the virtual stages where the role sets its own number of pipeline stages.
     """
     section = getattr(cfg, role)
     defaults = cfg.actor

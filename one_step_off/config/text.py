@@ -34,8 +34,8 @@ def format_value(value: Any) -> str:
 def mask_secrets(text: str) -> str:
     """Replace secrets in a text by ***.
 
-    Secrets are the values of environment variables named like ..._TOKEN or ..._PASSWORD, the part of
-    a URL before an @, and query parameters such as ?token=... .
+    Secrets are the values of environment variables named like ..._TOKEN or ..._PASSWORD, the part
+    of a URL before an @, and query parameters such as ?token=... .
     """
     for name, value in os.environ.items():
         if len(value) >= _MIN_SECRET_CHARS and _SECRET_VARIABLE.search(name):

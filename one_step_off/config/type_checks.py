@@ -1,6 +1,7 @@
 """The types and ranges of a config that was built in Python, checked as the loader checks a file's.
 
-Dataclasses accept any value: `ActorConfig(lr="abc")` and `cfg.actor.lrr = 1` raise nothing by themselves.
+Dataclasses accept any value: `ActorConfig(lr="abc")` and `cfg.actor.lrr = 1` raise nothing by
+themselves.
 """
 
 import copy
@@ -14,11 +15,12 @@ from one_step_off.config.text import format_value
 
 
 def checked_copy(cfg: Config) -> Config:
-    """A copy of a config whose values have the types of the schema, as "0.5" becomes 0.5 for a number.
+    """A copy of a config whose values have the types of the schema, as "0.5" becomes 0.5 for a
+    number.
 
     Raises:
-        ConfigError: a value of a wrong type or out of bounds, or an attribute that is no key. Names the key, the value
-            and what it must be.
+        ConfigError: a value of a wrong type or out of bounds, or an attribute that is no key. Names
+            the key, the value and what it must be.
     """
     if not isinstance(cfg, Config):
         raise ConfigError(
@@ -39,7 +41,9 @@ def check_types(cfg: Config) -> None:
 
 
 def _refuse_unknown_attributes(cfg: Config) -> None:
-    """Raises ConfigError: a section is no section of the schema, or has an attribute that the schema lacks."""
+    """Raises ConfigError: a section is no section of the schema, or has an attribute that the
+    schema lacks.
+    """
     sections = {field.name: field.type for field in dataclasses.fields(Config)}
     for name in vars(cfg):
         if name not in sections:
@@ -54,4 +58,4 @@ def _refuse_unknown_attributes(cfg: Config) -> None:
 def _require_section_type(name: str, section: Any, section_type: Any) -> None:
     if not isinstance(section, section_type):
         shown = format_value(section)
-        raise ConfigError(f"{name}={shown}: must be a {section_type.__name__}")
+        raise ConfigError(f"{name}={shown}: must be an object of {section_type.__name__}")

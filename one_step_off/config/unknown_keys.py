@@ -1,4 +1,5 @@
-"""What to suggest for an unknown key: our key for a key of verl or TRL, or the key that was probably meant.
+"""What to suggest for an unknown key: our key for a key of verl or TRL, or the key that was
+probably meant.
 
 The keys of other trainers are in `other_keys.yaml`. docs/make_reference.py generates the tables of
 docs/reference/from_verl.md and docs/reference/from_trl.md from the same file.
@@ -22,7 +23,8 @@ class Row:
     """One line of a table.
 
     Attributes:
-        keys: keys of the other trainer, each with the value for which the line holds; None: any value.
+        keys: keys of the other trainer, each with the value for which the line holds; None: any
+            value.
         remark: what the page says behind the keys.
         here: our answer, in Markdown.
     """
@@ -74,7 +76,9 @@ def table_text(trainer: str, table: str) -> str:
 
 
 def markdown_to_text(markdown: str, page: str) -> str:
-    """Markdown for a terminal: code without backquotes, and links replaced by the page they lead to."""
+    """Markdown for a terminal: code without backquotes, and links replaced by the page they lead
+    to.
+    """
     text = re.sub(r"\[[^]]*\]\(#([\w-]+)\)", rf"{page}#\1", markdown)
     text = re.sub(r"\[[^]]*\]\(\.\./([\w/-]+\.md)\)", r"docs/\1", text)
     return text.replace("`", "")
@@ -105,8 +109,8 @@ def _matching_keys(dotted: str, exactly: bool) -> list[str]:
 def other_trainer_hint(dotted: str, value: Any, exactly: bool) -> str | None:
     """What to do about a key of another trainer; None if it is not one.
 
-    With `exactly` the whole key must match. Otherwise its end may match too, as in actor.optim.lr, or a
-    flat key inside a section of ours, as in actor.learning_rate.
+    With `exactly` the whole key must match. Otherwise its end may match too, as in actor.optim.lr,
+    or a flat key inside a section of ours, as in actor.learning_rate.
     """
     matches = _matching_keys(dotted, exactly)
     if not matches:
@@ -125,7 +129,9 @@ def other_trainer_hint(dotted: str, value: Any, exactly: bool) -> str | None:
 
 
 def distance(a: str, b: str) -> int:
-    """Edit distance: letters to insert, delete, replace, or swap with their neighbor, to turn `a` into `b`."""
+    """Edit distance: letters to insert, delete, replace, or swap with their neighbor, to turn `a`
+    into `b`.
+    """
     previous_row: list[int] = []
     row = [*range(len(b) + 1)]
     for i, letter_a in enumerate(a, 1):
@@ -145,7 +151,9 @@ def distance(a: str, b: str) -> int:
 
 
 def is_typo(given: str, name: str) -> bool:
-    """Whether `given` may be a misspelled `name`: one letter in four differs, three at most, never all."""
+    """Whether `given` may be a misspelled `name`: one letter in four differs, three at most, never
+    all.
+    """
     difference = distance(given, name)
     allowed = max(1, min(3, len(given) // 4))
     return difference <= allowed and difference < len(given)

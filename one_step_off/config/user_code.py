@@ -1,5 +1,5 @@
-"""Functions and classes of the user that a config names: whether they exist, which of their lines failed,
-and where their output goes."""
+"""Functions and classes of the user that a config names: whether they exist, which of their lines
+failed, and where their output goes."""
 
 import contextlib
 import functools
@@ -26,7 +26,9 @@ _traceback_numbers = itertools.count()
 
 
 def is_user_spec(spec: str) -> bool:
-    """Whether `module:function` names a module that exists. The function is looked up when the run starts."""
+    """Whether `module:function` names a module that exists. The function is looked up when the run
+    starts.
+    """
     if os.getcwd() not in sys.path and "" not in sys.path:
         # `python -m` finds modules beside the user's config; so must the installed program.
         sys.path.append(os.getcwd())
@@ -39,7 +41,9 @@ def is_user_spec(spec: str) -> bool:
 
 @functools.cache
 def _library_folders() -> tuple[str, ...]:
-    """The folders of this program, of Python and of installed libraries, each ending in a separator."""
+    """The folders of this program, of Python and of installed libraries, each ending in a
+    separator.
+    """
     package = Path(__file__).resolve().parents[1]
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     installed = [sysconfig.get_path(name) for name in names]
@@ -48,7 +52,9 @@ def _library_folders() -> tuple[str, ...]:
 
 
 def _is_user_file(path: str) -> bool:
-    """Whether a source file is the user's: not of this program, not of a library, not made at run time."""
+    """Whether a source file is the user's: not of this program, not of a library, not made at run
+    time.
+    """
     is_installed = "site-packages" in path or "dist-packages" in path
     is_generated = path.startswith("<")
     if is_installed or is_generated:
@@ -59,7 +65,8 @@ def _is_user_file(path: str) -> bool:
 
 
 def find_user_line(text: str, own_file: str = "", deepest_first: bool = False) -> str:
-    """The user's deepest frame in the text of a traceback, as `my_rewards.py:12`; empty if there is none.
+    """The user's deepest frame in the text of a traceback, as `my_rewards.py:12`; empty if there is
+    none.
 
     Files below the working directory are named relative to it.
 
@@ -102,7 +109,9 @@ def quote_response(response: str) -> str:
 
 
 def log_traceback(message: str, traceback_text: str) -> None:
-    """Write a failure to stderr, without its secrets. `redirect_output` sends stderr to the run folder."""
+    """Write a failure to stderr, without its secrets. `redirect_output` sends stderr to the run
+    folder.
+    """
     number = next(_traceback_numbers)
     if number < MAX_TRACEBACKS:
         print(mask_secrets(f"{message}\n{traceback_text}"), file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
-"""What a valid config must hold beyond types and bounds: keys that fit together, files, the machine.
+"""What a valid config must hold beyond types and bounds: keys that fit together, files, the
+machine.
 
 Each check function looks at one part of the config and raises `ConfigError` at the first fault. The
-order matters: a later check may rely on what an earlier one has refused. What only the contents of the
-files show is checked when the run is prepared.
+order matters: a later check may rely on what an earlier one has refused. What only the contents of
+the files show is checked when the run is prepared.
 """
 
 from one_step_off.config.data_checks import check_agent, check_data, check_output
@@ -37,7 +38,9 @@ def check_after_algorithm(cfg: Config, device: str) -> None:
 
 
 def missing_hardware(cfg: Config, num_gpus: int | None = None) -> str | None:
-    """What this machine lacks to run an otherwise valid config, and how to fix it; None if nothing."""
+    """What this machine lacks to run an otherwise valid config, and how to fix it; None if
+    nothing.
+    """
     if num_gpus is None:
         num_gpus = visible_gpu_count(cfg)
     try:

@@ -1,4 +1,6 @@
-"""YAML in and out: reading with the rules of OmegaConf, and writing a config that reads back equal."""
+"""YAML in and out: reading with the rules of OmegaConf, and writing a config that reads back
+equal.
+"""
 
 import dataclasses
 import re
@@ -34,7 +36,9 @@ def yaml_error_text(error: Exception) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes lists on one line, and escapes ${ in texts, so that it is not read as an interpolation."""
+    """Writes lists on one line, and escapes ${ in texts, so that it is not read as an
+    interpolation.
+    """
 
 
 def _escape_interpolation(value: Any) -> Any:
@@ -61,7 +65,9 @@ _Dumper.add_representer(dict, _represent_dict)
 
 
 def resolved_yaml(cfg: Config) -> str:
-    """The whole config as YAML, with secrets masked. `load_config` reads it back as an equal config."""
+    """The whole config as YAML, with secrets masked. `load_config` reads it back as an equal
+    config.
+    """
     tree = dataclasses.asdict(cfg)
     # PyYAML does not escape Unicode's own line breaks, and reads them back as blanks.
     has_unicode_breaks = re.search(r"\\x85|\\u202[89]", repr(tree))

@@ -16,7 +16,7 @@ def split_by_lengths(flat: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
 def chunks(items: Any, size: int = 256) -> Iterator[Any]:
     """A list or array in slices of at most `size` items.
 
-    Numpy calls on one small array after another are slow. One call on all arrays at once needs a large
-    block of fresh memory, which may cost more than the work itself. Chunks avoid both.
+    Numpy calls on one small array after another are slow. One call on all arrays at once needs a
+    large block of fresh memory, which may cost more than the work itself. Chunks avoid both.
     """
     return (items[i : i + size] for i in range(0, len(items), size))

@@ -11,7 +11,9 @@ MAIN_SET = "val"  # the set of data.val_files; its metrics carry no set name
 
 
 def set_epoch(index: int) -> int:
-    """The epoch in the prompt ids of held-out set `index`: -1, -2, ... Training epochs are 0 and up."""
+    """The epoch in the prompt ids of held-out set `index`: -1, -2, ... Training epochs are 0 and
+    up.
+    """
     return -1 - index
 
 
@@ -25,7 +27,8 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 
 
 def part_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """The mean of each reward part over the samples that have it; {} where the rewards have no parts.
+    """The mean of each reward part over the samples that have it; {} where the rewards have no
+    parts.
 
     A sample that could not be scored counts as 0 in every part.
     """

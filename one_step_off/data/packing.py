@@ -41,7 +41,9 @@ class PackedSamples(list[Sample]):
 
 
 class PackedShares(dict[int, np.ndarray]):
-    """Position in a batch -> array, for some samples: travels as one long array, arrives as a dict."""
+    """Position in a batch -> array, for some samples: travels as one long array, arrives as a
+    dict.
+    """
 
     def __reduce__(self) -> tuple:
         return _unpack_shares, (list(self), PackedArrays(self.values()))

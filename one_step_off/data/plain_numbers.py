@@ -14,7 +14,9 @@ _NUMBER = re.compile(
 
 
 def plain_number(text: str) -> Fraction | None:
-    """The number in `1,234`, `$7.50`, `-3`, `1/2`, `45%` or `12 apples.`; None where the text is anything else."""
+    """The number in `1,234`, `$7.50`, `-3`, `1/2`, `45%` or `12 apples.`; None where the text is
+    anything else.
+    """
     if len(text) > MAX_NUMBER_CHARS:
         return None
     match = _NUMBER.fullmatch(text)

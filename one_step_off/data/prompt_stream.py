@@ -20,15 +20,15 @@ class PromptStream:
         for step in range(stream.total_steps):
             batch = stream.next_batch()
 
-    Each epoch is one permutation of all prompts, given by (seed, epoch). Batches are always full: one
-    that reaches the end of an epoch continues in the next. A prompt's id is (epoch, row), so it is
-    unique in the run.
+    Each epoch is one permutation of all prompts, given by (seed, epoch). Batches are always full:
+    one that reaches the end of an epoch continues in the next. A prompt's id is (epoch, row), so it
+    is unique in the run.
 
     Attributes:
         prompts: in the order of the data; `id[1]` is their row, and the epoch in `id` is replaced.
-        total_steps: `steps`; where that is 0, the fewest steps that see every prompt `epochs` times.
-            The stream itself does not end there, and the last step may take some prompts of the next
-            epoch to be full.
+        total_steps: `steps`; where that is 0, the fewest steps that see every prompt `epochs`
+            times. The stream itself does not end there, and the last step may take some prompts of
+            the next epoch to be full.
     """
 
     def __init__(
@@ -68,13 +68,17 @@ class PromptStream:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and a digest of data and order that identifies the stream. JSON-compatible."""
+        """The position, and a digest of data and order that identifies the stream.
+        JSON-compatible.
+        """
         return {"epoch": self._epoch, "offset": self._offset, "digest": self._digest(self._order)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position. The batch size may differ from the saved one; data, seed and order may not.
+        """Go to a saved position. The batch size may differ from the saved one; data, seed and
+        order may not.
 
-        Raises ConfigError: this stream would not continue the saved one. The position is then unchanged.
+        Raises ConfigError: this stream would not continue the saved one. The position is then
+        unchanged.
         """
         if state["digest"] != self._digest(self._order_of_epoch(state["epoch"])):
             same_keys = "data.train_files, tokenizer, data.max_prompt_length, data.instruction, data.shuffle, trainer.seed"
@@ -104,6 +108,7 @@ class PromptStream:
         return digest.hexdigest()
 
     def _digest(self, order: np.ndarray) -> str:
-        # The order is part of it, because numpy does not promise the same permutations in all versions.
+        # The order is part of it, because numpy does not promise the same permutations in all
+        # versions.
         content = self._data_digest.encode() + order.astype(np.int64).tobytes()
         return hashlib.sha256(content).hexdigest()

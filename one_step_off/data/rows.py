@@ -1,7 +1,7 @@
 """Rows of data: read from files, the hub or a generator, parsed and checked.
 
-Nothing is dropped silently: `DataReport` counts and lists every row that was left out. A new data format
-is one more parser beside `_parse_question` and `_parse_messages`.
+Nothing is dropped silently: `DataReport` counts and lists every row that was left out. A new data
+format is one more parser beside `_parse_question` and `_parse_messages`.
 """
 
 import json
@@ -88,14 +88,14 @@ def _listed(skipped: list[tuple[str, str]]) -> list[str]:
     return lines
 
 
-# --- reading ----------------------------------------------------------------------------------------
+# --- reading ---
 
 
 def _read_file(path: str) -> Iterator[tuple[int, Any]]:
     """Numbered rows of a .parquet or .jsonl file, or of a .json file with a list or JSON lines.
 
-    JSON is not read by the `datasets` library: it rejects a whole file for one bad line, and does not
-    say which.
+    JSON is not read by the `datasets` library: it rejects a whole file for one bad line, and does
+    not say which.
     """
     import pyarrow.parquet as pq
 
@@ -172,11 +172,12 @@ def _read_source(source: str, split: str, cfg: DataConfig, seed: int) -> list[tu
     return [(f"{location}:{number}", columns) for number, columns in rows]
 
 
-# --- parsing ----------------------------------------------------------------------------------------
+# --- parsing ---
 
 
 def final_number(answer: str) -> str:
-    """The number after the last `####` of a GSM8K answer, without commas and `$`: "1,234" -> "1234".
+    """The number after the last `####` of a GSM8K answer, without commas and `$`: "1,234" ->
+    "1234".
 
     Raises BadRow: there is no such marker, or no number after it.
     """
@@ -238,7 +239,9 @@ def _is_truth(truth: Any) -> bool:
 
 
 def _extra_columns(columns: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    """The columns that a Row has no field for, and the entries of `extra_info`, which take precedence."""
+    """The columns that a Row has no field for, and the entries of `extra_info`, which take
+    precedence.
+    """
     known = ["data_source", "agent_loop"]
     if is_chat:
         known += ["prompt", "reward_model"]
@@ -252,7 +255,9 @@ def _extra_columns(columns: dict[str, Any], is_chat: bool) -> dict[str, Any]:
 
 
 def _check_unicode(fields: dict[str, Any]) -> None:
-    """Raises BadRow: JSON may hold lone surrogates, and one would stop the tokenization of all rows."""
+    """Raises BadRow: JSON may hold lone surrogates, and one would stop the tokenization of all
+    rows.
+    """
     texts = [fields["ground_truth"]]
     for message in fields["messages"]:
         texts += [message["role"], message["content"]]

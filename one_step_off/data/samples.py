@@ -16,7 +16,9 @@ Stamp = tuple[int, int]
 """The weights that generated a token: (incarnation of the trainer, weight version)."""
 
 NOT_GENERATED = -1
-"""The version of a token that the policy did not generate: a tool or the user wrote it. Never trained on."""
+"""The version of a token that the policy did not generate: a tool or the user wrote it. Never
+trained on.
+"""
 
 FAULT_METRICS = ("reward/errors", "reward/timeouts", "agent/errors")
 """What can go wrong with a sample; each is the name of the metric that counts it."""
@@ -54,15 +56,17 @@ PromptLookup = Callable[[PromptId], Prompt | None]
 
 @dataclass
 class Sample:
-    """One trajectory. All per-token arrays have the length R of the response, which may span several turns.
+    """One trajectory. All per-token arrays have the length R of the response, which may span
+    several turns.
 
     Attributes:
         prompt_id: (epoch, row) of its prompt; samples with the same prompt_id form a group.
         index: position in the group, 0 to n - 1.
         prompt_ids: int32 [P].
-        response_ids: int32 [R]; exactly the ids that the engine sampled, and between turns those of tools.
-        log_probs: float32 [R], in nats: log mu(token) from the engine, after temperature; 0 for tokens
-            that were not generated.
+        response_ids: int32 [R]; exactly the ids that the engine sampled, and between turns those of
+            tools.
+        log_probs: float32 [R], in nats: log mu(token) from the engine, after temperature; 0 for
+            tokens that were not generated.
         loss_mask: bool [R]; True where the policy generated the token and it is trained on.
         versions: int32 [R]; the weight version that generated each token, stamped by the engine;
             NOT_GENERATED for other tokens.
@@ -75,8 +79,8 @@ class Sample:
             reward_parts: name -> float.
             baseline: the reward of the greedy response to the same prompt.
             greedy: this is that greedy response; it is scored and never trained on.
-            replaces: the prompt ids of the zero-variance groups that dynamic sampling replaced; only the
-                first sample of the new groups has it.
+            replaces: the prompt ids of the zero-variance groups that dynamic sampling replaced;
+                only the first sample of the new groups has it.
             error: one line: why its reward is 0.
             fault: which of FAULT_METRICS the error counts in.
             dropped: its group was taken out of the batch, because of an error in it.
@@ -120,12 +124,15 @@ class Batch:
     Attributes:
         step: the training step.
         samples: B samples.
-        expected_stamp: the stamp that every token must have, or, with `max_version_lag`, the newest.
+        expected_stamp: the stamp that every token must have, or, with `max_version_lag`, the
+            newest.
         max_version_lag: by how much the version of a token may be older.
         advantages, old_log_probs, ref_log_probs, values, returns: float32 [R] per sample, or None
-            where the step does not use them. `old_log_probs`: of the proximal policy (decoupled PPO);
-            `values`: of the critic before the update; `returns`: what the critic is trained on.
-        prob_squares: float32 [R] per sample: the sum of squared probabilities of the proximal policy.
+            where the step does not use them. `old_log_probs`: of the proximal policy (decoupled
+            PPO); `values`: of the critic before the update; `returns`: what the critic is trained
+            on.
+        prob_squares: float32 [R] per sample: the sum of squared probabilities of the proximal
+            policy.
         dropped: samples that `drop` took out.
         stored: the objects that were last put into Ray's object store, and the reference to them.
     """

@@ -60,7 +60,9 @@ def tokenize_rows(
 
 
 def _uses_template(rows: Sequence[Row], tokenizer: Any, cfg: DataConfig) -> bool:
-    """Whether prompts are made by the tokenizer's chat template. Raises ConfigError: it is needed and missing."""
+    """Whether prompts are made by the tokenizer's chat template. Raises ConfigError: it is needed
+    and missing.
+    """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     setting = cfg.chat_template
     is_needed = setting == "always" or (setting == "auto" and any(row.chat for row in rows))
@@ -104,9 +106,9 @@ def _prompt_texts(
 def _token_ids(texts: list[str], tokenizer: Any, templated: bool) -> list[list[int]]:
     """Token ids of each text.
 
-    Templates write their own special tokens. Plain text gets BOS where the model has it. It is added
-    here, because `add_special_tokens` could also end the prompt with EOS, and doubles a BOS that is
-    already there.
+    Templates write their own special tokens. Plain text gets BOS where the model has it. It is
+    added here, because `add_special_tokens` could also end the prompt with EOS, and doubles a BOS
+    that is already there.
     """
     if not texts:
         return []

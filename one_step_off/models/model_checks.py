@@ -1,6 +1,7 @@
-"""What a model's files tell before anything is loaded: is it a causal language model that trainer and engine can use?
+"""Checks of a model's files before it is loaded: is it a language model that we can train?
 
-`check_models` is the entry: the policy's model, and the models of critic, reference and reward model that differ from it.
+`check_models` is the entry: it checks the policy's model, and those of critic, reference and reward
+model that differ from it.
 """
 
 from importlib import metadata
@@ -53,7 +54,8 @@ def load_tokenizer(cfg: Config, section: str) -> Any:
     fix = "give a model directory with its tokenizer, or a hub id that this machine can reach"
     with as_config_error(what, fix):
         tokenizer = load_section_tokenizer(cfg, section)
-        # Where the files are missing transformers may create a tokenizer of the right class without a vocabulary.
+        # Where the files are missing transformers may create a tokenizer of the right class without
+        # a vocabulary.
         token_ids = tokenizer("1 + 1 = 2", add_special_tokens=False)["input_ids"]
         if not token_ids:
             raise ValueError("no vocabulary")
@@ -76,7 +78,8 @@ def _check_attention_heads(cfg: Config, name: str, model_config: Any) -> None:
 
 
 def _check_vocabulary(cfg: Config, role: str, policy_tokenizer: Any) -> None:
-    """Critic and reference read the policy's token ids; a reward model may have tokens of its own."""
+    """Critic and reference read the policy's token ids; a reward model may have tokens of its
+    own."""
     tokenizer = load_tokenizer(cfg, role)
     if role == "reward_model":
         return
@@ -88,7 +91,8 @@ def _check_vocabulary(cfg: Config, role: str, policy_tokenizer: Any) -> None:
 
 
 def _check_files(cfg: Config, section: str, longest_sequence: int) -> Any:
-    """What every model must pass: config, unquantized weights, context length. Returns the Hugging Face config."""
+    """What every model must pass: config, unquantized weights, context length. Returns the Hugging
+    Face config."""
     from transformers import AutoConfig
     from transformers.utils.hub import has_file
 
@@ -155,7 +159,8 @@ def _how_to_fix(error: BaseException) -> str:
 
 
 def _require_causal_model(name: str, model_config: Any) -> None:
-    """Refuse a model that is not a causal language model, or that vLLM has no code for. Raises ConfigError."""
+    """Refuse a model that is not a causal language model, or that vLLM has no code for. Raises
+    ConfigError."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -167,7 +172,8 @@ def _require_causal_model(name: str, model_config: Any) -> None:
     if not is_causal or was_saved_as_other:
         what = f"{architecture or 'its model'} (model type {model_config.model_type!r})"
         raise ConfigError(
-            f"{name}: {what} is no causal language model of transformers; give one that generates text"
+            f"{name}: {what} is no causal language model of transformers; "
+            "give one that generates text"
         )
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
     # vLLM runs any model with the code of transformers where that code accepts vLLM's attention.

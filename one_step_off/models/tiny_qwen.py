@@ -1,12 +1,12 @@
 """`model.path: tiny:qwen2` or `tiny:qwen3`: a small real model, made on the spot, that RL visibly
 improves.
 
-Every part of the program treats it like any Hugging Face model. Nothing is downloaded: the tokenizer
-is trained on the word problems of `word_problems.py`, and the weights are warm-started on
-demonstrations made from their train split. Most of these lack or misformat the last line (`#### N`),
-so the model knows the sums but seldom writes them in the form that earns the reward: that gap is
-what RL closes. `tiny:tools` is a Qwen2 that was shown products: it knows how to call a calculator,
-and mostly guesses instead.
+Every part of the program treats it like any Hugging Face model. Nothing is downloaded: the
+tokenizer is trained on the word problems of `word_problems.py`, and the weights are warm-started on
+demonstrations made from their train split. Most of these lack or misformat the last line (`####
+N`), so the model knows the sums but seldom writes them in the form that earns the reward: that gap
+is what RL closes. `tiny:tools` is a Qwen2 that was shown products: it knows how to call a
+calculator, and mostly guesses instead.
 """
 
 import fcntl
@@ -50,8 +50,9 @@ CHAT_TEMPLATE = (
 ENDINGS = {"\n#### {n}": 0.3, "": 0.55, "\n{n}": 0.05, "\n# {n}": 0.05, "\nAnswer: {n}": 0.05}
 """The last line of a demonstration, with its probability.
 
-All demonstrations have the right sum; only the first ending earns the reward. Stopping after the sum
-has more than half, so that greedy decoding, which decides token by token, starts without reward."""
+All demonstrations have the right sum; only the first ending earns the reward. Stopping after the
+sum has more than half, so that greedy decoding, which decides token by token, starts without
+reward."""
 
 CALL = (
     ' <tool_call>{{"name": "calculator", "arguments": '
@@ -132,8 +133,8 @@ def cache_dir() -> Path:
 
 
 def recipe_hash(kind: str, seed: int) -> str:
-    """Twelve hex digits of all that the built model depends on, including the code that makes it and
-    its data."""
+    """Twelve hex digits of all that the built model depends on, including the code that makes it
+    and its data."""
     sources = [Path(module).read_text() for module in (__file__, word_problems.__file__)]
     text = "".join([kind, str(seed), *sources])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -173,12 +174,12 @@ def build(
     return path
 
 
-def _make_rows(count: int, kind: str = "") -> list[word_problems.Row]:
+def _make_rows(count: int, kind: str = "") -> list[word_problems.QuestionRow]:
     make = word_problems.make_products if kind == "tools" else word_problems.make
     return make("train", count, RECIPE.data_seed)
 
 
-def _expression_of(row: word_problems.Row) -> str:
+def _expression_of(row: word_problems.QuestionRow) -> str:
     """The product in a row of tiny:tools, such as "12 * 13"."""
     return row["answer"].partition(" = ")[0]
 

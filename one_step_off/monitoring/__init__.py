@@ -1,4 +1,4 @@
-"""What a run tells of itself: the run folder's files, loggers, console, model FLOPs, report and sample viewer.
+"""What a run reports: the files of its folder, loggers, console, FLOPs, report and sample viewer.
 
 Read `Tracker` in `tracker.py` first.
 """

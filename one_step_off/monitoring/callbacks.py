@@ -1,4 +1,4 @@
-"""The user's own functions that are called after each step of a run that `one_step_off.train` started.
+"""The user's functions that `one_step_off.train` calls after each step.
 
 def stop_early(step):                       # the step's row of metrics.jsonl, a dict
     if step["reward/mean"] > 0.9:
@@ -14,7 +14,8 @@ StepCallback = Callable[[dict[str, Any]], Any]
 
 
 class StopTraining(Exception):
-    """Raised by a callback: the run ends in good order at the beginning of the next step, with a checkpoint."""
+    """Raised by a callback: the run ends in good order at the beginning of the next step, with a
+    checkpoint."""
 
 
 class StepCallbacks:

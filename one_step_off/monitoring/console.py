@@ -7,8 +7,8 @@
             console.step(row, total_steps)        # a row of metrics.jsonl
         console.table(facts)
 
-Leaving the block removes the bar, whatever happened inside, so that an error is printed below everything else.
-"""
+Leaving the block removes the bar, whatever happened inside, so that an error is printed below
+everything else."""
 
 import contextlib
 import logging
@@ -52,9 +52,9 @@ PROGRESS_BAR_VARIABLES = (
 
 
 class RunConsole(progress.Progress):
-    """A line per task at the bottom of the terminal, and one with the `figures` of the last step. Printed lines, and what
-    libraries print meanwhile, scroll by above them. Files, pipes, CI, notebooks and terminals that cannot move their
-    cursor get plain lines, one per step.
+    """A line per task at the bottom of the terminal, and one with the `figures` of the last step.
+    Printed lines, and what libraries print meanwhile, scroll by above them. Files, pipes, CI,
+    notebooks and terminals that cannot move their cursor get plain lines, one per step.
 
     Attributes:
         figures: the second line of the bar.
@@ -92,7 +92,8 @@ class RunConsole(progress.Progress):
             expand=True,
             disable=not is_live,
             get_time=clock,
-            # Steps may take minutes, and by default rich estimates the speed from the last 30 seconds.
+            # Steps may take minutes, and by default rich estimates the speed from the last 30
+            # seconds.
             speed_estimate_period=math.inf,
         )
 
@@ -103,18 +104,21 @@ class RunConsole(progress.Progress):
             yield Text(self.figures, style="cyan")
 
     def print_line(self, line: str) -> None:
-        """Print one line without its secrets. The terminal wraps it, so that a command copies as one line."""
+        """Print one line without its secrets. The terminal wraps it, so that a command copies as
+        one line."""
         self.console.print(Text(mask_secrets(line)), soft_wrap=True)
 
     def table(self, facts: Iterable[tuple[str, str]]) -> None:
-        """Print (name, text) pairs, one per line, aligned; an empty name continues the line above."""
+        """Print (name, text) pairs, one per line, aligned; an empty name continues the line
+        above."""
         for name, text in facts:
             line = Text.assemble((f"{name:<{NAME_WIDTH}}", "bold"), mask_secrets(text))
             self.console.print(line, soft_wrap=True)
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Show that the block does something long. When it ended well a line with its seconds stays."""
+        """Show that the block does something long. When it ended well a line with its seconds
+        stays."""
         task = self._begin(what, None)
         try:
             yield
@@ -123,7 +127,8 @@ class RunConsole(progress.Progress):
         self._print_duration(task)
 
     def progress(self, what: str, done: float) -> None:
-        """Show which share of something long is done, 0 to 1. As plain lines: one at once, one at its end."""
+        """Show which share of something long is done, 0 to 1. As plain lines: one at once, one at
+        its end."""
         running = [task for task in self.tasks if task.description == what]
         task = running[0] if running else self._begin(what, 1.0)
         self.update(task.id, completed=done)
@@ -159,7 +164,8 @@ class RunConsole(progress.Progress):
             self._remove(self.steps_task)
 
     def step(self, row: dict[str, Any], total_steps: int) -> None:
-        """Show a finished step, a row of metrics.jsonl. With a bar only the last step leaves a line behind."""
+        """Show a finished step, a row of metrics.jsonl. With a bar only the last step leaves a line
+        behind."""
         number = row["step"] + 1
         if self.disable or number == total_steps:
             self.print_line(step_line(row, total_steps))
@@ -185,7 +191,8 @@ def step_line(row: dict[str, Any], total_steps: int) -> str:
 
 
 def figures_line(row: dict[str, Any]) -> str:
-    """The second line of the bar: reward, length, speed, and how long each group waited for the other."""
+    """The second line of the bar: reward, length, speed, and how long each group waited for the
+    other."""
     reward = f"reward {row['reward/mean']:.3f}{parts_text(reward_parts(row))}"
     length = f"length {row['response_length/mean']:.1f}"
     rollout_wait_s = row.get("time/wait_trainer_s", math.nan) + row.get("time/sync_s", 0.0)
@@ -198,13 +205,14 @@ def figures_line(row: dict[str, Any]) -> str:
 
 
 def quiet_libraries() -> None:
-    """In the driver: no progress bars of Hugging Face, and no warnings that are known to mean nothing here. Warnings of
-    this program, and unknown ones of others, stay."""
+    """In the driver: no progress bars of Hugging Face, and no warnings that are known to mean
+    nothing here. Warnings of this program, and unknown ones of others, stay."""
     for name in PROGRESS_BAR_VARIABLES:
         os.environ.setdefault(name, "1")
     # Ray announces how later releases will treat GPUs of actors that book none.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"ray(\.|$)")
-    # In a notebook without widgets tqdm, which transformers imports, asks for them; no bar of it is shown.
+    # In a notebook without widgets tqdm, which transformers imports, asks for them; no bar of it is
+    # shown.
     warnings.filterwarnings("ignore", message="IProgress not found")
     # Public models need no token.
     logging.getLogger("huggingface_hub.utils._http").addFilter(_is_no_token_reminder)

@@ -1,4 +1,4 @@
-"""What a run prints before it starts and after it has ended, as (name, text) pairs for `RunConsole.table`."""
+"""What a run prints before its start and after its end, as (name, text) pairs."""
 
 import contextlib
 import os
@@ -20,8 +20,8 @@ MEDIAN_STEP = (
     "{median/time/step_s:.2f} s: generate {median/time/generate_s:.2f} s, "
     "train {median/time/train_s:.2f} s, sync {median/time/sync_s:.3f} s"
 )
-# Patterns of figures in `summary.json`, with memory in GiB. A pattern whose figures are not all known is left out; of
-# two with one name the first is used.
+# Patterns of figures in `summary.json`, with memory in GiB. A pattern whose figures are not all
+# known is left out; of two with one name the first is used.
 END_PATTERNS = (
     ("reward", "{reward/first:.3f} -> {reward/last:.3f} ({averaged})"),
     ("reward", "{reward/last:.3f}"),
@@ -91,7 +91,8 @@ def short_count(number: int) -> str:
 
 
 def end_facts(summary: dict[str, Any], cfg: Config) -> Facts:
-    """The results of a run, where its files are, and how to train further. `summary` is that of `Tracker.summary`."""
+    """The results of a run, where its files are, and how to train further. `summary` is that of
+    `Tracker.summary`."""
     figures = _end_figures(summary)
     facts: dict[str, str] = {}
     for name, pattern in END_PATTERNS:
@@ -104,7 +105,8 @@ def end_facts(summary: dict[str, Any], cfg: Config) -> Facts:
 
 
 def _end_figures(summary: dict[str, Any]) -> dict[str, Any]:
-    """The known figures of a summary: memory in GiB, and no first value where it is the last one too."""
+    """The known figures of a summary: memory in GiB, and no first value where it is the last one
+    too."""
     figures = {name: value for name, value in summary.items() if value is not None}
     for name, value in figures.items():
         if name.startswith("memory/"):
@@ -151,7 +153,8 @@ def _result_files(cfg: Config) -> Facts:
 
 
 def _view_command(cfg: Config) -> str:
-    """The command that shows the samples of the run, or of its evaluation where it trained nothing."""
+    """The command that shows the samples of the run, or of its evaluation where it trained
+    nothing."""
     folder = Path(cfg.trainer.output_dir)
     command = f"{python_command()} -m one_step_off.view {shlex.quote(str(folder))}"
     if cfg.trainer.val_only:
@@ -161,7 +164,8 @@ def _view_command(cfg: Config) -> str:
 
 
 def python_command() -> str:
-    """This Python as a shell command that works in the current directory without an activated environment."""
+    """This Python as a shell command that works in the current directory without an activated
+    environment."""
     relative = os.path.relpath(sys.executable)
     return shlex.quote(sys.executable if relative.startswith("..") else relative)
 

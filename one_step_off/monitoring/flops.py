@@ -1,9 +1,10 @@
-"""How much arithmetic a step needs, and what share of the hardware's peak that is. Pure functions, no torch.
+"""The FLOPs of a step, and their share of the hardware's peak (MFU). Pure functions, no torch.
 
-Model FLOPs are counted as in PaLM (appendix B, arXiv:2204.02311): 6N per trained token, a third of it per token of a
-forward pass, and the attention of a sequence of T tokens on top, 12 * layers * (heads * head size) * T per trained
-token. What is computed twice (activation checkpointing) counts once: this is utilization of the model's FLOPs. With LoRA
-the weights have no gradients, so a trained token counts as two forward passes instead of three.
+Model FLOPs are counted as in PaLM (appendix B, arXiv:2204.02311): 6N per trained token, a third of
+it per token of a forward pass, and the attention of a sequence of T tokens on top, 12 * layers *
+(heads * head size) * T per trained token. What is computed twice (activation checkpointing) counts
+once: this is utilization of the model's FLOPs. With LoRA the weights have no gradients, so a
+trained token counts as two forward passes instead of three.
 """
 
 from collections.abc import Sequence
@@ -17,8 +18,8 @@ from one_step_off.data.samples import Batch
 
 Metrics = dict[str, float | None]
 
-# Dense bf16 TFLOP/s by the vendors' data sheets. A row matches a device whose name has all its words; the first match
-# counts, so the rows of special models come first.
+# Dense bf16 TFLOP/s by the vendors' data sheets. A row matches a device whose name has all its
+# words; the first match counts, so the rows of special models come first.
 PEAK_TFLOPS = (
     ({"B200"}, 2250),
     ({"H100", "PCIE"}, 756),
@@ -54,8 +55,8 @@ class ModelShape:
     """What the count needs of a dense decoder.
 
     Attributes:
-        matmul_params: the parameters that every token is multiplied with (N). An input embedding that is not the output
-            head as well is only looked up and does not count.
+        matmul_params: the parameters that every token is multiplied with (N). An input embedding
+            that is not the output head as well is only looked up and does not count.
         layers: number of layers.
         attention_width: heads * head size.
     """
@@ -65,8 +66,8 @@ class ModelShape:
     attention_width: int
 
     def forward_flops(self, lengths: Sequence[int] | np.ndarray) -> float:
-        """One forward pass over whole sequences of `lengths` tokens: 2N + 4 * layers * width * T for each token of a
-        sequence of T tokens."""
+        """One forward pass over whole sequences of `lengths` tokens: 2N + 4 * layers * width * T
+        for each token of a sequence of T tokens."""
         tokens = np.asarray(lengths, dtype=np.float64)
         matmul_flops = 2 * self.matmul_params * tokens
         attention_flops = 4 * self.layers * self.attention_width * tokens * tokens
@@ -78,8 +79,8 @@ class ModelShape:
         context_lengths: Sequence[int] | np.ndarray,
         generated_lengths: Sequence[int] | np.ndarray,
     ) -> float:
-        """A forward pass over each prompt, then each sample's tokens one by one: 2N for each, and attention to all tokens
-        before it.
+        """A forward pass over each prompt, then each sample's tokens one by one: 2N for each, and
+        attention to all tokens before it.
 
         Args:
             prompt_lengths: tokens of each prompt.
@@ -96,8 +97,9 @@ class ModelShape:
 
 
 def shape_of(hf_config: Any, params: int) -> ModelShape | None:
-    """The shape by a Hugging Face config and the number of parameters (tied ones once). None where the count would be
-    wrong or cannot be made: mixtures of experts, and configs without the usual names."""
+    """The shape by a Hugging Face config and the number of parameters (tied ones once). None where
+    the count would be wrong or cannot be made: mixtures of experts, and configs without the usual
+    names."""
     text_config = hf_config.get_text_config()
     has_experts = any(getattr(text_config, name, None) for name in EXPERT_COUNTS)
     layers = getattr(text_config, "num_hidden_layers", None)
@@ -120,7 +122,8 @@ class Meter:
 
     Attributes:
         shape: None: only tokens/s are known.
-        device_name: set when the workers have started. Until then, and for unknown devices, the MFU is None.
+        device_name: set when the workers have started. Until then, and for unknown devices, the MFU
+            is None.
     """
 
     cfg: Config
@@ -135,12 +138,14 @@ class Meter:
         update_s: float,
         step_s: float,
     ) -> Metrics:
-        """The metrics of one step. Each group's rates are over the time in which it worked; `mfu/..._of_step` over the
-        whole step. While the critic warms up alone the actor's update counts nothing.
+        """The metrics of one step. Each group's rates are over the time in which it worked;
+        `mfu/..._of_step` over the whole step. While the critic warms up alone the actor's update
+        counts nothing.
 
         Args:
             generated: the generated tokens of each response, int [B].
-            generate_s, update_s, step_s: seconds of the generation, of the actor's update and of the step.
+            generate_s, update_s, step_s: seconds of the generation, of the actor's update and of
+                the step.
         """
         lengths = np.array([len(s.prompt_ids) + len(s.response_ids) for s in batch.samples])
         trains_actor = batch.step >= self.cfg.trainer.critic_warmup
@@ -156,7 +161,8 @@ class Meter:
         rollout_flops = self.shape.generate_flops(
             list(prompt_lengths.values()), lengths - generated, generated
         )
-        # A backward pass costs two forward passes, or one where the weights have no gradients (LoRA).
+        # A backward pass costs two forward passes, or one where the weights have no gradients
+        # (LoRA).
         passes = 2 if self.cfg.model.lora_rank else 3
         trainer_flops = passes * epochs * self.shape.forward_flops(lengths)
         metrics |= self._utilization("rollout", "rollout", rollout_flops, generate_s, step_s)

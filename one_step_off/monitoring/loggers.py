@@ -1,8 +1,7 @@
-"""What a run writes for people: TensorBoard, Weights & Biases, Prometheus, and the samples themselves.
+"""Where people look at a run: TensorBoard, Weights & Biases, Prometheus, and the sample files.
 
-All of it happens in one thread beside the pipeline. A logger that fails is named once and left out from then on: a
-broken dashboard must not end a run of days.
-"""
+All of it happens in one thread beside the pipeline. A logger that fails is named once and left out
+from then on: a broken dashboard must not end a run of days."""
 
 import json
 import math
@@ -40,7 +39,8 @@ class LogEntry:
         step: of an evaluation the weight version.
         is_evaluation: whether it is one.
         samples: of the step or evaluation; none for an evaluation that an earlier run has written.
-        advantages: of a step, one array [R] per trained sample; the samples that were dropped come after these.
+        advantages: of a step, one array [R] per trained sample; the samples that were dropped come
+            after these.
     """
 
     figures: dict[str, float]
@@ -130,7 +130,8 @@ class Wandb:
         id_file.write_text(run_id + "\n")
         # W&B warns when an offline run is asked for its address.
         self.link = f"offline, in {folder / 'wandb'}" if is_offline else self.run.url
-        # Our own steps, since W&B's only count upwards and a resumed run may start before the last row.
+        # Our own steps, since W&B's only count upwards and a resumed run may start before the last
+        # row.
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         self.run.define_metric("val/*", step_metric="val/version")
@@ -148,7 +149,8 @@ class Wandb:
 
 
 class Prometheus:
-    """The newest figures as gauges at http://127.0.0.1:PORT/metrics: "reward/mean" is one_step_off_reward_mean."""
+    """The newest figures as gauges at http://127.0.0.1:PORT/metrics: "reward/mean" is
+    one_step_off_reward_mean."""
 
     def __init__(self, port: int) -> None:
         """Start the server. Raises ConfigError: the port is taken or not allowed."""
@@ -192,7 +194,8 @@ class SampleDump:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, entry: LogEntry) -> None:
-        """Write samples/step_NNNNNN.jsonl or samples/val_vNNNNNN.jsonl; an entry without samples writes nothing."""
+        """Write samples/step_NNNNNN.jsonl or samples/val_vNNNNNN.jsonl; an entry without samples
+        writes nothing."""
         if not entry.samples:
             return
         rows = [self._row(sample) for sample in entry.samples]
@@ -242,8 +245,8 @@ def _advantage_stats(advantages: np.ndarray) -> dict[str, float | None]:
 
 
 def sample_files(folder: Path, prefix: str) -> dict[int, Path]:
-    """The files of samples in a run folder, lowest number first: of its steps by step (STEP_PREFIX), or of its
-    evaluations by weight version (EVALUATION_PREFIX)."""
+    """The files of samples in a run folder, lowest number first: of its steps by step
+    (STEP_PREFIX), or of its evaluations by weight version (EVALUATION_PREFIX)."""
     paths_by_number = {
         path.stem.removeprefix(prefix): path
         for path in (folder / SAMPLE_FOLDER).glob(f"{prefix}*.jsonl")
@@ -293,7 +296,8 @@ class Loggers:
         self._put(entry)
 
     def evaluation(self, metrics: dict[str, float], samples: list[Sample]) -> None:
-        """Write an evaluation: its val/ metrics, and its samples (none where an earlier run has written them)."""
+        """Write an evaluation: its val/ metrics, and its samples (none where an earlier run has
+        written them)."""
         self._put(LogEntry(_finite(metrics), int(metrics["val/version"]), True, samples))
 
     def close(self, failed: bool = False) -> None:
@@ -344,7 +348,8 @@ def _finite(figures: dict[str, Any]) -> dict[str, float]:
 
 
 def start_remote_loggers(cfg: Config, resumed: bool) -> dict[str, Any]:
-    """The loggers that other programs reach: name -> logger. They start before anything else is begun.
+    """The loggers that other programs reach: name -> logger. They start before anything else is
+    begun.
 
     Raises:
         ConfigError: W&B is not logged in, or the port of Prometheus is taken.
@@ -364,7 +369,8 @@ def open_loggers(
     print_line: Callable[[str], None],
     started: dict[str, Any],
 ) -> Loggers:
-    """The loggers that the section `logging` asks for. What an earlier run wrote from `first_step` on is removed.
+    """The loggers that the section `logging` asks for. What an earlier run wrote from `first_step`
+    on is removed.
 
     Args:
         started: see `start_remote_loggers`.

@@ -1,4 +1,5 @@
-"""What rows of metrics come to: statistics of samples, medians and rates of a run, and the text of an evaluation."""
+"""What rows of metrics come to: statistics of samples, medians and rates of a run, and the text of
+an evaluation."""
 
 import math
 from typing import Any
@@ -34,8 +35,8 @@ def sample_stats(samples: list[Sample]) -> dict[str, float]:
 
 
 def agent_stats(samples: list[Sample]) -> dict[str, float]:
-    """Means of what agent loops counted, as "agent/tool_calls/mean", where a missing count is 0; {} where all samples
-    have one turn."""
+    """Means of what agent loops counted, as "agent/tool_calls/mean", where a missing count is 0; {}
+    where all samples have one turn."""
     if not any("agent" in sample.extra for sample in samples):
         return {}
     counts_of_samples = [sample.extra.get("agent", {"turns": 1.0}) for sample in samples]
@@ -49,7 +50,8 @@ def agent_stats(samples: list[Sample]) -> dict[str, float]:
 
 
 def first_and_last_rewards(rows: list[Row]) -> dict[str, float]:
-    """The mean rewards of the first and of the last steps: five of each at most, and never the same step in both."""
+    """The mean rewards of the first and of the last steps: five of each at most, and never the same
+    step in both."""
     known = [row["reward/mean"] for row in rows if row["reward/mean"] is not None]
     rewards = [reward for reward in known if not math.isnan(reward)] or [math.nan]
     averaged_steps = max(1, min(MAX_AVERAGED_STEPS, len(rewards) // 2))
@@ -61,7 +63,8 @@ def first_and_last_rewards(rows: list[Row]) -> dict[str, float]:
 
 
 def evaluation_summary(evaluations: list[dict[str, float]]) -> dict[str, Any]:
-    """The held-out rewards of a run and the weight versions that were evaluated; {} without evaluations."""
+    """The held-out rewards of a run and the weight versions that were evaluated; {} without
+    evaluations."""
     if not evaluations:
         return {}
     rewards = [evaluation["val/reward"] for evaluation in evaluations]
@@ -75,7 +78,8 @@ def evaluation_summary(evaluations: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def fault_counts(rows: list[Row]) -> dict[str, float]:
-    """Samples of the whole run that were not scored, by kind of fault, and the groups dropped for them."""
+    """Samples of the whole run that were not scored, by kind of fault, and the groups dropped for
+    them."""
     names = (*FAULT_METRICS, "samples/dropped_groups")
     return {name: sum(row.get(name, 0.0) for row in rows) for name in names}
 
@@ -84,7 +88,8 @@ def speed_summary(rows: list[Row]) -> dict[str, float | None]:
     """Medians, idle shares and rates over these steps; a median is None where no step has a value.
 
     Raises:
-        KeyError, IndexError, ZeroDivisionError: rows without steps or without the times that every step has.
+        KeyError, IndexError, ZeroDivisionError: rows without steps or without the times that every
+            step has.
     """
     medians = _medians(rows)
     summary = {}
@@ -119,9 +124,8 @@ def _share_of_time(name: str, rows: list[Row], timed_rows: list[Row]) -> float:
 def _idle_shares(rows: list[Row]) -> dict[str, float | None]:
     """The shares of the time in which replicas and trainer do not work; None with a single step.
 
-    The replicas idle from the end of their samples, within the step before, to the end of the next sync. No samples are
-    generated beside the last step, so its time does not count.
-    """
+    The replicas idle from the end of their samples, within the step before, to the end of the next
+    sync. No samples are generated beside the last step, so its time does not count."""
     if len(rows) < 2:
         return {"idle_share/rollout": None, "idle_share/trainer": None}
     sync_share = _share_of_time("time/sync_s", rows, rows)
@@ -151,14 +155,16 @@ def reward_parts(row: Row) -> dict[str, float]:
 
 
 def parts_text(parts: dict[str, float], digits: str = ".3f") -> str:
-    """Parts of a reward as the text that follows it: " (right 0.750, form 0.500)"; "" where it has none."""
+    """Parts of a reward as the text that follows it: " (right 0.750, form 0.500)"; "" where it has
+    none."""
     if not parts:
         return ""
     return " (" + ", ".join(f"{name} {part:{digits}}" for name, part in parts.items()) + ")"
 
 
 def evaluation_text(metrics: dict[str, float]) -> str:
-    """An evaluation in one line: each set's reward with its parts, and its pass@k for the largest k."""
+    """An evaluation in one line: each set's reward with its parts, and its pass@k for the largest
+    k."""
     sets = []
     for key in metrics:
         set_key = key.removesuffix("/reward")

@@ -1,7 +1,7 @@
 """`timeline.json`: who worked when, as a Chrome trace (chrome://tracing, Perfetto).
 
-Each line is one event. The closing bracket of the list is left out, as the format allows, so the file is always valid.
-"""
+Each line is one event. The closing bracket of the list is left out, as the format allows, so the
+file is always valid."""
 
 import json
 import re
@@ -34,7 +34,8 @@ Span = tuple[str, str, Any, float, float]
 
 @dataclass(frozen=True)
 class LaneIds:
-    """Where the trace shows a lane: the name and pid of its process, and its tid. The viewer sorts by these numbers."""
+    """Where the trace shows a lane: the name and pid of its process, and its tid. The viewer sorts
+    by these numbers."""
 
     process: str
     pid: int
@@ -42,7 +43,8 @@ class LaneIds:
 
 
 def lane_ids(lane: str) -> LaneIds:
-    """The ids of a lane, the same in each attempt of a run. "sync rollout 0.1 wire" belongs to worker 1 of replica 0."""
+    """The ids of a lane, the same in each attempt of a run. "sync rollout 0.1 wire" belongs to
+    worker 1 of replica 0."""
     match = PROCESS_LANE.search(lane)
     if match is None:
         is_known = lane in PIPELINE_LANES
@@ -89,7 +91,8 @@ class Timeline:
             )
         if not events:
             return
-        # One call for all events, since each call costs more than its event; then each event gets a line of its own.
+        # One call for all events, since each call costs more than its event; then each event gets a
+        # line of its own.
         lines = json.dumps(events)[1:-1].replace("}, {", "},\n{") + ",\n"
         with open(self.path, "a") as file:
             is_new = file.tell() == 0

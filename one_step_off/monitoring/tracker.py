@@ -1,4 +1,4 @@
-"""What a run leaves behind in files that other programs rely on. Console, loggers and callbacks receive each step too."""
+"""The files of a run that other programs rely on; console, loggers and callbacks get each step."""
 
 import json
 import shutil
@@ -28,7 +28,8 @@ from one_step_off.monitoring.timeline import Span, Timeline
 
 
 class Tracker:
-    """Writes `metrics.jsonl`, `ledger.jsonl`, `evaluations.jsonl`, `timeline.json` and `summary.json`.
+    """Writes `metrics.jsonl`, `ledger.jsonl`, `evaluations.jsonl`, `timeline.json` and
+    `summary.json`.
 
     Attributes:
         log: prints one line for the user.
@@ -77,7 +78,8 @@ class Tracker:
     def start(
         self, step: int, evaluations: Sequence[Row] = (), unwritten: Row | None = None
     ) -> None:
-        """Begin at `step`: what an earlier run in this folder wrote from there on is dropped, its rows before it count.
+        """Begin at `step`: what an earlier run in this folder wrote from there on is dropped, its
+        rows before it count.
 
         Args:
             evaluations: those of the checkpoint with which the run is resumed.
@@ -128,7 +130,8 @@ class Tracker:
         new.replace(self.folder / name)
 
     def _repeat_evaluations_of_checkpoint(self, step: int) -> None:
-        """Log the evaluations of the checkpoint's weights again: TensorBoard hides what it had from that step on."""
+        """Log the evaluations of the checkpoint's weights again: TensorBoard hides what it had from
+        that step on."""
         if self.loggers is None or step == 0:
             return
         for evaluation in self.evaluations:
@@ -142,7 +145,8 @@ class Tracker:
             self.meter.device_name = device_name
 
     def span(self, role: str, activity: str, step: int, begin: float, end: float) -> None:
-        """Record when a role worked (seconds, by time.perf_counter), in the next row and in the timeline."""
+        """Record when a role worked (seconds, by time.perf_counter), in the next row and in the
+        timeline."""
         name = f"time/{role}_{activity}"
         self.spans[f"{name}_s"] = end - begin
         self.spans[f"{name}_begin_s"] = begin - self.begin
@@ -209,8 +213,8 @@ class Tracker:
             )
 
     def evaluation(self, version: int, samples: list[Sample], seconds: float) -> None:
-        """Record one evaluation of the held-out sets with the weights `version`. `evaluations.jsonl` has them all; the row
-        of the step that ends next repeats the newest."""
+        """Record one evaluation of the held-out sets with the weights `version`.
+        `evaluations.jsonl` has them all; the row of the step that ends next repeats the newest."""
         metrics = {"val/version": float(version), "val/seconds": seconds}
         metrics |= evaluation_metrics(samples, self.val_names, self.passes_at)
         for name, value in agent_stats(samples).items():
@@ -230,9 +234,8 @@ class Tracker:
     def summary(self) -> Row:
         """Write and return `summary.json`.
 
-        `seconds` are this run's; `steps` also count those before a resume (`steps_before`). Medians leave the first step
-        out, in which caches and buffers warm up.
-        """
+        `seconds` are this run's; `steps` also count those before a resume (`steps_before`). Medians
+        leave the first step out, in which caches and buffers warm up."""
         summary: Row = {"steps": len(self.steps), "seconds": time.perf_counter() - self.begin}
         if self.steps_before:
             summary["steps_before"] = self.steps_before

@@ -1,4 +1,4 @@
-"""Read a run's samples: python -m one_step_off.view OUTPUT_DIR [--step N | --val V] [--best K] [--worst K] [--longest K].
+"""Read a run's samples: python -m one_step_off.view OUTPUT_DIR [--step N | --val V] [--best K] ...
 
 Without a choice it shows the 3 best, the 3 worst and the longest sample of the last step.
 """
@@ -15,8 +15,8 @@ from one_step_off.monitoring.summary import parts_text
 
 Row = dict[str, Any]
 DEFAULT_COUNTS = {"best": 3, "worst": 3, "longest": 1}
-# Of samples with the same reward those with the lowest index come first: each of another prompt, so that one easy prompt
-# does not fill the list. Samples that were not scored come last.
+# Of samples with the same reward those with the lowest index come first: each of another prompt, so
+# that one easy prompt does not fill the list. Samples that were not scored come last.
 SORT_KEYS = {
     "best": lambda row: (math.isnan(row["reward"]), -row["reward"], row.get("index", 0)),
     "worst": lambda row: (
@@ -38,7 +38,8 @@ FINISH_REASONS = {
 
 
 def find_file(folder: str, step: int | None, val: int | None) -> Path:
-    """The samples of a step (counted from 0, as in metrics.jsonl), of an evaluation, or of the last step.
+    """The samples of a step (counted from 0, as in metrics.jsonl), of an evaluation, or of the last
+    step.
 
     Raises:
         ConfigError: there are none; says which there are.
@@ -69,7 +70,8 @@ def read_rows(path: Path) -> list[Row]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"{path}:{len(rows) + 1}: not a sample of this program ({reason}); was the file changed?"
+            f"{path}:{len(rows) + 1}: not a sample of this program ({reason}); "
+            "was the file changed?"
         ) from None
     return rows
 
@@ -128,7 +130,8 @@ def describe_file(path: Path, rows: list[Row]) -> str:
 
 
 def show(path: Path, rows: list[Row], counts: dict[str, int]) -> None:
-    """Print to stdout, in colors on a terminal. `counts`: how many of the best, worst and longest."""
+    """Print to stdout, in colors on a terminal. `counts`: how many of the best, worst and
+    longest."""
     from rich.console import Console
 
     console = Console(highlight=False)

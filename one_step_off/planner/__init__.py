@@ -1,1 +1,4 @@
-"""The planner of GPU splits: the real pipeline in simulated time, and the command that compares splits."""
+"""The planner: which split of N GPUs is fastest, by a simulation of the pipeline in simulated time.
+
+`planner.py` is the command; read `simulation.py` first, and there `Work`, the model of a step.
+"""

@@ -1,14 +1,14 @@
-"""What a step would take, by the pipeline itself on a clock that is counted: nothing is generated, trained or waited for.
+"""The duration of a step, by the pipeline itself in simulated time: nothing is generated or
+trained.
 
-`Pipeline` and `RolloutGroup`, with its routing and turns, are those of a real run. Only who works is a stand-in, whose
-calls sleep for modelled times, on an event loop whose clock jumps to the next timer as soon as nobody has anything left to
-do. So the schedule is not modelled; the durations are, see `Work`.
+`Pipeline` and `RolloutGroup`, with its routing and device lock, are those of a real run. Only the
+processes are stand-ins, whose calls sleep for modelled times. So the schedule is not modelled; the
+durations are, see `Work`.
 """
 
 import asyncio
 import heapq
 import io
-import selectors
 import tempfile
 from collections import deque
 from dataclasses import dataclass
@@ -22,33 +22,52 @@ from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Batch, Prompt, Sample, Stamp
 from one_step_off.monitoring.tracker import Tracker
+from one_step_off.planner.simulated_clock import simulated_loop
 from one_step_off.ray_trainer import Pipeline, Roles
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
-from one_step_off.rollout.vllm_replica import Sampling
+from one_step_off.rollout.sampling import Sampling
 
-LONGEST_S = 1e9  # no phase is to meet a limit of time, and nobody is asked whether he is there
-NO_IDS, ZERO, TRAINED = (
-    np.zeros(1, np.int32),
-    np.zeros(1, np.float32),
-    np.ones(1, bool),
-)  # of one token
+NO_TIME_LIMIT_S = 1e9
+"""No phase reaches a time limit, and no replica is asked whether it is alive."""
+
+END_TOLERANCE_TOKENS = 1e-6
+
+# The arrays of a sample of one token.
+ONE_ID = np.zeros(1, np.int32)
+ONE_LOG_PROB = np.zeros(1, np.float32)
+TRAINED_TOKEN = np.ones(1, bool)
 
 
 @dataclass(frozen=True)
 class Work:
     """What a step has to do, and how many seconds that takes.
 
-    Each of `prompts` has response lengths drawn from the rows of `lengths` (tokens, int [groups, n]; a row is one
-    prompt's), and is of `prompt_tokens` itself.
-    Generation: all sequences at work in a replica, `busy` of them, advance by one token in decode_s + sequence_s * busy:
-    reading the weights costs the same for one as for many, the rest goes by sequences. At most `places` are at work at
-    once, the others wait (vLLM's continuous batching in first order; prompts cost nothing apart). So the longest response
-    takes decode_s a token at least, however many replicas there are.
-    Training, log-probs and the driver's part included: train_fixed_s + train_token_s * tokens / ranks, of the tokens of
-    prompts and responses; the first optimiser step comes after the share `before_step` of it.
-    The sync: sync_s for the replicas; in the first canary_s of it the trainer is busy too, with its half of the canary.
-    Handing devices over, where all take turns, costs nothing.
+    Generation: all sequences that a replica generates, `running` of them, advance by one token in
+    decode_s + sequence_s * running: reading the weights costs the same for one as for many, the
+    rest is per sequence. At most `places` run at once, the others wait (vLLM's continuous batching,
+    first come, first served; prompts cost nothing apart). So the longest response takes decode_s a
+    token at least, however many replicas there are.
+
+    Training, log-probs and the driver's part included: train_fixed_s + train_token_s * tokens /
+    ranks, of the tokens of prompts and responses; the first optimizer step comes after the share
+    `before_step` of it.
+
+    The sync: sync_s for the replicas; in the first canary_s of it the trainer is busy too, with its
+    half of the canary. Handing devices over in the colocated arrangement costs nothing.
+
+    Attributes:
+        prompts: of a step.
+        lengths: response lengths in tokens, int [groups, n]; each prompt draws a row.
+        prompt_tokens: of each prompt.
+        decode_s: seconds for a token, however many sequences run.
+        sequence_s: seconds more for a token, for each sequence that runs.
+        train_fixed_s: seconds of training that more ranks do not make shorter.
+        train_token_s: seconds of training for a token on one rank.
+        sync_s: seconds of a weight sync.
+        canary_s: seconds of the sync in which the trainer is busy.
+        before_step: share of training before the first optimizer step, 0 to 1.
+        places: sequences that a replica runs at once, at most.
     """
 
     prompts: int
@@ -64,119 +83,149 @@ class Work:
     places: int = 256
 
 
-class Clock(selectors.DefaultSelector):
-    """Counts `seconds` where an event loop would wait so long."""
-
-    seconds = 0.0
-
-    def select(self, timeout: float | None = None) -> list:
-        """Nobody calls from outside. Raises RuntimeError: there is no timer, so nothing would ever happen again."""
-        if timeout is None:
-            raise RuntimeError("the simulation waits for what nobody does")
-        self.seconds += max(0.0, timeout)
-        return super().select(0)
+@dataclass(frozen=True)
+class _WaitingSequence:
+    length: int
+    done: asyncio.Future
 
 
-def counted_loop() -> asyncio.AbstractEventLoop:
-    """An event loop whose time, from 0, jumps to the next timer where nobody has anything to do."""
-    loop = asyncio.SelectorEventLoop(clock := Clock())
-    loop.time = lambda: clock.seconds
-    return loop
+@dataclass(frozen=True, order=True)
+class _RunningSequence:
+    """Ordered by the replica's position at which it ends; of equal ones the first that started."""
+
+    end_position: float
+    number: int
+    done: asyncio.Future
 
 
-class Replica:
-    """A replica that decodes by `Work`, called as an actor of Ray: replica.METHOD.remote(...). Its samples are one token
-    long, which has the stamp of the last sync; the length that was drawn, by prompt, is extra["tokens"]."""
+class SimulatedReplica:
+    """A replica that decodes by `Work`, called as a Ray actor: replica.METHOD.remote(...).
+
+    Its samples have one token, with the stamp of the last sync; the length that was drawn, by
+    prompt, is extra["tokens"].
+    """
 
     def __init__(self, work: Work, seed: int) -> None:
-        self.rollout, self.wait_for_capacity = (
-            SimpleNamespace(remote=self._rollout),
-            SimpleNamespace(remote=self._vacancy),
-        )
-        self.work, self.seed, self.stamp = work, seed, (0, -1)
-        self.waiting: deque[tuple[float, asyncio.Future]] = deque()
-        self.at_work: list[
-            tuple[float, int, asyncio.Future]
-        ] = []  # a heap: by the position at which each ends
-        self.position = self.since = (
-            0.0  # tokens that a sequence at work from the beginning would have; as of when
-        )
-        self.timer, self.taken = None, 0
+        self.rollout = SimpleNamespace(remote=self._rollout)
+        self.wait_for_capacity = SimpleNamespace(remote=self._wait_for_capacity)
+        self.work = work
+        self.seed = seed
+        self.stamp: Stamp = (0, -1)
+        self._waiting: deque[_WaitingSequence] = deque()
+        self._running: list[_RunningSequence] = []  # a heap
+        self._started = 0
+        self._position = 0.0  # tokens of a sequence that has run from the beginning
+        self._position_time = 0.0  # when `_position` was computed
+        self._timer: asyncio.TimerHandle | None = None
 
     async def _rollout(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
-        samples, version = [], np.full(1, self.stamp[1], np.int32)
+        samples = []
         for prompt in prompts:
-            row = np.random.default_rng([self.seed, *prompt.id]).integers(len(self.work.lengths))
-            for i, length in enumerate(self.work.lengths[row].tolist()):
-                given = prompt.id, i, prompt.ids, NO_IDS, ZERO, TRAINED, version, self.stamp[0]
-                samples.append(Sample(*given, reward=0.0, extra={"tokens": length}))
-        ends = [asyncio.get_running_loop().create_future() for _ in samples]
-        self.waiting.extend((s.extra["tokens"], end) for s, end in zip(samples, ends, strict=True))
-        self._go_on()
+            for index, length in enumerate(self._drawn_lengths(prompt)):
+                samples.append(self._sample(prompt, index, length))
+        loop = asyncio.get_running_loop()
+        ends = []
+        for sample in samples:
+            sequence = _WaitingSequence(sample.extra["tokens"], loop.create_future())
+            self._waiting.append(sequence)
+            ends.append(sequence.done)
+        self._advance()
         await asyncio.gather(*ends)
         return samples
 
-    async def _vacancy(self, sent: int, most: int) -> int:
-        while sent - (self.taken - len(self.at_work)) >= most:
-            await asyncio.wait(
-                [end for _, _, end in self.at_work], return_when=asyncio.FIRST_COMPLETED
-            )
-        return self.taken - len(self.at_work)
+    def _drawn_lengths(self, prompt: Prompt) -> list[int]:
+        """The lengths of a prompt's responses; they depend on nothing but seed and prompt."""
+        rng = np.random.default_rng([self.seed, *prompt.id])
+        row = rng.integers(len(self.work.lengths))
+        return self.work.lengths[row].tolist()
 
-    def _go_on(self) -> None:
-        """Count what was decoded since the last time, let go who is done and in who waits, and come back at the next end."""
-        w, loop = self.work, asyncio.get_running_loop()
-        self.position += (
-            (now() - self.since) / (w.decode_s + w.sequence_s * len(self.at_work))
-            if self.at_work
-            else 0.0
+    def _sample(self, prompt: Prompt, index: int, length: int) -> Sample:
+        incarnation, version = self.stamp
+        return Sample(
+            prompt_id=prompt.id,
+            index=index,
+            prompt_ids=prompt.ids,
+            response_ids=ONE_ID,
+            log_probs=ONE_LOG_PROB,
+            loss_mask=TRAINED_TOKEN,
+            versions=np.full(1, version, np.int32),
+            incarnation=incarnation,
+            reward=0.0,
+            extra={"tokens": length},
         )
-        self.since = now()
-        while self.at_work and self.at_work[0][0] <= self.position + 1e-6:
-            heapq.heappop(self.at_work)[2].set_result(None)
-        while self.waiting and len(self.at_work) < w.places:
-            length, end = self.waiting.popleft()
-            heapq.heappush(self.at_work, (self.position + length, self.taken, end))
-            self.taken += 1
-        if self.timer:
-            self.timer.cancel()
-        if self.at_work:
-            seconds = (self.at_work[0][0] - self.position) * (
-                w.decode_s + w.sequence_s * len(self.at_work)
+
+    async def _wait_for_capacity(self, sent: int, most: int) -> int:
+        """Wait until fewer than `most` of the `sent` sequences are unfinished; returns how many
+        have ended."""
+        while sent - self._ended >= most:
+            ends = [sequence.done for sequence in self._running]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return self._ended
+
+    @property
+    def _ended(self) -> int:
+        return self._started - len(self._running)
+
+    @property
+    def _token_seconds(self) -> float:
+        """Seconds in which all running sequences advance by a token."""
+        return self.work.decode_s + self.work.sequence_s * len(self._running)
+
+    def _advance(self) -> None:
+        """Decode up to now, end sequences, start waiting ones, and come back at the next end."""
+        if self._running:
+            self._position += (now() - self._position_time) / self._token_seconds
+        self._position_time = now()
+        while (
+            self._running and self._running[0].end_position <= self._position + END_TOLERANCE_TOKENS
+        ):
+            heapq.heappop(self._running).done.set_result(None)
+        while self._waiting and len(self._running) < self.work.places:
+            sequence = self._waiting.popleft()
+            end_position = self._position + sequence.length
+            heapq.heappush(
+                self._running, _RunningSequence(end_position, self._started, sequence.done)
             )
-            self.timer = loop.call_later(seconds, self._go_on)
+            self._started += 1
+        if self._timer:
+            self._timer.cancel()
+        if self._running:
+            tokens = self._running[0].end_position - self._position
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(tokens * self._token_seconds, self._advance)
 
 
-class Trainer:
-    """All ranks of a trainer that trains by `Work`, and its end of the sync to these replicas."""
+class SimulatedTrainer:
+    """All ranks of a trainer that trains by `Work`, and its half of the weight sync to the
+    replicas."""
 
     def __init__(self, work: Work, ranks: int, rollout: RolloutGroup) -> None:
-        self.work, self.ranks, self.rollout = work, ranks, rollout
-        self.turn = rollout.pool_lock if rollout.shares_pool else asyncio.Lock()
-        self.sent = asyncio.Event()  # the weights may change
+        self.work = work
+        self.ranks = ranks
+        self.rollout = rollout
+        self._device_lock = rollout.pool_lock if rollout.shares_pool else asyncio.Lock()
+        self._weights_are_sent = asyncio.Event()  # then they may change
 
-    async def _busy(self, seconds: float) -> None:
-        async with self.turn:
+    async def _use_devices(self, seconds: float) -> None:
+        async with self._device_lock:
             await asyncio.sleep(seconds)
 
     async def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
-        """One step; its optimiser waits until the replicas have the weights, where they are sent meanwhile."""
-        w, tokens = (
-            self.work,
-            sum(s.extra["tokens"] + self.work.prompt_tokens for s in batch.samples),
-        )
-        seconds = w.train_fixed_s + w.train_token_s * tokens / self.ranks
-        await self._busy(seconds * w.before_step)
+        """One step. Its optimizer waits until the replicas have the weights."""
+        work = self.work
+        tokens = sum(sample.extra["tokens"] + work.prompt_tokens for sample in batch.samples)
+        seconds = work.train_fixed_s + work.train_token_s * tokens / self.ranks
+        await self._use_devices(seconds * work.before_step)
         begin = now()
-        await self.sent.wait()
+        await self._weights_are_sent.wait()
         waited = now() - begin
-        await self._busy(seconds * (1 - w.before_step))
-        self.sent.clear()
+        await self._use_devices(seconds * (1 - work.before_step))
+        self._weights_are_sent.clear()
         return {"actor/sync_wait_s": waited}
 
     def score_canary(self) -> asyncio.Task:
-        """The trainer's half of the canary, before anything that it is asked for later."""
-        return asyncio.ensure_future(self._busy(self.work.canary_s))
+        """The trainer's half of the canary, before anything that is called later."""
+        return asyncio.ensure_future(self._use_devices(self.work.canary_s))
 
     async def fail(self, error: BaseException) -> None:
         """No process waits here."""
@@ -184,51 +233,72 @@ class Trainer:
     async def __call__(
         self, stamp: Stamp, expected: asyncio.Task | None = None
     ) -> dict[str, float]:
-        """A sync."""
+        """A weight sync. `expected`: the canary, where it has been started already."""
         begin = now()
         await (expected or self.score_canary())
         await asyncio.sleep(self.work.sync_s - self.work.canary_s)
         for i, replica in enumerate(self.rollout.replicas):
-            replica.stamp, self.rollout.health[i].state = stamp, ReplicaState.HEALTHY
-        self.sent.set()
+            replica.stamp = stamp
+            self.rollout.supervisor.health[i].state = ReplicaState.HEALTHY
+        self._weights_are_sent.set()
         return {"time/sync_s": now() - begin}
 
 
 def simulate(
-    work: Work, rollout: int, trainer: int, staleness: int = 1, overlap: bool = True, static: bool = False,
-    steps: int = 8, seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    """So many steps of `rollout` replicas and `trainer` ranks on devices of their own; of no replicas: all devices belong
-    to both in turns, a replica and a rank on each. `overlap` of the sync, `static` routing: see the config.
+    work: Work,
+    rollout: int,
+    trainer: int,
+    staleness: int = 1,
+    overlap: bool = True,
+    static: bool = False,
+    steps: int = 8,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Simulate a run. The same arguments give the same figures.
 
-    Returns what `Tracker.summary` says of them: median/time/step_s and the other medians in seconds, idle_share/rollout,
-    idle_share/trainer, samples_per_s. The first step is left out, as there. The same arguments give the same figures.
-    Raises StalenessError: a token was trained on that other weights made."""
-    cfg = Config()
-    cfg.pipeline.staleness, cfg.weight_sync.overlap = staleness, overlap and rollout > 0
-    cfg.rollout.n, cfg.rollout.routing = (
-        work.lengths.shape[1],
-        "static" if static else "least_loaded",
-    )
-    cfg.rollout.heartbeat_s = cfg.rollout.heartbeat_timeout_s = cfg.trainer.step_timeout_s = (
-        LONGEST_S
-    )
-    prompts = [Prompt((0, row), NO_IDS, "", "") for row in range(work.prompts)]
+    Args:
+        rollout: replicas on devices of their own; 0: colocated, each device has a replica and a
+            rank, one after the other.
+        trainer: ranks.
+        staleness: 1: one step off; 0: synchronous.
+        overlap: whether the sync runs beside training, see weight_sync.overlap.
+        static: whether routing is static, see rollout.routing.
+        steps: of the run; the first one is left out of the figures.
+        seed: of the drawn response lengths.
+
+    Returns:
+        What `Tracker.summary` reports: median/time/step_s and the other medians in seconds,
+        idle_share/rollout, idle_share/trainer, samples_per_s.
+
+    Raises:
+        StalenessError: a token was trained on that other weights made.
+    """
+    cfg = _run_config(work, rollout, staleness, overlap, static)
 
     async def run(folder: str) -> dict[str, Any]:
-        actors = [Replica(work, seed) for _ in range(rollout or trainer)]
-        group = RolloutGroup(actors, cfg, False, None if rollout else asyncio.Lock())
-        group.replica_capacity = min(group.replica_capacity, work.places)
-        actor = Trainer(work, trainer, group)
-        stream, tracker = (
-            PromptStream(prompts, work.prompts, False, seed, steps),
-            Tracker(folder, steps, io.StringIO()),
-        )
+        replicas = [SimulatedReplica(work, seed) for _ in range(rollout or trainer)]
+        pool_lock = None if rollout else asyncio.Lock()
+        group = RolloutGroup(replicas, cfg, False, pool_lock)
+        group.router.replica_capacity = min(group.router.replica_capacity, work.places)
+        actor = SimulatedTrainer(work, trainer, group)
+        prompts = [Prompt((0, row), ONE_ID, "", "") for row in range(work.prompts)]
+        stream = PromptStream(prompts, work.prompts, False, seed, steps)
+        tracker = Tracker(folder, steps, io.StringIO())
         await Pipeline(cfg, Roles(actor, group, actor), stream, None, tracker).fit()
         return tracker.summary()
 
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        asyncio.Runner(loop_factory=counted_loop) as runner,
-    ):
-        return runner.run(run(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        with asyncio.Runner(loop_factory=simulated_loop) as runner:
+            return runner.run(run(folder))
+
+
+def _run_config(work: Work, rollout: int, staleness: int, overlap: bool, static: bool) -> Config:
+    cfg = Config()
+    cfg.pipeline.staleness = staleness
+    cfg.weight_sync.overlap = overlap and rollout > 0
+    cfg.rollout.n = work.lengths.shape[1]
+    cfg.rollout.routing = "static" if static else "least_loaded"
+    cfg.rollout.heartbeat_s = NO_TIME_LIMIT_S
+    cfg.rollout.heartbeat_timeout_s = NO_TIME_LIMIT_S
+    cfg.trainer.step_timeout_s = NO_TIME_LIMIT_S
+    return cfg

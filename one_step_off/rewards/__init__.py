@@ -1,4 +1,5 @@
-"""Rewards of responses: built-in verifiers, user functions, and workers that enforce their time limits.
+"""Rewards of responses: built-in verifiers, user functions, and workers that enforce their time
+limits.
 
 Read `Scorer` in `scoring.py` first; a new built-in reward is one function in `verifiers.py`. Reward
 functions and agent loops of users import `Reward` from here.

@@ -51,12 +51,16 @@ class RewardFunction:
 
 
 def named_functions(cfg: RewardConfig) -> list[str]:
-    """All functions that a config names: those of `reward.functions`, or `reward.function` alone."""
+    """All functions that a config names: those of `reward.functions`, or `reward.function`
+    alone.
+    """
     return list(cfg.functions.values()) or [cfg.function]
 
 
 class RewardFunctions:
-    """The functions of a config: one for each `data_source` of `reward.functions`, or `reward.function` for all."""
+    """The functions of a config: one for each `data_source` of `reward.functions`, or
+    `reward.function` for all.
+    """
 
     def __init__(self, cfg: RewardConfig) -> None:
         """Import the functions.
@@ -73,7 +77,9 @@ class RewardFunctions:
             self.for_all = _find_function("reward.function", cfg.function, cfg)
 
     def find(self, data_source: str) -> RewardFunction:
-        """The function of a row. Raises ConfigError: `reward.functions` has none for its data_source."""
+        """The function of a row. Raises ConfigError: `reward.functions` has none for its
+        data_source.
+        """
         function = self.for_all or self.by_source.get(data_source)
         if function is None:
             known = ", ".join(map(format_value, self.by_source))
@@ -85,7 +91,9 @@ class RewardFunctions:
 
 
 def _find_function(key: str, spec: str, cfg: RewardConfig) -> RewardFunction:
-    """The function `spec`, checked to be callable as the trainer will call it. Raises ConfigError."""
+    """The function `spec`, checked to be callable as the trainer will call it. Raises
+    ConfigError.
+    """
     name = f"{key}={spec!r}"
     built_in = spec in REWARD_FUNCTIONS
     function = REWARD_FUNCTIONS.find(spec, key).function
@@ -104,7 +112,9 @@ def _find_function(key: str, spec: str, cfg: RewardConfig) -> RewardFunction:
 
 
 def _check_signature(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a function takes `extra_info`. Raises ConfigError: it cannot be called with our arguments."""
+    """Whether a function takes `extra_info`. Raises ConfigError: it cannot be called with our
+    arguments.
+    """
     try:
         signature = inspect.signature(function)
     except ValueError:  # some C functions have no signature

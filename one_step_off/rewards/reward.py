@@ -12,7 +12,9 @@ Score = float | dict[str, float] | None
 """A finite reward; or its parts by name, which sum to it; None: it was not judged in time."""
 
 MAX_REWARD = 1e30
-"""The largest absolute value of a reward and of each part: beyond it, sums over a batch might be infinite."""
+"""The largest absolute value of a reward and of each part: beyond it, sums over a batch might be
+infinite.
+"""
 
 ERROR = "reward/errors"
 TIMEOUT = "reward/timeouts"
@@ -20,10 +22,12 @@ MAX_ERROR_CHARS = 1000
 
 
 class Reward(float):
-    """A reward and its parts. It is a float, the total, so it can be added, compared and multiplied.
+    """A reward and its parts. It is a float, the total, so it can be added, compared and
+    multiplied.
 
     Attributes:
-        parts: name -> float, which sum to the total; {} where the reward function returns a plain number.
+        parts: name -> float, which sum to the total; {} where the reward function returns a plain
+            number.
     """
 
     parts: dict[str, float]
@@ -68,7 +72,9 @@ class RewardError(Exception):
     """
 
     def __init__(self, message: str, kind: str = ERROR, details: str = "") -> None:
-        """`details`, such as a traceback, travel with the error as its note and are written to error.log."""
+        """`details`, such as a traceback, travel with the error as its note and are written to
+        error.log.
+        """
         # Cut before masking too: a message may be many megabytes long.
         masked = mask_secrets(message[: 2 * MAX_ERROR_CHARS])
         super().__init__(" ".join(masked[:MAX_ERROR_CHARS].split()))

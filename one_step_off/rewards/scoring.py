@@ -39,10 +39,11 @@ __all__ = ["Reward", "RewardError", "RewardItem", "Scorer"]
 
 
 class Scorer:
-    """Scores responses one after another, each within `reward.timeout_s` seconds; in the main thread only.
+    """Scores responses one after another, each within `reward.timeout_s` seconds; in the main
+    thread only.
 
-    A call that stays inside C code longer than the limit and a grace period ends this process, and Ray
-    restarts it. See `time_limit.py`.
+    A call that stays inside C code longer than the limit and a grace period ends this process, and
+    Ray restarts it. See `time_limit.py`.
     """
 
     restarts = -1  # Ray restarts the process any number of times
@@ -52,8 +53,8 @@ class Scorer:
         self.cfg = cfg
         self.functions = RewardFunctions(cfg)
         if any(name in REWARD_FUNCTIONS for name in named_functions(cfg)):
-            # Import it now: it takes about a second, which must not count for the first response. Its
-            # warnings say that the caller must limit the time, which we do.
+            # Import it now: it takes about a second, which must not count for the first response.
+            # Its warnings say that the caller must limit the time, which we do.
             importlib.import_module("math_verify")
             logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
@@ -63,11 +64,11 @@ class Scorer:
         Returns:
             Per item, in order:
             a finite reward, or its parts by name;
-            None, where a built-in verifier could not judge in time. That is the doing of the response
-            (`9^{9^{9^9}}`) and must not stop the run: it counts as 0.0;
-            a RewardError (returned, not raised), where the user's function took too long, raised, or
-            returned something other than a finite number, a dict with one under "reward", or a dict of
-            parts.
+            None, where a built-in verifier could not judge in time. That is the doing of the
+            response (`9^{9^{9^9}}`) and must not stop the run: it counts as 0.0;
+            a RewardError (returned, not raised), where the user's function took too long, raised,
+            or returned something other than a finite number, a dict with one under "reward", or a
+            dict of parts.
 
         Raises:
             ValueError: this is not the main thread.

@@ -1,8 +1,9 @@
-"""The time limit of a reward function: an alarm that interrupts Python code, and a hard end behind it.
+"""The time limit of a reward function: an alarm that interrupts Python code, and a hard end behind
+it.
 
-The alarm is SIGALRM of this process. It interrupts Python code that never returns and blocking system
-calls. Signals reach only the main thread, so the limit works only there, as in the methods of a
-synchronous Ray actor. A function that sets SIGALRM itself replaces the alarm for its own call.
+The alarm is SIGALRM of this process. It interrupts Python code that never returns and blocking
+system calls. Signals reach only the main thread, so the limit works only there, as in the methods
+of a synchronous Ray actor. A function that sets SIGALRM itself replaces the alarm for its own call.
 """
 
 import contextlib
@@ -12,16 +13,22 @@ from collections.abc import Iterator
 from typing import Any
 
 GRACE_S = 3.0
-"""Seconds after the limit at which the process ends: the call is inside C code, or swallows every alarm."""
+"""Seconds after the limit at which the process ends: the call is inside C code, or swallows every
+alarm.
+"""
 
 REPEAT_S = 0.25
-"""The alarm repeats at this interval: code that swallows one (a bare `except:` in a loop) meets the next."""
+"""The alarm repeats at this interval: code that swallows one (a bare `except:` in a loop) meets the
+next.
+"""
 
 _STDERR = 2
 
 
 class TimeUp(BaseException):
-    """Raised by the alarm. Not an Exception, so that `except Exception` in the called code cannot swallow it."""
+    """Raised by the alarm. Not an Exception, so that `except Exception` in the called code cannot
+    swallow it.
+    """
 
 
 def _raise_time_up(signum: int, frame: Any) -> None:

@@ -96,7 +96,9 @@ def first_items(
 
 
 def find_fault(cfg: Config, functions: RewardFunctions, items: list[RewardItem]) -> str:
-    """Call the functions. Returns what is wrong with the first that fails, in one line; empty: nothing."""
+    """Call the functions. Returns what is wrong with the first that fails, in one line; empty:
+    nothing.
+    """
     result = call_in_process(cfg.reward, items, cfg.trainer.start_timeout_s)
     for error in result.errors:
         if error is not None:
@@ -146,7 +148,8 @@ def call_in_process(
     path = [os.getcwd() if folder == "" else folder for folder in sys.path]
     message = pickle.dumps(path) + pickle.dumps((cfg, items))
     with tempfile.TemporaryFile() as results, tempfile.TemporaryFile() as output:
-        # In a process group of its own: what the function starts ends with it, and Ctrl-C is for the parent.
+        # In a process group of its own: what the function starts ends with it, and Ctrl-C is for
+        # the parent.
         child = subprocess.Popen(
             [sys.executable, "-c", _CHILD_CODE, str(results.fileno())],
             stdin=subprocess.PIPE,
@@ -190,7 +193,9 @@ def _read_results(results: Any) -> list[Any]:
 
 
 def run_child() -> None:
-    """The child process: score the items that stdin holds, and write each result as soon as it is there."""
+    """The child process: score the items that stdin holds, and write each result as soon as it is
+    there.
+    """
     cfg, items = pickle.load(sys.stdin.buffer)
     scorer = Scorer(cfg)
     with open(int(sys.argv[1]), "wb", buffering=0) as results:

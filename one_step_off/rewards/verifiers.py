@@ -26,11 +26,12 @@ _ARITHMETIC = re.compile(r"[0-9]\s*[-+*]\s*[0-9]")
 
 @register("gsm8k")
 def gsm8k(response: str, ground_truth: str, **_: Any) -> float:
-    """1.0 if the number after the last `####` of the response equals the ground truth, else 0.0. Never raises.
+    """1.0 if the number after the last `####` of the response equals the ground truth, else 0.0.
+    Never raises.
 
-    Plain numbers are compared exactly, without thousands commas, `$`, `%`, a unit or a final period.
-    Other forms, such as `\\frac{1}{2}`, go to math-verify. An answer that is still to be worked out
-    (`36 + 36`) scores 0.0.
+    Plain numbers are compared exactly, without thousands commas, `$`, `%`, a unit or a final
+    period. Other forms, such as `\\frac{1}{2}`, go to math-verify. An answer that is still to be
+    worked out (`36 + 36`) scores 0.0.
     """
     _, marker, rest = response.rpartition("####")
     answer = rest.split("\n", 1)[0].strip(" \t\r*")  # chat models like bold answers
@@ -47,7 +48,8 @@ def gsm8k(response: str, ground_truth: str, **_: Any) -> float:
 
 @register("math")
 def math(response: str, ground_truth: str, **_: Any) -> float:
-    """1.0 if the last `\\boxed{...}`, or without one the last expression, equals the ground truth. Never raises.
+    """1.0 if the last `\\boxed{...}`, or without one the last expression, equals the ground truth.
+    Never raises.
 
     Where the truth is a number, an operation that is still to be worked out (`68 + 89`) scores 0.0.
     """

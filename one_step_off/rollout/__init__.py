@@ -1,4 +1,6 @@
-"""The rollout side: vLLM replicas, the group that supervises them and routes prompts to them, partial rollouts.
+"""The rollout side: vLLM replicas, their supervision and restart, the routing of prompts, and the
+sources of batches.
 
-Read `vllm_replica.py` first, then `replica_group.py`.
+Read `replica_group.RolloutGroup` first (the facade), then `vllm_replica.RolloutReplica` (one
+engine), then `batch_sources` (how its samples become the batches of the training loop).
 """

@@ -1,54 +1,86 @@
-"""Which replicas may be used: a state machine for each, in pure code.
+"""Which replicas may be used: one state machine per replica, in pure code.
 
-    STALE ----> HEALTHY <----> SUSPECT          STALE: it runs, and holds no weights that were verified
-      ^  \\         |              |             HEALTHY: its weights have passed the canary; it may be given work
-      |   \\        v              |             SUSPECT: it has not said for a while that it is there; no new work
-    DEAD <-+--------+<------------+             DEAD: it died, or hangs; only a new process leads on, by way of STALE
+    STALE ----> HEALTHY <----> SUSPECT
+      ^  \\         |              |
+      |   \\        v              |
+    DEAD <-+--------+<------------+
 
-A sync takes a healthy replica back to STALE until its new weights are verified too.
+A weight sync takes a healthy replica back to STALE until its new weights are verified too. A dead
+replica never becomes healthy directly: a new process starts as STALE, and only verified weights
+make it HEALTHY.
 """
 
-from enum import Enum
+from enum import Enum, auto
 
-ReplicaState = Enum("ReplicaState", "STALE HEALTHY SUSPECT DEAD")
+
+class ReplicaState(Enum):
+    """What may be asked of a replica."""
+
+    STALE = (
+        auto()
+    )  # it runs, but holds no verified weights: it takes part in syncs, and gets no prompts
+    HEALTHY = auto()  # its weights have passed the canary: it gets prompts
+    SUSPECT = auto()  # it did not answer its last heartbeat: no new prompts
+    DEAD = auto()  # its process died or hangs: it must be restarted
+
+
+ALLOWED_TRANSITIONS: dict[ReplicaState, frozenset[ReplicaState]] = {
+    ReplicaState.STALE: frozenset({ReplicaState.STALE, ReplicaState.HEALTHY, ReplicaState.DEAD}),
+    ReplicaState.HEALTHY: frozenset(ReplicaState),
+    ReplicaState.SUSPECT: frozenset({ReplicaState.STALE, ReplicaState.HEALTHY, ReplicaState.DEAD}),
+    ReplicaState.DEAD: frozenset({ReplicaState.STALE, ReplicaState.DEAD}),
+}
 
 
 class ReplicaHealth:
-    """One replica's. All times are seconds of one clock."""
+    """The state of one replica, and the times by which it is judged. All times are seconds of one
+    clock."""
 
-    def __init__(self, silent_s: float, stuck_s: float) -> None:
-        """`silent_s`: without a heartbeat for so long it is dead; `stuck_s`: so long it may work and finish nothing."""
-        self.silent_s, self.stuck_s = silent_s, stuck_s
-        self.state, self.heard, self.moved, self.done = ReplicaState.STALE, 0.0, 0.0, -1
+    def __init__(self, heartbeat_timeout_s: float, progress_timeout_s: float) -> None:
+        """
+        Args:
+            heartbeat_timeout_s: a replica without a heartbeat for longer than this has failed.
+            progress_timeout_s: a replica that has requests and finishes none for longer than this
+                has failed.
+        """
+        self.heartbeat_timeout_s = heartbeat_timeout_s
+        self.progress_timeout_s = progress_timeout_s
+        self.state = ReplicaState.STALE
+        self.last_heartbeat_s = 0.0
+        self.last_progress_s = 0.0
+        self.finished_requests = -1
 
     def transition_to(self, state: ReplicaState) -> None:
-        """Go to another state. Raises ValueError: there is no such way, as from DEAD to HEALTHY."""
-        revived = self.state is ReplicaState.DEAD and state is ReplicaState.HEALTHY
-        if revived or (state is ReplicaState.SUSPECT and self.state is not ReplicaState.HEALTHY):
+        """Change the state. Raises ValueError: `ALLOWED_TRANSITIONS` has no such transition."""
+        if state not in ALLOWED_TRANSITIONS[self.state]:
             raise ValueError(f"a {self.state.name} replica never becomes {state.name}")
         self.state = state
 
-    def heartbeat(self, now: float, done: int, under_way: int) -> None:
-        """It answered: so many requests has it finished, and so many does it work on."""
-        if done != self.done or not under_way:
-            self.moved = now
-        self.heard, self.done = now, done
+    def heartbeat(self, now_s: float, finished_requests: int, running_requests: int) -> None:
+        """Record an answer, with the numbers of requests that the replica has finished and is
+        working on."""
+        idle = running_requests == 0
+        if idle or finished_requests != self.finished_requests:
+            self.last_progress_s = now_s
+        self.last_heartbeat_s = now_s
+        self.finished_requests = finished_requests
         if self.state is ReplicaState.SUSPECT:
             self.transition_to(ReplicaState.HEALTHY)
 
-    def begin(self, now: float) -> None:
-        """From here on its silence counts."""
-        self.heard = self.moved = now
-
-    def missed(self) -> None:
-        """It did not answer when it was asked."""
+    def heartbeat_missed(self) -> None:
+        """Record that the replica did not answer in time."""
         if self.state is ReplicaState.HEALTHY:
             self.transition_to(ReplicaState.SUSPECT)
 
-    def fault(self, now: float) -> str:
-        """Why it must be given up; "" if it need not."""
-        if now - self.heard > self.silent_s:
-            return f"no heartbeat in {self.silent_s:g} s"
-        if now - self.moved > self.stuck_s:
-            return f"it works, and has finished nothing in {self.stuck_s:g} s"
+    def reset_timeouts(self, now_s: float) -> None:
+        """Count both timeouts from now on."""
+        self.last_heartbeat_s = now_s
+        self.last_progress_s = now_s
+
+    def failure_reason(self, now_s: float) -> str:
+        """Why the replica must be given up; "" if it is well."""
+        if now_s - self.last_heartbeat_s > self.heartbeat_timeout_s:
+            return f"no heartbeat in {self.heartbeat_timeout_s:g} s"
+        if now_s - self.last_progress_s > self.progress_timeout_s:
+            return f"it has requests, and finished none in {self.progress_timeout_s:g} s"
         return ""

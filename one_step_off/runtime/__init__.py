@@ -1,4 +1,4 @@
-"""From a config to a finished run: prepare it, start its processes, restart them after failures, replay an update.
+"""From a config to a finished run: prepare, start the processes, restart after failures, replay.
 
-Read `launch.py` first.
+Read `run` in `launch.py` first; `api.py` is the Python API.
 """

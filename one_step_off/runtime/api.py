@@ -1,8 +1,8 @@
-"""The Python API: `load_config`, `train` and what it returns. Imported by the users as `from one_step_off import train`.
+"""The Python API: `load_config`, `train` and its result. Users import them from `one_step_off`.
 
-A run works the same as on the command line, with the same run folder. It may be started in a notebook: where the thread
-already runs an event loop, the run gets one in a thread of its own (see `interrupts.py`).
-"""
+A run works the same as on the command line, with the same run folder. It may be started in a
+notebook: where the thread already runs an event loop, the run gets one in a thread of its own (see
+`interrupts.py`)."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,6 @@ from one_step_off.config.type_checks import checked_copy
 from one_step_off.monitoring.callbacks import StepCallback
 from one_step_off.runtime.validation import validate
 
-CONFIG_FOLDER = Path(__file__).parents[1] / "shipped_configs"
-
 
 @dataclass(frozen=True)
 class RunResult:
@@ -26,11 +24,13 @@ class RunResult:
 
     Attributes:
         output_dir: the run folder; of an evaluation alone the folder val_only in it.
-        metrics: the rows of metrics.jsonl, one per step, those before a resume too; `pandas.DataFrame(metrics)` takes it.
+        metrics: the rows of metrics.jsonl, one per step, those before a resume too;
+            `pandas.DataFrame(metrics)` takes it.
         evaluations: the rows of evaluations.jsonl, one per evaluation of the held-out set.
         summary: the content of summary.json.
         report: report.html; None if it could not be written.
-        hf_model: the folder of the trained model, as save_pretrained writes it; None if none was saved.
+        hf_model: the folder of the trained model, as save_pretrained writes it; None if none was
+            saved.
         checkpoints: the folders of the checkpoints, oldest first.
     """
 
@@ -54,37 +54,24 @@ def load_config(
     """Load a config as the command line does.
 
     Args:
-        config: the path of a YAML file, or the name of a config that comes with the package, as "gsm8k_tiny_cpu".
+        config: the path of a YAML file, or the name of a config that comes with the package, as
+            "gsm8k_tiny_cpu".
             None: the defaults.
         overrides: "section.key=value" texts as on the command line.
         settings: sections as mappings, as `trainer={"total_steps": 3}`, or dotted keys, as
             `**{"trainer.total_steps": 3}`. They come after `overrides`.
 
     Raises:
-        ConfigError: a file, key or value that cannot be understood, or a value of a wrong type or out of bounds.
+        ConfigError: a file, key or value that cannot be understood, or a value of a wrong type or
+            out of bounds.
     """
     if isinstance(overrides, str):
         raise ConfigError(f"overrides={overrides!r}: must be a list of texts, as ['actor.lr=1e-5']")
-    arguments = [] if config is None else [f"config={_config_path(config)}"]
+    arguments = [] if config is None else [f"config={config}"]
     arguments += overrides
     for name, value in settings.items():
         arguments += _setting_arguments(name, value)
     return loading.load_config(arguments)
-
-
-def _config_path(config: str | Path) -> str:
-    """The path of a config, which may be a name."""
-    text = str(config)
-    is_path = isinstance(config, Path) or "/" in text or text.endswith((".yaml", ".yml"))
-    if is_path:
-        return text
-    shipped = CONFIG_FOLDER / f"{text}.yaml"
-    if not shipped.is_file():
-        names = ", ".join(sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml")))
-        raise ConfigError(
-            f"config={text}: no such config; give the path of a YAML file or one of {names}"
-        )
-    return str(shipped)
 
 
 def _setting_arguments(name: str, value: Any) -> list[str]:
@@ -113,14 +100,15 @@ def _as_yaml(dotted: str, value: Any) -> str:
 def train(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> RunResult:
     """Run the training that a config describes, to its end.
 
-    Ctrl-C, SIGTERM and the interrupt of a notebook's cell stop the run at the next step with a checkpoint; the second one
-    aborts it. Outside the main thread no signal is handled.
+    Ctrl-C, SIGTERM and the interrupt of a notebook's cell stop the run at the next step with a
+    checkpoint; the second one aborts it. Outside the main thread no signal is handled.
 
     Args:
         cfg: of `load_config`, or a `Config` built in Python. It is checked, and not changed.
-        callbacks: functions that are called after each step with its row of metrics.jsonl, a dict. They run on the event
-            loop of the run, so they should return soon. What they return is ignored. One that raises `StopTraining` ends
-            the run in good order, with a checkpoint and the model; any other exception ends the run and is raised.
+        callbacks: functions that are called after each step with its row of metrics.jsonl, a dict.
+            They run on the event loop of the run, so they should return soon. What they return is
+            ignored. One that raises `StopTraining` ends the run in good order, with a checkpoint
+            and the model; any other exception ends the run and is raised.
 
     Raises:
         ConfigError: bad input, in one line that says how to fix it, before any engine starts.

@@ -1,8 +1,8 @@
-"""The attempts of a run: after a process failed, the next attempt resumes from the newest checkpoint.
+"""The attempts of a run: after a failed process the next one resumes from the newest checkpoint.
 
-`run_with_restarts` is the entry. Each attempt has new processes and a number of its own, the incarnation: weight versions
-count trainer steps, so after a restart the same version may name other weights.
-"""
+`run_with_restarts` is the entry. Each attempt has new processes and a number of its own, the
+incarnation: weight versions count trainer steps, so after a restart the same version may name other
+weights."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime.interrupts import LoopRunner, stop_on_interrupt
 from one_step_off.runtime.prepare import Prepared, ResumePoint, load_resume_point
 
-# `RunProcesses`, `Pipeline` and `Resumed` are imported where they are used: they bring torch, Ray and transformers, which
-# take seconds, and the first line of output shall not wait for them.
+# `RunProcesses`, `Pipeline` and `Resumed` are imported where they are used: they bring torch, Ray
+# and transformers, which take seconds, and the first line of output shall not wait for them.
 
 
 class AttemptFailed(Exception):
@@ -34,7 +34,8 @@ class RunState:
     Attributes:
         incarnation: the number of the attempt.
         resume_point: the checkpoint with which it starts; None: the initial weights.
-        pipeline: the pipeline of the latest attempt; None before the first one has started training.
+        pipeline: the pipeline of the latest attempt; None before the first one has started
+            training.
     """
 
     incarnation: int = 0
@@ -53,7 +54,8 @@ class RunState:
 
 
 def initial_state(prepared: Prepared) -> RunState:
-    """The state of the first attempt. One that resumes a checkpoint is the incarnation after the checkpoint's."""
+    """The state of the first attempt. One that resumes a checkpoint is the incarnation after the
+    checkpoint's."""
     resume_point = prepared.resume_point
     if resume_point is None:
         return RunState()
@@ -61,7 +63,8 @@ def initial_state(prepared: Prepared) -> RunState:
 
 
 class RestartBudget:
-    """How many attempts may still fail: `max_restarts` in a row without a step beyond all earlier ones."""
+    """How many attempts may still fail: `max_restarts` in a row without a step beyond all earlier
+    ones."""
 
     def __init__(self, max_restarts: int) -> None:
         self.max_restarts = max_restarts
@@ -69,7 +72,8 @@ class RestartBudget:
         self.most_steps = -1
 
     def allows_restart(self, finished_steps: int) -> bool:
-        """Count a failed attempt, after which the run has `finished_steps` steps. Whether another one may follow."""
+        """Count a failed attempt, after which the run has `finished_steps` steps. Whether another
+        one may follow."""
         if finished_steps > self.most_steps:
             self.most_steps = finished_steps
             self.restarts_left = self.max_restarts
@@ -81,7 +85,8 @@ def run_with_restarts(prepared: Prepared, tracker: Tracker) -> None:
     """Train to the end, in as many attempts as it takes.
 
     Raises:
-        Exception: an error that a restart cannot help against; or, with no restarts left, the last failure.
+        Exception: an error that a restart cannot help against; or, with no restarts left, the last
+            failure.
     """
     stream = prepared.data.stream
     first_position = stream.state_dict()
@@ -115,7 +120,8 @@ def run_with_restarts(prepared: Prepared, tracker: Tracker) -> None:
 def _prepare_restart(
     prepared: Prepared, state: RunState, tracker: Tracker, first_position: dict[str, Any]
 ) -> None:
-    """Set the state and the data position for the next attempt: the newest checkpoint, or the beginning of the run."""
+    """Set the state and the data position for the next attempt: the newest checkpoint, or the
+    beginning of the run."""
     cfg = prepared.cfg
     cfg_with_auto = replace(cfg, trainer=replace(cfg.trainer, resume="auto"))
     newest = checkpoint.find(cfg_with_auto, tracker.log)
@@ -134,8 +140,8 @@ async def run_attempt(
     """One attempt: start all processes, train to the end, and end the processes.
 
     Raises:
-        AttemptFailed: a process failed, so another attempt may succeed. A process that does not even start the first
-            time is raised as it is: it would not start the second time.
+        AttemptFailed: a process failed, so another attempt may succeed. A process that does not
+            even start the first time is raised as it is: it would not start the second time.
     """
     from one_step_off.runtime.processes import RunProcesses
 
@@ -210,7 +216,8 @@ async def train_model(
 
 @contextlib.contextmanager
 def _stop_on_callback(pipeline: Any, tracker: Tracker) -> Iterator[None]:
-    """Let a callback that raises StopTraining stop the pipeline at the beginning of the next step."""
+    """Let a callback that raises StopTraining stop the pipeline at the beginning of the next
+    step."""
 
     def stop_pipeline() -> None:
         pipeline.stopping = True
@@ -223,7 +230,8 @@ def _stop_on_callback(pipeline: Any, tracker: Tracker) -> Iterator[None]:
 
 
 def _watched_groups(processes: Any) -> dict[str, list[Any]]:
-    """Group name -> its actors, for the metrics of memory and utilization, where the actor's group is "trainer"."""
+    """Group name -> its actors, for the metrics of memory and utilization, where the actor's group
+    is "trainer"."""
     groups = {}
     for role, group in processes.groups.items():
         name = "trainer" if role == "actor" else role
@@ -235,7 +243,8 @@ def _watched_groups(processes: Any) -> dict[str, list[Any]]:
 async def load_checkpoint(
     prepared: Prepared, resume_point: ResumePoint | None, processes: Any, tracker: Tracker
 ) -> Any:
-    """Load a checkpoint into the roles that learn. Returns what the pipeline resumes with, or None without one."""
+    """Load a checkpoint into the roles that learn. Returns what the pipeline resumes with, or None
+    without one."""
     from one_step_off.ray_trainer import Resumed
 
     if resume_point is None:
@@ -267,7 +276,8 @@ def open_files(
     tracker: Tracker,
     remote_loggers: dict[str, Any],
 ) -> None:
-    """Open the loggers and begin the files of the run folder at the step of the resume point, or at step 0.
+    """Open the loggers and begin the files of the run folder at the step of the resume point, or at
+    step 0.
 
     Args:
         remote_loggers: see `loggers.start_remote_loggers`.

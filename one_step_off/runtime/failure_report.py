@@ -17,7 +17,8 @@ FILE_ERRORS = (*DISK_ERRORS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
 
 def as_config_fault(cfg: Config, error: Exception) -> ConfigError | None:
-    """The ConfigError to raise for an error that another trainer.output_dir would help against; None for any other."""
+    """The ConfigError to raise for an error that another trainer.output_dir would help against;
+    None for any other."""
     output_dir = cfg.trainer.output_dir
     if not isinstance(error, OSError) or not _is_output_fault(error, output_dir):
         return None
@@ -39,8 +40,9 @@ def report_failure(cfg: Config, error: Exception) -> str:
     """Write the whole traceback to `error.log` in the run folder.
 
     Returns:
-        What to print: the error in one line, the user's own line that raised it, where the traceback is (the traceback
-        itself where the file cannot be written), and the error's notes. Without secrets.
+        What to print: the error in one line, the user's own line that raised it, where the
+        traceback is (the traceback itself where the file cannot be written), and the error's notes.
+        Without secrets.
     """
     lines = [f"error: the run ended by {type(error).__name__}: {first_line(error)}"]
     whole_traceback = "".join(traceback.format_exception(error))
@@ -62,5 +64,6 @@ def _write_traceback(cfg: Config, text: str) -> str:
         )  # missing if nothing was written before the failure
         path.write_text(text)
     except OSError as error:  # perhaps what ended the run: the disk is full
-        return f"no file could be written ({error.strerror}), so the traceback is printed here:\n{text}"
+        reason = f"no file could be written ({error.strerror})"
+        return f"{reason}, so the traceback is printed here:\n{text}"
     return f"traceback: {path}"

@@ -1,13 +1,14 @@
 """Ctrl-C and SIGTERM: the first one stops the run with a checkpoint, the second one aborts it.
 
     loop_runner = LoopRunner()
-    loop_runner.run(coroutine)              # asyncio.run, also where this thread already runs an event loop
-        with loop_runner.handle_signals(handler):   # inside the coroutine
-            ...
+    loop_runner.run(coroutine)      # like asyncio.run, also where this thread runs an event loop
 
-A signal handler of the event loop only works in the main thread. In a notebook the main thread already runs an event
-loop, so the run gets one in a thread of its own, and the main thread forwards the signals to it.
-"""
+    with loop_runner.handle_signals(handler):   # in the coroutine
+        ...
+
+A signal handler of the event loop only works in the main thread. In a notebook the main thread
+already runs an event loop, so the run gets one in a thread of its own, and the main thread forwards
+the signals to it."""
 
 import asyncio
 import contextlib
@@ -58,8 +59,8 @@ class LoopRunner:
     """Runs coroutines to their end, and leads signals to the handler of the one that runs.
 
     Attributes:
-        loop: the event loop of the thread that runs a coroutine; None: the coroutine runs in the caller's thread, or
-            none does.
+        loop: the event loop of the thread that runs a coroutine; None: the coroutine runs in the
+            caller's thread, or none does.
         main_task: the task of that coroutine.
         handler: called in that event loop for each signal; None: a signal cancels the task.
     """
@@ -70,7 +71,8 @@ class LoopRunner:
         self.handler: Callable[[], None] | None = None
 
     def run(self, main: Coroutine[Any, Any, Any]) -> Any:
-        """Like `asyncio.run`; in a thread of its own where this thread already runs an event loop."""
+        """Like `asyncio.run`; in a thread of its own where this thread already runs an event
+        loop."""
         if has_running_loop():
             return self._run_in_thread(main)
         return asyncio.run(main)
@@ -134,8 +136,8 @@ class LoopRunner:
 class StopOnInterrupt:
     """What an interrupt does to a run in training. Call it for each signal.
 
-    The first one lets the pipeline stop at the beginning of the next step, with a checkpoint. A second one, or
-    `grace_s` seconds without that checkpoint, cancels the task at once.
+    The first one lets the pipeline stop at the beginning of the next step, with a checkpoint. A
+    second one, or `grace_s` seconds without that checkpoint, cancels the task at once.
 
     Attributes:
         requested: whether an interrupt has come.
@@ -170,7 +172,8 @@ class StopOnInterrupt:
         self.task.cancel()
 
     def close(self) -> None:
-        """End the time limit: it bounds the way to the checkpoint, not the writing of the model after the last step."""
+        """End the time limit: it bounds the way to the checkpoint, not the writing of the model
+        after the last step."""
         if self.timer is not None:
             self.timer.cancel()
 

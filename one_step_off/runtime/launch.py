@@ -1,7 +1,8 @@
-"""A run from its config to its last file: `run` reads model and data, starts Ray, trains and writes the summary.
+"""A run from its config to its last file: read model and data, start Ray, train, write the summary.
 
-What it consists of: `prepare.py` (before any engine starts), `attempts.py` (training, and restarts after failures),
-`run_folder.py` (may the run have its folder, and what it writes there first), `interrupts.py` (Ctrl-C).
+Its parts: `prepare.py` (before any engine starts), `attempts.py` (training, and restarts after
+failures), `run_folder.py` (may the run have its folder, and what it writes there first),
+`interrupts.py` (Ctrl-C).
 """
 
 import asyncio
@@ -36,7 +37,8 @@ def run(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> int:
     """A whole run.
 
     Args:
-        cfg: a validated config. Its tiny: model paths are replaced by the folders of the built models.
+        cfg: a validated config. Its tiny: model paths are replaced by the folders of the built
+            models.
         callbacks: called after each step; see `monitoring/callbacks.py`.
 
     Returns:
@@ -67,30 +69,35 @@ def run(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> int:
 
 
 def _resume_point_of_training(prepared: Prepared) -> ResumePoint | None:
-    """The checkpoint at which training resumes. An evaluation alone loads one, but trains nothing."""
+    """The checkpoint at which training resumes. An evaluation alone loads one, but trains
+    nothing."""
     return None if prepared.cfg.trainer.val_only else prepared.resume_point
 
 
 def _is_complete(prepared: Prepared, print_line: Callable[[str], None]) -> bool:
-    """Whether the run that would be resumed has nothing left to do; prints how to train further then."""
+    """Whether the run that would be resumed has nothing left to do; prints how to train further
+    then."""
     cfg = prepared.cfg
     resume_point = _resume_point_of_training(prepared)
     total_steps = prepared.data.stream.total_steps
     if resume_point is None or resume_point.step < total_steps:
         return False
-    # The summary is the last file of a run. Without it the run was killed before its model was written.
+    # The summary is the last file of a run. Without it the run was killed before its model was
+    # written.
     has_summary = (Path(cfg.trainer.output_dir) / "summary.json").exists()
     if cfg.trainer.save_hf_model and not has_summary:
         return False
     print_line(
-        f"{resume_point.path} is at step {resume_point.step} of {total_steps}: nothing is left to do; "
+        f"{resume_point.path} is at step {resume_point.step} of {total_steps}: "
+        "nothing is left to do; "
         "raise trainer.total_steps, or start over with trainer.resume=never trainer.overwrite=true"
     )
     return True
 
 
 def _use_evaluation_folder(prepared: Prepared, print_line: Callable[[str], None]) -> None:
-    """Give an evaluation alone a folder of its own, since the files of the run folder describe the training."""
+    """Give an evaluation alone a folder of its own, since the files of the run folder describe the
+    training."""
     trainer = prepared.cfg.trainer
     if prepared.resume_point is not None:
         evaluated = str(prepared.resume_point.path)
@@ -102,7 +109,8 @@ def _use_evaluation_folder(prepared: Prepared, print_line: Callable[[str], None]
 
 
 def _create_tracker(prepared: Prepared, console: RunConsole) -> Tracker:
-    """Begin the files of the run folder and print the facts of the run. Raises ConfigError: a logger does not start."""
+    """Begin the files of the run folder and print the facts of the run. Raises ConfigError: a
+    logger does not start."""
     cfg = prepared.cfg
     resume_point = _resume_point_of_training(prepared)
     total_steps = prepared.data.stream.total_steps
@@ -129,7 +137,8 @@ def _create_tracker(prepared: Prepared, console: RunConsole) -> Tracker:
 
 
 def _count_parameters_and_set_meter(prepared: Prepared, tracker: Tracker) -> int | None:
-    """Give the tracker what it needs to count FLOPs and passes. Returns the parameters, None if they are not known."""
+    """Give the tracker what it needs to count FLOPs and passes. Returns the parameters, None if
+    they are not known."""
     cfg = prepared.cfg
     model = checkpoint.empty_models(cfg).get("actor")
     num_parameters = None

@@ -1,8 +1,7 @@
 """Read a run's model and data and check them, before any engine or GPU is taken.
 
-`prepare` returns a `Prepared`. It does not change afterwards: what differs between the attempts of a run is in
-`attempts.RunState`.
-"""
+`prepare` returns a `Prepared`. It does not change afterwards: what differs between the attempts of
+a run is in `attempts.RunState`."""
 
 import itertools
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from agent_loop.base import Loops
-from agent_loop.processes import completed
+from agent_loop.processes import run_to_completion
 from one_step_off import checkpoint
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
@@ -23,8 +22,9 @@ from one_step_off.config.placement import resolved_device
 from one_step_off.config.schema import Config
 from one_step_off.data import run_data
 from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
+from one_step_off.models.torch_packages import check_torch_companions
+from one_step_off.models.weight_checks import check_weights
 from one_step_off.rewards import trial_call
-from one_step_off.runtime.weight_checks import check_weights
 
 # Tokens per sequence of the canary. With 16 a sync passed although some tensors differed by 1 %.
 CANARY_TOKENS = 32
@@ -35,7 +35,8 @@ ShowProgress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A verified checkpoint from which an attempt starts: its folder, and what its state.json holds."""
+    """A verified checkpoint from which an attempt starts: its folder, and what its state.json
+    holds."""
 
     path: Path
     state: dict[str, Any]
@@ -54,11 +55,14 @@ class Prepared:
         cfg: the config; its model paths are folders or hub ids.
         device: "cpu" or "cuda".
         data: the stream of training prompts and the held-out prompts.
-        canary: token ids of the sequences that trainer and engine score after each weight sync, int [T] each.
+        canary: token ids of the sequences that trainer and engine score after each weight sync, int
+            [T] each.
         tokenizer: the policy's.
-        named_models: section -> the model as the user named it, as "tiny:qwen2"; "" where the section names none.
+        named_models: section -> the model as the user named it, as "tiny:qwen2"; "" where the
+            section names none.
         loop_names: the agent loops that the rows of the data use.
-        resume_point: the checkpoint that trainer.resume means; None: the run starts with the initial weights.
+        resume_point: the checkpoint that trainer.resume means; None: the run starts with the
+            initial weights.
     """
 
     cfg: Config
@@ -85,14 +89,17 @@ def prepare(
     """Find or build the models, read and check the data, find the checkpoint to resume from.
 
     Args:
-        cfg: a validated config. Its tiny: model paths are replaced by the folders of the built models.
+        cfg: a validated config. Its tiny: model paths are replaced by the folders of the built
+            models.
         print_line: receives notes and warnings.
         show_progress: receives what is being built and which share of it is done, 0 to 1.
-        calls_rewards: whether the run will call reward functions, which are tried on one sample then.
+        calls_rewards: whether the run will call reward functions, which are tried on one sample
+            then.
 
     Raises:
         ConfigError: bad input, in one line that says how to fix it.
     """
+    check_torch_companions()
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -125,7 +132,8 @@ def prepare(
 def _build_tiny_models(
     cfg: Config, named_models: dict[str, str], show_progress: ShowProgress
 ) -> None:
-    """Build the models of the form tiny:NAME once per machine, and put their folders into the config."""
+    """Build the models of the form tiny:NAME once per machine, and put their folders into the
+    config."""
     for section, path in named_models.items():
         if not path.startswith("tiny:"):
             continue
@@ -159,7 +167,7 @@ def _warn_of_unused_sections(cfg: Config, print_line: PrintLine) -> None:
 
 def _check_models_and_engine(cfg: Config) -> Any:
     """Check all models and the arguments of the engine. Returns the policy's tokenizer."""
-    from one_step_off.rollout.vllm_replica import longest_sequence
+    from one_step_off.rollout.engine_args import longest_sequence
 
     tokenizer = check_models(cfg, longest_sequence(cfg))
     if cfg.rollout.engine_kwargs:
@@ -171,13 +179,14 @@ def _check_models_and_engine(cfg: Config) -> Any:
 
 
 def _check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> list[str]:
-    """Let each agent loop check the first of its rows. Returns the names of the loops. Raises ConfigError."""
+    """Let each agent loop check the first of its rows. Returns the names of the loops. Raises
+    ConfigError."""
     first_prompts: dict[str, run_data.Prompt] = {}
     for prompt in [*data.stream.prompts, *(data.val or ())]:
         loop_name = prompt.agent_loop or loops.cfg.agent.loop
         first_prompts.setdefault(loop_name, prompt)
     for loop_name, prompt in first_prompts.items():
-        completed(loops.get(loop_name).check(prompt))
+        run_to_completion(loops.get(loop_name).check(prompt))
     for loop_name in loops.cfg.agent.loop_kwargs:
         if loop_name not in first_prompts:
             print_line(f"warning: agent.loop_kwargs.{loop_name}: no row of this run has that loop")
@@ -185,7 +194,8 @@ def _check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> 
     uses_tools = any(loops.get(loop_name).tools for loop_name in first_prompts)
     if names_tools and not uses_tools:
         print_line(
-            f"warning: agent.tools={loops.cfg.agent.tools}: no loop of this run uses tools; set agent.loop=tool"
+            f"warning: agent.tools={loops.cfg.agent.tools}: no loop of this run uses tools; "
+            "set agent.loop=tool"
         )
     return list(first_prompts)
 
@@ -200,7 +210,8 @@ def _check_profile_step(cfg: Config, total_steps: int) -> None:
 
 
 def _canary_sequences(cfg: Config, data: run_data.RunData) -> list[np.ndarray]:
-    """The last tokens of the first prompts. A log-prob needs a token before it, so prompts of one token are left out."""
+    """The last tokens of the first prompts. A log-prob needs a token before it, so prompts of one
+    token are left out."""
     long_enough = (prompt for prompt in data.stream.prompts if len(prompt.ids) > 1)
     chosen = itertools.islice(long_enough, cfg.weight_sync.canary_sequences)
     canary = [prompt.ids[-CANARY_TOKENS:] for prompt in chosen]

@@ -1,4 +1,4 @@
-"""All processes of a run: created in the pools that their roles name, and grouped as the pipeline needs them."""
+"""All processes of a run, created in the pools of their roles and grouped for the pipeline."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from agent_loop.tools import LISTED
+from agent_loop.tools import MCP_SCHEMAS
 from one_step_off.checkpoint import TRAINED_ROLES
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.placement import create_pools, spawn
@@ -19,8 +19,10 @@ from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.ray_trainer import Roles
 from one_step_off.rewards.scoring import Scorer
-from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
-from one_step_off.rollout.vllm_replica import RolloutReplica, engine_seed
+from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.rollout.replica_supervisor import NoReplica
+from one_step_off.rollout.sampling import engine_seed
+from one_step_off.rollout.vllm_replica import RolloutReplica
 from one_step_off.runtime.prepare import Prepared
 from one_step_off.training.fsdp_workers import WORKERS
 from one_step_off.training.reward_models import LocalRewardModel, RemoteRewardModel
@@ -34,16 +36,18 @@ COMMON_ENV = {
     "THP_MEM_ALLOC_ENABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-# vLLM's CPU engine: no compilation (it stalls the first request for 16 s), threads on the cores that we bind, and the
-# worker inside the engine's process (one process less; a start takes 3 s and not 20 s).
+# vLLM's CPU engine: no compilation (it stalls the first request for 16 s), threads on the cores
+# that we bind, and the worker inside the engine's process (one process less; a start takes 3 s and
+# not 20 s).
 CPU_ENGINE_ENV = {
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 ENGINE_ENV = {"cpu": CPU_ENGINE_ENV, "cuda": {}}
-# A trainer on CPUs keeps the memory that a pass frees: to fault its pages in again costs more than to work on them. It
-# uses a single arena, since autograd's thread would have another one, which returns large blocks whatever is set.
+# A trainer on CPUs keeps the memory that a pass frees: to fault its pages in again costs more than
+# to work on them. It uses a single arena, since autograd's thread would have another one, which
+# returns large blocks whatever is set.
 CPU_TRAINER_MALLOC = (
     "glibc.malloc.mmap_threshold=4294967296:"
     "glibc.malloc.trim_threshold=8589934592:"
@@ -140,7 +144,7 @@ class RunProcesses:
         )
         self.replica_starts[index] += 1
         loop_names = self.prepared.loop_names
-        args = (self.cfg, index, self.device, self.scorers, LISTED, loop_names, seed)
+        args = (self.cfg, index, self.device, self.scorers, MCP_SCHEMAS, loop_names, seed)
         return spawn(
             RolloutReplica,
             args,
@@ -206,7 +210,9 @@ class RunProcesses:
     def _create_roles(self, rollout: RolloutGroup) -> Roles:
         actor = self.groups["actor"]
         canary = self.prepared.canary
-        sync = WeightSync(actor, rollout, canary, self.host, self._replicas_on_device_of_rank())
+        sync = WeightSync(
+            actor, rollout.supervisor, canary, self.host, self._replicas_on_device_of_rank()
+        )
         models: dict[str, Any] = {}
         for role, group in self.groups.items():
             if role != "actor":
@@ -216,7 +222,8 @@ class RunProcesses:
         return Roles(actor, rollout, sync, **models)
 
     def _replicas_on_device_of_rank(self) -> list[list[int]]:
-        """Per rank of the actor the replicas on its device: in its process slot, or on CPUs anywhere on its node."""
+        """Per rank of the actor the replicas on its device: in its process slot, or on CPUs
+        anywhere on its node."""
         pool_of_role = self.cfg.placement.roles
         rank_slots = self.pools[pool_of_role["actor"]]
         if pool_of_role["actor"] != pool_of_role["rollout"]:
@@ -234,9 +241,8 @@ class RunProcesses:
     async def setup(self) -> None:
         """Load every model and engine, and connect the weight sync.
 
-        All at once, but not in a shared pool: there the engines go first, because vLLM measures how much memory it may
-        use while nothing else is loaded.
-        """
+        All at once, but not in a shared pool: there the engines go first, because vLLM measures how
+        much memory it may use while nothing else is loaded."""
         rollout = self.roles.rollout
         loading = [group.setup() for group in self.groups.values()]
         shares_pool = any(group.colocated for group in self.groups.values())
@@ -249,7 +255,8 @@ class RunProcesses:
         await self.roles.sync.connect()
 
     async def is_process_failure(self, error: Exception) -> bool:
-        """Whether the attempt ended because a process died or hangs, so that another attempt may succeed."""
+        """Whether the attempt ended because a process died or hangs, so that another attempt may
+        succeed."""
         if isinstance(error, (ProcessDied, PhaseTimeout)):
             return True
         if isinstance(error, NoReplica) or not isinstance(error, (RoleError, SyncError)):
@@ -280,7 +287,8 @@ class RunProcesses:
             remove_placement_group(placement_group)
 
     async def save_state(self, folder: str) -> asyncio.Future:
-        """Let every role that learns copy its part of a checkpoint. The part is written when the answer is awaited."""
+        """Let every role that learns copy its part of a checkpoint. The part is written when the
+        answer is awaited."""
         copies = [
             self.groups[role].save_state(folder) for role in TRAINED_ROLES if role in self.groups
         ]

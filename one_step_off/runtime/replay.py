@@ -1,8 +1,8 @@
-"""Repeat an update that was skipped, on the trainers alone: main_ppo config=FILE --replay OUTPUT_DIR/skipped/step_000012.
+"""Repeat a skipped update on the trainers alone: --replay OUTPUT_DIR/skipped/step_000012.
 
-The weights are those of the run's newest checkpoint at or before that step, or the initial ones. So log-probs and ratios
-are those of the run only where it saved a checkpoint of that step. Nothing of the run is changed.
-"""
+The weights are those of the run's newest checkpoint at or before that step, or the initial ones. So
+log-probs and ratios are those of the run only where it saved a checkpoint of that step. Nothing of
+the run is changed."""
 
 import asyncio
 from functools import partial
@@ -25,7 +25,8 @@ SHOWN_NOT_FINITE = 3
 
 
 def replay(cfg: Config, folder: str) -> int:
-    """Repeat the update of the batch in `folder` and print what it finds; returns the exit code. Raises ConfigError."""
+    """Repeat the update of the batch in `folder` and print what it finds; returns the exit code.
+    Raises ConfigError."""
     batch = checkpoint.read_batch(Path(folder))
     resume_path = _newest_checkpoint_until(cfg, batch.step)
     cfg.trainer.resume = str(resume_path) if resume_path else "never"
@@ -70,7 +71,8 @@ async def _replay_on_trainers(batch: Batch, prepared: Prepared, tracker: Tracker
 
 
 async def replay_update(batch: Batch, prepared: Prepared, processes: Any, tracker: Tracker) -> None:
-    """Load the checkpoint, compare the log-probs of engine and trainer, repeat the update, and log what it finds."""
+    """Load the checkpoint, compare the log-probs of engine and trainer, repeat the update, and log
+    what it finds."""
     await load_checkpoint(prepared, prepared.resume_point, processes, tracker)
     engine_log_probs = [sample.log_probs for sample in batch.samples]
     trainer_log_probs = await processes.groups["actor"].log_prob(batch)
@@ -95,7 +97,8 @@ async def replay_update(batch: Batch, prepared: Prepared, processes: Any, tracke
 def describe_quantities(
     samples: list[Sample], quantities: dict[str, list[np.ndarray]]
 ) -> list[str]:
-    """Lines about each quantity: the trained tokens where it is not finite (three at most), smallest and largest.
+    """Lines about each quantity: the trained tokens where it is not finite (three at most),
+    smallest and largest.
 
     Args:
         quantities: name -> per sample the value of each response token, float [R].

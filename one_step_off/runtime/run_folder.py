@@ -1,8 +1,7 @@
 """The run folder, `trainer.output_dir`: may the run have it, and what it writes there first.
 
-Whether a run may have its folder is checked before anything slow is imported or read, so that a command that is given
-twice is refused at once.
-"""
+Whether a run may have its folder is checked before anything slow is imported or read, so that a
+command that is given twice is refused at once."""
 
 import contextlib
 import json
@@ -37,7 +36,8 @@ GIT_TIMEOUT_S = 5
 
 
 def count_finished_steps(folder: Path) -> int:
-    """How many steps a run in this folder has finished, by its metrics. Raises OSError: they cannot be read."""
+    """How many steps a run in this folder has finished, by its metrics. Raises OSError: they cannot
+    be read."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         return 0
@@ -46,11 +46,11 @@ def count_finished_steps(folder: Path) -> int:
 
 
 def next_step(folder: Path) -> int:
-    """The step after the last finished one of a run in this folder, by the last whole row of its metrics.
+    """The step after the last finished one of a run in this folder, by the last whole row of its
+    metrics.
 
-    The number of rows does not tell: a run that started from another one's checkpoint has no rows before it.
-    Raises OSError: the metrics cannot be read.
-    """
+    The number of rows does not tell: a run that started from another one's checkpoint has no rows
+    before it. Raises OSError: the metrics cannot be read."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         return 0
@@ -63,8 +63,8 @@ def next_step(folder: Path) -> int:
 
 
 def resumes(cfg: Config) -> bool:
-    """Whether the run resumes from a checkpoint in its own folder; `checkpoint.find` decides which one, and whether it
-    is good."""
+    """Whether the run resumes from a checkpoint in its own folder; `checkpoint.find` decides which
+    one, and whether it is good."""
     own_checkpoints = checkpoint.folder_of(cfg)
     if cfg.trainer.resume == "auto":
         return bool(checkpoint.finished(own_checkpoints))
@@ -74,7 +74,8 @@ def resumes(cfg: Config) -> bool:
 
 
 def replaced_by(cfg: Config) -> str | None:
-    """What of an earlier run this one would replace, in a line that names the alternatives; None: nothing."""
+    """What of an earlier run this one would replace, in a line that names the alternatives; None:
+    nothing."""
     folder = Path(cfg.trainer.output_dir)
     if cfg.trainer.overwrite or cfg.trainer.val_only:  # an evaluation has a folder of its own
         return None
@@ -94,8 +95,8 @@ def replaced_by(cfg: Config) -> str | None:
 
 
 def _dropped_by(cfg: Config) -> str | None:
-    """What a run would drop that goes back to an earlier checkpoint of its own folder, as `replaced_by`. With "auto" that
-    is only what no checkpoint holds, and intended."""
+    """What a run would drop that goes back to an earlier checkpoint of its own folder, as
+    `replaced_by`. With "auto" that is only what no checkpoint holds, and intended."""
     folder = Path(cfg.trainer.output_dir)
     saved = [path.name for path in checkpoint.finished(checkpoint.folder_of(cfg))]
     chosen = Path(cfg.trainer.resume).name
@@ -118,14 +119,16 @@ def _dropped_by(cfg: Config) -> str | None:
 
 
 def require(cfg: Config) -> None:
-    """Refuse to replace an earlier run unasked, and a folder that cannot be written. Raises ConfigError."""
+    """Refuse to replace an earlier run unasked, and a folder that cannot be written. Raises
+    ConfigError."""
     folder = Path(os.path.abspath(cfg.trainer.output_dir))
     existing_parent = next(path for path in (folder, *folder.parents) if path.is_dir())
     try:
         fault = replaced_by(cfg)
         if fault:
             raise ConfigError(fault)
-        # The mode alone does not tell: a quota, /proc or a network file system may refuse even root.
+        # The mode alone does not tell: a quota, /proc or a network file system may refuse even
+        # root.
         os.rmdir(tempfile.mkdtemp(prefix=".one_step_off_", dir=existing_parent))
     except OSError as error:
         what = (

@@ -181,8 +181,9 @@ def _token_outputs(
     """Log-probs (and entropies) of the wanted tokens, or the scalar head's output there, float32
     [n].
 
-    See `batching.MicroBatch` for `logit_index`, `tokens` and `ids`. This replaces the model's own forward,
-    because FSDP2 gathers the root's parameters (embedding, norm, head) around that method alone.
+    See `batching.MicroBatch` for `logit_index`, `tokens` and `ids`. This replaces the model's own
+    forward, because FSDP2 gathers the root's parameters (embedding, norm, head) around that method
+    alone.
     """
     inputs = {name: tensor for name, tensor in ids.items() if tensor is not None}
     hidden = self.base_model(**inputs, use_cache=False).last_hidden_state

@@ -24,10 +24,11 @@ def in_chunks(
     is recomputed in the backward pass, so that its logits need not be kept.
 
     Args:
-        project: (hidden [m, H], tokens [m]) -> its answer of m numbers, see `core_algos.TokenOutputs`.
+        project: (hidden [m, H], tokens [m]) -> its answer of m numbers, see
+            `core_algos.TokenOutputs`.
         hidden: [rows, width, H].
-        logit_index: int64 [n]; flat positions in [rows * width]. Where n is 0 one position stands in: its
-            gradient is zero but reaches every parameter, so this rank takes part in every
+        logit_index: int64 [n]; flat positions in [rows * width]. Where n is 0 one position stands
+            in: its gradient is zero but reaches every parameter, so this rank takes part in every
             reduction.
         tokens: int64 [n]; the wanted tokens.
 

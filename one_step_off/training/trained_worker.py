@@ -1,10 +1,13 @@
 """The PPO update of a role that learns, whatever the back end (arXiv:1707.06347, algorithm 1).
 
-for each epoch and each mini-batch of whole prompt groups:
-    for each micro-batch:  loss, backward         gradients are summed over micro-batches and ranks
-    clip the gradients by their global norm
-    optimizer step                                skipped by all ranks or by none, see `skips_update`
-    zero the gradients
+    for each epoch and each mini-batch of whole prompt groups:
+        for each micro-batch:  loss, backward
+        clip the gradients by their global norm
+        optimizer step, or none: see `skips_update`
+        zero the gradients
+
+Gradients are summed over the micro-batches and over all ranks. A step is skipped by all ranks or by
+none.
 """
 
 import functools
@@ -227,8 +230,7 @@ class TrainedWorker(CheckpointedWorker):
         return columns
 
     def _optimizer_step(self, stats: UpdateStats) -> float:
-        """Clip by the global norm and step, or skip the step: all ranks alike. Returns the learning
-        rate."""
+        """Clip the gradients and step, or skip the step. Returns the learning rate."""
         learning_rate = self._learning_rate()
         # A loss exists on some ranks only, and all must do the same.
         dist.all_reduce(stats.non_finite_losses)

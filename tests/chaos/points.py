@@ -95,7 +95,7 @@ COORDINATOR = "one_step_off.weight_sync.coordinator"
 
 POINTS = [
     # The driver.
-    Point("generating", "driver", f"{PIPELINE}:Pipeline._collect"),
+    Point("generating", "driver", "one_step_off.rollout.batch_sources:BatchSource.batch"),
     Point("training", "driver", f"{PIPELINE}:Pipeline._train"),
     Point("before the sync", "driver", f"{COORDINATOR}:WeightSync.__call__"),
     Point("in the sync", "driver", f"{COORDINATOR}:WeightSync._collect_metrics"),

@@ -204,13 +204,13 @@ class Layout:
 
         for rank in roles.actor.ranks:
             await rank.__ray_call__.remote(fresh)
-        while any(not task.done() for task in roles.rollout.restart_tasks.values()):
+        while any(not task.done() for task in roles.rollout.supervisor.restart_tasks.values()):
             await asyncio.sleep(0.1)
         roles.sync.failed_syncs.clear()
         roles.sync.last_sent = None
         if joins:
             roles.sync.connected_replicas = []
-        roles.rollout.syncing = False
+        roles.rollout.supervisor.syncing = False
         self.cfg.weight_sync.overlap = overlap
         self.prepared.data.stream.load_state_dict(self.stream_at_start)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from one_step_off.rollout.vllm_replica import Sampling
+from one_step_off.rollout.sampling import Sampling
 from tests.conftest import tiny_config
 from tests.e2e.test_sync import compare, prompts
 

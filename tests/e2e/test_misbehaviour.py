@@ -46,7 +46,7 @@ def test_reward_workers_die_and_come_back():
     from one_step_off.config.schema import RewardConfig
     from one_step_off.rewards.reward import RewardError, RewardItem
     from one_step_off.rewards.scoring import Scorer
-    from one_step_off.rollout.vllm_replica import RewardQueue
+    from one_step_off.rollout.reward_queue import RewardQueue
 
     said = ["a", "exit", "bb", "crash", "ccc", "kill", "dddd", "quit", "spin", "eeeee"]
 

@@ -286,4 +286,4 @@ def go_on(hosts: Hosts, cpus: int, folder: Path, keys: dict[str, object]) -> Non
     begin, run = time.monotonic(), hosts.run(folder, **keys)
     said, _ = run.communicate(timeout=400)
     print(said, f"{time.monotonic() - begin:.0f} s from the checkpoint to the end")
-    assert run.returncode == 0 and re.search(r"going on from step [246] of 8", said), said
+    assert run.returncode == 0 and re.search(r"resuming from step [246] of 8", said), said

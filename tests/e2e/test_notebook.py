@@ -1,4 +1,5 @@
-"""The Python API in a real notebook kernel: the example of its page, the interrupt of a cell, and a callback that stops."""
+"""The Python API in a real notebook kernel: the example of its page, the interrupt of a cell, and a
+callback that stops."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Notebook:
         return self.client.execute(code)
 
     def finish(self, request: str) -> dict[str, Any]:
-        """Wait until the cell has ended; returns the kernel's answer. `output` is what it printed."""
+        """Wait until the cell has ended; returns the kernel's answer. `output` is what it
+        printed."""
         self.output = ""
         deadline = time.monotonic() + CELL_TIMEOUT_S
         while True:

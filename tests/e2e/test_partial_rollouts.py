@@ -19,16 +19,16 @@ def test_interrupted_samples_go_on_with_the_new_weights_and_nothing_is_lost(
     """Random models end after any number of tokens. The trainer scores each batch by its newest weights: tokens that the
     engine made with those, also behind an interruption, must be alike, and older ones must not. That would fail if the
     interrupted samples kept any of the old weights' KV cache."""
-    from one_step_off.ray_trainer import Pipeline
+    from one_step_off import ray_trainer
     from one_step_off.runtime import launch
 
-    batches, advantages = [], Pipeline._advantages
+    batches, fill_advantages = [], ray_trainer.fill_advantages
 
-    def recorded(self, batch):
+    def recorded(batch, *args):
         batches.append((batch.step, batch.samples, batch.old_log_probs))
-        return advantages(self, batch)
+        return fill_advantages(batch, *args)
 
-    monkeypatch.setattr(Pipeline, "_advantages", recorded)
+    monkeypatch.setattr(ray_trainer, "fill_advantages", recorded)
     keys = {
         "pipeline.partial_rollout": True,
         "rollout.oversample": 1.5,

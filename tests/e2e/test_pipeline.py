@@ -312,7 +312,7 @@ def test_a_run_goes_on_after_the_death_of_its_trainer(models, tmp_path):
     said, _ = run.communicate(timeout=240)
     assert run.returncode == 0, said
     assert re.search(
-        r"its process died \(pid \d+\).*; going on from .*step_0000\d\d as incarnation 1", said
+        r"its process died \(pid \d+\).*; resuming from .*step_0000\d\d as incarnation 1", said
     ), said
     metrics, ledger = rows(tmp_path, "metrics.jsonl"), rows(tmp_path, "ledger.jsonl")
     assert [r["step"] for r in metrics] == [r["step"] for r in ledger] == list(range(9))

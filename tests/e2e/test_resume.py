@@ -138,7 +138,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(models, tmp_path):
     said, _ = run.communicate(timeout=120)
     assert run.returncode == 0, said
     assert "it is replaced" not in said
-    assert f"going on from step {done} of {done + 2}" in said
+    assert f"resuming from step {done} of {done + 2}" in said
     ledger = rows(tmp_path, "ledger.jsonl")
     prompts = [tuple(p) for r in ledger for p in r["prompts"]]
     assert [r["step"] for r in ledger] == list(range(done + 2))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from one_step_off.data.samples import Batch, Prompt, Sample
-from one_step_off.rollout.vllm_replica import Sampling
+from one_step_off.rollout.sampling import Sampling
 from tests.conftest import tiny_config
 
 pytestmark = pytest.mark.e2e
@@ -294,7 +294,7 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
         await roles.actor.update(batch_for_update())
         survivor = roles.rollout.replicas[0]
         pid = await roles.rollout.replicas[1].__ray_call__.remote(lambda replica: os.getpid())
-        former = roles.rollout.child_processes[1]
+        former = roles.rollout.supervisor.child_processes[1]
         await roles.actor.ranks[0].__ray_call__.remote(kill_at_third_bucket, pid)
         begin = time.monotonic()
         await roles.sync((0, 1))
@@ -307,9 +307,9 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
         await roles.actor.update(
             batch_for_update()
         )  # the trainer goes on meanwhile: what was sent is kept
-        await roles.rollout.restart_tasks[1]
+        await roles.rollout.supervisor.restart_tasks[1]
         assert roles.rollout.active == [0, 1] and roles.rollout.replicas[0] is survivor
-        assert await roles.rollout.wait_for_healthy() == [0, 1]
+        assert await roles.rollout.supervisor.wait_for_healthy() == [0, 1]
         left = [
             p for p, _ in former if psutil.pid_exists(p) and psutil.Process(p).status() != "zombie"
         ]

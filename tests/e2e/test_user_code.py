@@ -37,14 +37,14 @@ class Asks(AgentLoop):
     """Calls the tool, whatever the model says, and has itself judged."""
 
     async def run(self, prompt, generate, score, limits):
-        talk = Trajectory(prompt.ids, limits)
-        said = await talk.say(generate)
+        trajectory = Trajectory(prompt.ids, limits)
+        said = await trajectory.generate(generate)
         print("the loop speaks")
         answer, good = await Toolbox(self.cfg.agent).call("broken", {"city": "Ulm"}, 5.0)
-        talk.count("failed", not good)
+        trajectory.count("failed", not good)
         judged = await score(self.text(said.ids))
-        talk.reward = judged.scaled(0.5)
-        return talk
+        trajectory.reward = judged.scaled(0.5)
+        return trajectory
 
 
 def parts(prompt, response, ground_truth, data_source, extra_info):

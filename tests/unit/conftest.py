@@ -5,7 +5,8 @@ import pytest
 
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory):
-    """Folders of a tied and an untied model with a tokenizer, as they would come from the hub: name -> path."""
+    """Folders of a tied and an untied model with a tokenizer, as they would come from the hub: name
+    -> path."""
     from tests.unit.training.fsdp_helpers import MODELS, write_model
 
     root = tmp_path_factory.mktemp("models")
@@ -18,7 +19,8 @@ def model_folders(tmp_path_factory):
 
 @pytest.fixture
 def start_single():
-    """start_single(cfg, ...) starts a one-rank worker in place of the one before; the last one is ended."""
+    """start_single(cfg, ...) starts a one-rank worker in place of the one before; the last one is
+    ended."""
     from tests.unit.training.fsdp_helpers import end, start
 
     def start_alone(cfg, **kwargs):

@@ -1,10 +1,9 @@
-"""What a checkpoint holds, and which one a run resumes from; whole runs are in test_e2e_resume.py."""
+"""What a checkpoint holds, and which one a run resumes from; whole runs are in
+test_e2e_resume.py."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from one_step_off.checkpoint import finding, sample_files
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Sample
+from tests.unit.checkpoint.checkpoint_helpers import run_config, save
 
 lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=8)
 
@@ -23,7 +23,8 @@ lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, 
 @settings(max_examples=50, deadline=None)
 @given(lengths, st.integers(0, 2**31))
 def test_samples_come_back_bit_for_bit(tmp_path_factory, shapes, seed):
-    rng, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("samples")
+    rng = np.random.default_rng(seed)
+    folder = tmp_path_factory.mktemp("samples")
     samples = [
         Sample(
             (int(rng.integers(-1, 5)), i), i, rng.integers(0, 99, p).astype(np.int32), rng.integers(0, 99, r).astype(np.int32),
@@ -35,46 +36,15 @@ def test_samples_come_back_bit_for_bit(tmp_path_factory, shapes, seed):
     checkpoint.write_samples(samples, folder)
     for a, b in zip(samples, checkpoint.read_samples(folder), strict=True):
         for name in sample_files.ARRAY_TYPES:
-            x, y = getattr(a, name), getattr(b, name)
-            assert x.dtype == y.dtype and np.array_equal(x, y), name
+            x = getattr(a, name)
+            y = getattr(b, name)
+            assert x.dtype == y.dtype
+            assert np.array_equal(x, y), name
         assert all(getattr(a, name) == getattr(b, name) for name in sample_files.JSON_FIELDS)
 
 
-def config(tmp_path: Path, **trainer: object) -> Config:
-    cfg = Config()
-    cfg.trainer.output_dir = str(tmp_path)
-    for name, value in trainer.items():
-        setattr(cfg.trainer, name, value)
-    return cfg
-
-
-def save(
-    cfg: Config, step: int, fail: bool = False, samples: list[Sample] | None = None, **state: object
-) -> Path:
-    async def trainer(folder: str) -> asyncio.Future:
-        (Path(folder) / "actor").mkdir()
-        (Path(folder) / "actor" / "__0_0.distcp").write_bytes(bytes(4096))
-
-        async def written() -> None:
-            if fail:
-                raise OSError("disk full")
-
-        return asyncio.ensure_future(written())
-
-    async def whole() -> Path:
-        path, size = await (
-            await checkpoint.Checkpointer(cfg, trainer).save(step, samples, {"stream": {}} | state)
-        )
-        assert size == sum(
-            p.stat().st_size for p in path.rglob("*") if p.is_file() and p.name != "manifest.json"
-        )
-        return path
-
-    return asyncio.run(whole())
-
-
-def test_the_last_k_stay_and_auto_takes_the_newest(tmp_path):
-    cfg = config(tmp_path, keep_checkpoints=2)
+def test_the_last_k_stay_and_auto_finds_the_newest(tmp_path):
+    cfg = run_config(tmp_path, keep_checkpoints=2)
     assert checkpoint.find(cfg) is None
     for step in (5, 10, 15):
         save(cfg, step)
@@ -89,8 +59,8 @@ def test_the_last_k_stay_and_auto_takes_the_newest(tmp_path):
     assert checkpoint.find(cfg).name == "step_000010"
 
 
-def test_a_save_that_fails_leaves_the_older_one_in_charge(tmp_path):
-    cfg = config(tmp_path)
+def test_a_save_that_fails_leaves_the_older_one(tmp_path):
+    cfg = run_config(tmp_path)
     save(cfg, 5)
     with pytest.raises(OSError, match="disk full"):
         save(cfg, 10, fail=True)
@@ -123,7 +93,7 @@ def test_a_save_that_fails_leaves_the_older_one_in_charge(tmp_path):
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path, change, words):
-    cfg = config(tmp_path)
+    cfg = run_config(tmp_path)
     save(cfg, 5)
     change(cfg)
     with pytest.raises(ConfigError, match=words):
@@ -131,7 +101,7 @@ def test_what_does_not_fit_is_named(tmp_path, change, words):
 
 
 def test_a_broken_state_file_is_named(tmp_path):
-    cfg = config(tmp_path)
+    cfg = run_config(tmp_path)
     (save(cfg, 5) / "state.json").write_text("{")
     with pytest.raises(ConfigError, match=r"step_000005: state.json: its bytes: 1, but"):
         checkpoint.find(cfg)
@@ -139,17 +109,18 @@ def test_a_broken_state_file_is_named(tmp_path):
 
 @pytest.mark.parametrize(("freq", "due"), [(-1, []), (1, [1, 2, 3, 4, 5, 6]), (3, [3, 6])])
 def test_when_it_is_due(tmp_path, freq, due):
-    saver = checkpoint.Checkpointer(config(tmp_path, save_freq=freq), None)
+    saver = checkpoint.Checkpointer(run_config(tmp_path, save_freq=freq), None)
     assert [s for s in range(7) if saver.is_due(s)] == due
 
 
 def test_state_json_is_plain(tmp_path):
-    state = json.loads((save(config(tmp_path), 5) / "state.json").read_text())
-    assert state["step"] == 5 and state["has_samples"] is False
+    state = json.loads((save(run_config(tmp_path), 5) / "state.json").read_text())
+    assert state["step"] == 5
+    assert state["has_samples"] is False
     assert set(state["fixed"]) == {*finding.FIXED_KEYS, "actor.backend"}
 
 
-def test_how_long_samples_may_be_carried_binds_a_checkpoint_only_where_they_are():
+def test_the_largest_age_of_samples_is_fixed_with_partial_rollouts_only():
     """Its samples may be older than a smaller number allows."""
     cfg = Config()
     assert "pipeline.max_carry" not in checkpoint.fixed_keys(cfg)

@@ -1,9 +1,12 @@
-"""The patches of Ray: they must fail here, and not in a run, when Ray changes what they build on."""
+"""The patches of Ray: they must fail here, and not in a run, when Ray changes what they build
+on."""
 
 from __future__ import annotations
 
 import inspect
 import mmap
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ import ray
 from ray._private import ray_constants, services, worker
 
 from one_step_off.cluster import ray_cluster
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 
 RAYLET = Path(ray.__file__).parent / "core/src/ray/raylet/raylet"
 
@@ -26,7 +31,8 @@ def print_function(monkeypatch):
 
 
 def test_the_patches_were_written_for_this_ray():
-    """Another release: read the patched functions again, adjust them if need be, and name the release in them."""
+    """Another release: read the patched functions again, adjust them if need be, and name the
+    release in them."""
     major, minor, *_ = ray.__version__.split(".")
     release = f"Ray {major}.{minor}"
     assert release in ray_cluster.hide_worker_death_reports.__doc__
@@ -66,3 +72,60 @@ def test_ray_takes_the_loopback_address_where_it_cannot_form_clusters(monkeypatc
     assert services.get_node_ip_address() == "127.0.0.1"
     ray_cluster.use_loopback_address(False)
     assert ray_constants.ENABLE_RAY_CLUSTER
+
+
+# --- joining and starting ------------------------------------------------------------------------
+
+GRPC_SETTINGS = b"\0\0\6\4\0\0\0\0\0\0\5\0\0\x40\0"  # what a gRPC server sends first
+HTTP_ANSWER = b"HTTP/1.1 400 Bad Request\r\n\r\n"
+
+
+def serve_once(server: socket.socket, answer: bytes) -> str:
+    """Answer one connection in a thread; returns the address."""
+
+    def accept() -> None:
+        connection, _ = server.accept()
+        connection.sendall(answer)
+        connection.close()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_an_address_where_nothing_answers_is_refused_at_once():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        words = f"RAY_ADDRESS={address}: no Ray cluster answers there"
+        with pytest.raises(ConfigError, match=words):
+            ray_cluster.require_cluster(address)
+
+
+def test_an_address_where_another_program_answers_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = serve_once(server, HTTP_ANSWER)
+        with pytest.raises(ConfigError, match="another program answers; start one with ray start"):
+            ray_cluster.require_cluster(address)
+
+
+def test_an_address_where_a_grpc_server_answers_is_good():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ray_cluster.require_cluster(serve_once(server, GRPC_SETTINGS))
+
+
+def test_ray_resolves_other_addresses_by_itself():
+    ray_cluster.require_cluster("auto")
+
+
+def test_a_cluster_that_refuses_the_connection_is_named(monkeypatch):
+    """Ray's head asks for a token, which the error of `ray.init` does not mention."""
+
+    def refuse(**options: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster at x")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    words = "Ray does not start: ConnectionError: Failed to connect.*RAY_ADDRESS and RAY_AUTH_"
+    with pytest.raises(ConfigError, match=words):
+        ray_cluster.start_ray(Config())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.bad_input import base, names_a_fix, refused, write
-from tests.unit.config import test_config
+from tests.unit.config.config_helpers import GOOD
+from tests.unit.config.test_config_faults import BAD
 
 BOMB = (
     "rollout: {engine_kwargs: {a: &a [1,1,1,1,1,1,1,1,1,1]"
@@ -222,11 +223,9 @@ def test_config_files_that_are_no_text(content, parts, models, tmp_path, capsys)
     )
 
 
-@pytest.mark.parametrize(
-    ("argv", "parts"), test_config.BAD, ids=[" ".join(a)[:60] or "none" for a, _ in test_config.BAD]
-)
+@pytest.mark.parametrize(("argv", "parts"), BAD, ids=[" ".join(a)[:60] or "none" for a, _ in BAD])
 def test_faults_of_the_config_as_the_program_tells_them(
     argv, parts, models, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr("one_step_off.config.hardware.count_gpus", lambda: 0)
-    refused([*test_config.GOOD, *argv], parts, tmp_path, capsys)
+    refused([*GOOD, *argv], parts, tmp_path, capsys)

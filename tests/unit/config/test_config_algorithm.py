@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.config.test_config import fault, good
+from tests.unit.config.config_helpers import fault, good
 
 MASKED = "algorithm.old_log_probs=recompute", "algorithm.rollout_correction=mis"
 REFUSED = [

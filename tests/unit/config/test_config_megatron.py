@@ -8,7 +8,7 @@ from one_step_off.config import packages
 from one_step_off.config.placement import placement_text
 from one_step_off.config.roles import data_parallel_size, role_settings
 from one_step_off.runtime.validation import validate
-from tests.unit.config.test_config import fault, good
+from tests.unit.config.config_helpers import fault, good
 
 MEGATRON = [
     (
@@ -49,7 +49,8 @@ def test_layouts_of_megatron(argv, words, monkeypatch):
     monkeypatch.setattr(packages, "is_installed", lambda package: package == "megatron.core")
     good("actor.backend=megatron", "placement.device=cpu")
     line = fault("actor.backend=megatron", "placement.device=cuda")
-    assert "transformer-engine" in line and "EXTRA=gpu MEGATRON=1 shell/setup.sh" in line
+    assert "transformer-engine" in line
+    assert "EXTRA=gpu MEGATRON=1 shell/setup.sh" in line
 
 
 def test_a_role_of_its_own_inherits_no_layout(monkeypatch):

@@ -1,4 +1,5 @@
-"""The tiny models: their tokenizer, their files, their cache, and (slow) what the warm start teaches."""
+"""The tiny models: their tokenizer, their files, their cache, and (slow) what the warm start
+teaches."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_warm_start_sees_what_training_will_see(tokenizer) -> None:
     prompt = tiny_qwen.prompt_ids(tokenizer, row["question"])
     response = tiny_qwen.response_ids(tokenizer, row["answer"])
     assert prompt == tokenizer(text, add_special_tokens=False)["input_ids"]
-    # One text tokenized whole gives the same ids as its two halves: no token straddles the boundary.
+    # One text tokenized whole gives the same ids as its two halves: no token straddles the
+    # boundary.
     whole = f"{text} {row['answer']}{tiny_qwen.EOS}"
     assert prompt + response == tokenizer.encode(whole, add_special_tokens=False)
     answered = [*turns, {"role": "assistant", "content": row["answer"]}]
@@ -119,7 +121,8 @@ def test_build_makes_a_model_that_transformers_reads(kind: str, tied: bool, tmp_
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.chat_template == tiny_qwen.CHAT_TEMPLATE
     logits = model(torch.tensor([tiny_qwen.prompt_ids(tokenizer, "1 + 2?")])).logits
-    assert logits.shape[-1] == len(tokenizer) and logits.isfinite().all()
+    assert logits.shape[-1] == len(tokenizer)
+    assert logits.isfinite().all()
 
 
 def test_a_random_model_depends_on_the_seed_alone(tmp_path: Path) -> None:
@@ -140,7 +143,8 @@ def test_second_call_finds_the_cache(
 ) -> None:
     monkeypatch.setenv("ONE_STEP_OFF_CACHE", str(tmp_path / "cache"))
     path = tiny_qwen.ensure("tiny:qwen2")
-    assert Path(path).parent == tmp_path / "cache" and Path(path, "config.json").is_file()
+    assert Path(path).parent == tmp_path / "cache"
+    assert Path(path, "config.json").is_file()
     assert tiny_qwen.ensure("qwen2") == path
     assert fake_build == ["qwen2 0"]
     assert len({path, tiny_qwen.ensure("qwen2", seed=1), tiny_qwen.ensure("qwen3")}) == 3

@@ -13,7 +13,7 @@ import pytest
 from one_step_off.config.command_line import exit_code
 from one_step_off.config.loading import load_config
 from one_step_off.config.yaml_io import resolved_yaml
-from one_step_off.planner import planner as plan
+from one_step_off.planner import calibration, planner
 
 GPUS = [
     "model.path=a/b",
@@ -27,16 +27,16 @@ GPUS += [
     "actor.ppo_mini_batch_size=8",
     "placement.pools={rollout: [2], actor: [6]}",
 ]
-main = partial(exit_code, plan.main)
+main = partial(exit_code, planner.main)
 
 
 def rows_of(out: str) -> dict[tuple[str, str], float]:
     """(split, arrangement) -> seconds a step, of the printed table."""
     found = {}
     for line in out.splitlines():
-        words = line[42:].split()
+        words = line[44:].split()
         if len(words) == 4 and words[1].endswith("%"):
-            found[line[:20].strip(), line[20:42].strip()] = float(words[0])
+            found[line[:20].strip(), line[20:44].strip()] = float(words[0])
     return found
 
 
@@ -47,8 +47,8 @@ def rows_of(out: str) -> dict[tuple[str, str], float]:
         ("60,70,0,60", "one step off, 1 + 7", 60.0),
         ("60,140,0,60", "one step off, 1 + 7", 120.0),
         # All of it scales: the sum on all devices is what the best split has at most.
-        ("60,10,0", "colocated, in turns, 8", 60 * 2 / 8 + 10 * 6 / 8),
-        # A sync that is hidden, but exposed in turns.
+        ("60,10,0", "colocated, synchronous, 8", 60 * 2 / 8 + 10 * 6 / 8),
+        # A sync that is hidden, but exposed in a synchronous step.
         ("20,10,30,20", "one step off, 1 + 7", 50.0),
     ],
 )
@@ -65,7 +65,9 @@ def test_given_times_name_the_best(capsys, times: str, best: str, step: float) -
 
 def test_the_split_of_the_config_takes_as_long_as_it_was_given(capsys) -> None:
     assert main([*GPUS, "--times", "60,70,5,30", "--gpus", "8"]) == 0
-    assert rows_of(capsys.readouterr().out)["2 + 6", "in turns"] == pytest.approx(135.0, rel=0.02)
+    assert rows_of(capsys.readouterr().out)["2 + 6", "synchronous"] == pytest.approx(
+        135.0, rel=0.02
+    )
 
 
 def test_replicas_of_several_gpus_and_many_splits(capsys) -> None:
@@ -96,11 +98,12 @@ def test_replicas_of_several_gpus_and_many_splits(capsys) -> None:
         )
         == 0
     )
-    assert len(rows_of(capsys.readouterr().out)) == 2 * plan.SHOWN
+    assert len(rows_of(capsys.readouterr().out)) == 2 * planner.MOST_SPLITS
 
 
 def write_run(folder: Path, prompts: int, *keys: str) -> None:
-    """A run in turns of 6 steps, as long as constants say: all responses of 50 tokens, prompts of 30."""
+    """A synchronous run of 6 steps, as long as constants say: all responses of 50 tokens, prompts
+    of 30."""
     folder.mkdir(parents=True)
     cfg = load_config(
         [*GPUS, f"data.train_batch_size={prompts}", f"actor.ppo_mini_batch_size={prompts}", *keys]
@@ -129,7 +132,7 @@ def write_run(folder: Path, prompts: int, *keys: str) -> None:
 def test_two_runs_tell_the_constants(tmp_path) -> None:
     write_run(tmp_path / "whole", 8)
     write_run(tmp_path / "quarter", 2)
-    work = plan.by_runs([str(tmp_path / "whole"), str(tmp_path / "quarter")])
+    work = calibration.by_runs([str(tmp_path / "whole"), str(tmp_path / "quarter")])
     found = (
         work.decode_s,
         work.sequence_s,
@@ -148,15 +151,16 @@ def test_two_runs_tell_the_constants(tmp_path) -> None:
 
 def test_one_run_is_met_and_has_next_to_no_fixed_parts(tmp_path, capsys) -> None:
     write_run(tmp_path / "whole", 8)
-    work = plan.by_runs([str(tmp_path / "whole")])
-    assert work.train_fixed_s < 0.01 and work.decode_s < 0.01 * 16 * work.sequence_s
+    work = calibration.by_runs([str(tmp_path / "whole")])
+    assert work.train_fixed_s < 0.01
+    assert work.decode_s < 0.01 * 16 * work.sequence_s
     assert main([*GPUS, "--from", str(tmp_path / "whole")]) == 0
-    assert rows_of(capsys.readouterr().out)["2 + 6", "in turns"] == pytest.approx(
+    assert rows_of(capsys.readouterr().out)["2 + 6", "synchronous"] == pytest.approx(
         50 * 0.036 + 3 + 2.56 / 6 + 2, rel=1e-3
     )
 
 
-def test_without_either_it_runs_the_config_twice_in_turns(monkeypatch, capsys) -> None:
+def test_without_either_it_runs_the_config_twice_synchronously(monkeypatch, capsys) -> None:
     asked = []
 
     def run(command, **_):
@@ -165,7 +169,7 @@ def test_without_either_it_runs_the_config_twice_in_turns(monkeypatch, capsys) -
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(plan, "validate", lambda *_: None)
+    monkeypatch.setattr(planner, "validate", lambda *_: None)
     assert main([*GPUS, "trainer.test_freq=5", "data.val_files=x/y"]) == 0
     assert (
         [cfg.data.train_batch_size for cfg in asked]
@@ -174,9 +178,9 @@ def test_without_either_it_runs_the_config_twice_in_turns(monkeypatch, capsys) -
     )
     for cfg in asked:
         own = cfg.trainer
-        assert (
-            cfg.pipeline.staleness == 0 and own.total_steps == plan.STEPS and own.resume == "never"
-        )
+        assert cfg.pipeline.staleness == 0
+        assert own.total_steps == calibration.STEPS
+        assert own.resume == "never"
         assert (own.test_freq, own.save_freq, own.save_hf_model, cfg.data.val_files) == (
             -1,
             -1,
@@ -188,7 +192,7 @@ def test_without_either_it_runs_the_config_twice_in_turns(monkeypatch, capsys) -
 
 
 def test_a_calibration_that_fails_says_why(monkeypatch) -> None:
-    monkeypatch.setattr(plan, "validate", lambda *_: None)
+    monkeypatch.setattr(planner, "validate", lambda *_: None)
     monkeypatch.setattr(
         subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stderr="error: no engine")
     )
@@ -214,7 +218,7 @@ def test_a_calibration_that_fails_says_why(monkeypatch) -> None:
         (["--times", "1,2,3", "--gpus", "99999999"], "--gpus 99999999: must be"),
         (["--times", "1,2,3", "--gpus", "3", "rollout.tensor_parallel_size=4", "placement.pools.rollout=[4]"], "no split"),
         (["--times", "1,2,3", "rollout.engine_kwargs={max_num_seqs: none}"], "max_num_seqs=none: must be a whole number"),
-        (["--from", "nowhere"], "--from nowhere: is no trainer.output_dir of a run in turns: "),
+        (["--from", "nowhere"], "--from nowhere: is no trainer.output_dir of a synchronous run: "),
         (["--frm", "x"], "unrecognized arguments: --frm"),
         (["--times", "1,2,3", "rollout.nn=1"], "rollout.nn: unknown key; did you mean"),
         (["--times", "1,2,3", "placement.pools={rollout: [2]}"], "no such pool"),
@@ -226,7 +230,10 @@ def test_bad_input_is_one_line_and_starts_nothing(monkeypatch, capsys, arguments
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("something was started"))
     assert main([*GPUS, *arguments]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith("error: ") and err.count("\n") == 1 and said in err
+    assert not out
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert said in err
 
 
 def test_a_critic_elsewhere_is_not_planned(capsys) -> None:
@@ -254,4 +261,5 @@ def test_a_run_that_tells_nothing_is_named(tmp_path, capsys, broken: str) -> Non
         metrics.write_text(metrics.read_text().replace("samples", "sample"))
     assert main([*GPUS, "--from", str(folder)]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"error: --from {folder}: ") and err.count("\n") == 1
+    assert err.startswith(f"error: --from {folder}: ")
+    assert err.count("\n") == 1

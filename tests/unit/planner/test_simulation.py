@@ -1,4 +1,4 @@
-"""The pipeline on a counted clock, against the arithmetic of its steps."""
+"""The pipeline in simulated time, against the arithmetic of its steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.data.staleness import StalenessError
-from one_step_off.planner.simulation import Trainer, Work, counted_loop, simulate
+from one_step_off.planner.simulated_clock import simulated_loop
+from one_step_off.planner.simulation import SimulatedTrainer, Work, simulate
 
 STEP = "median/time/step_s"
 ALIKE = Work(8, np.full((3, 4), 100), 20.0, 0.02, 1e-4, 2.0, 5e-4, 1.0, canary_s=0.25)
@@ -23,14 +24,15 @@ ALIKE = Work(8, np.full((3, 4), 100), 20.0, 0.02, 1e-4, 2.0, 5e-4, 1.0, canary_s
 
 def parts(work: Work, replicas: int, ranks: int) -> tuple[float, float]:
     """Seconds of generation and training where all responses are alike and have a place."""
-    length, samples = int(work.lengths[0, 0]), work.prompts * work.lengths.shape[1]
+    length = int(work.lengths[0, 0])
+    samples = work.prompts * work.lengths.shape[1]
     generate = length * (work.decode_s + work.sequence_s * samples / replicas)
-    return generate, work.train_fixed_s + work.train_token_s * samples * (
-        length + work.prompt_tokens
-    ) / ranks
+    tokens = samples * (length + work.prompt_tokens)
+    train = work.train_fixed_s + work.train_token_s * tokens / ranks
+    return generate, train
 
 
-def test_a_counted_clock_takes_no_time() -> None:
+def test_a_simulated_clock_takes_no_time() -> None:
     async def day() -> float:
         loop = asyncio.get_running_loop()
         begin = loop.time()
@@ -40,7 +42,7 @@ def test_a_counted_clock_takes_no_time() -> None:
         return loop.time() - begin
 
     begin = time.perf_counter()
-    with asyncio.Runner(loop_factory=counted_loop) as runner:
+    with asyncio.Runner(loop_factory=simulated_loop) as runner:
         assert runner.run(day()) == pytest.approx(86_400)
     assert time.perf_counter() - begin < 5
 
@@ -52,7 +54,7 @@ def test_a_program_with_many_open_files_can_be_simulated() -> None:
     with contextlib.ExitStack() as files, open(os.devnull) as first:
         for _ in range(1100):
             files.callback(os.close, os.dup(first.fileno()))
-        with asyncio.Runner(loop_factory=counted_loop) as runner:
+        with asyncio.Runner(loop_factory=simulated_loop) as runner:
             runner.run(asyncio.sleep(3600))
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
@@ -61,8 +63,8 @@ def test_what_never_happens_is_an_error_and_no_hang() -> None:
     async def forever() -> None:
         await asyncio.Event().wait()
 
-    runner = asyncio.Runner(loop_factory=counted_loop)
-    with pytest.raises(RuntimeError, match="waits for what nobody does"):
+    runner = asyncio.Runner(loop_factory=simulated_loop)
+    with pytest.raises(RuntimeError, match="waits for an event that no task will cause"):
         runner.run(forever())
 
 
@@ -73,12 +75,12 @@ def test_one_step_off_takes_the_longer_phase_and_what_is_exposed(
 ) -> None:
     work = replace(ALIKE, train_token_s=train_token_s)
     generate, train = parts(work, 2, 3)
-    found, canary, sending = (
-        simulate(work, 2, 3, overlap=overlap),
-        work.canary_s,
-        work.sync_s - work.canary_s,
-    )
-    if overlap:  # the trainer scores the canary before its step; the replicas wait for that only if they are there first
+    found = simulate(work, 2, 3, overlap=overlap)
+    canary = work.canary_s
+    sending = work.sync_s - canary
+    if overlap:
+        # The trainer scores the canary before its step; the replicas wait for that only if they are
+        # there first.
         expected = max(train + canary, sending + generate)
     else:
         expected = sending + max(generate, train) + max(0.0, canary - max(0.0, generate - train))
@@ -87,7 +89,7 @@ def test_one_step_off_takes_the_longer_phase_and_what_is_exposed(
     assert found["median/time/train_s"] == pytest.approx(train, abs=canary + 1e-9)
 
 
-def test_in_turns_it_is_the_sum() -> None:
+def test_a_synchronous_step_is_the_sum_of_its_phases() -> None:
     generate, train = parts(ALIKE, 4, 2)
     found = simulate(ALIKE, 4, 2, staleness=0)
     assert found[STEP] == pytest.approx(generate + train + ALIKE.sync_s)
@@ -102,8 +104,9 @@ def test_colocated_all_devices_do_both() -> None:
     )
 
 
-def test_the_optimiser_waits_for_weights_that_are_still_sent() -> None:
-    """A sync longer than all training: the step is sync and generation, and its wait is no training."""
+def test_the_optimizer_waits_for_weights_that_are_still_sent() -> None:
+    """A sync longer than all training: the step is sync and generation, and its wait is no
+    training."""
     work = replace(
         ALIKE, sync_s=100.0, canary_s=0.0, train_fixed_s=1.0, train_token_s=0.0, before_step=0.5
     )
@@ -113,7 +116,7 @@ def test_the_optimiser_waits_for_weights_that_are_still_sent() -> None:
 
 
 @pytest.mark.parametrize("static", [True, False])
-def test_who_finds_no_place_waits(static: bool) -> None:
+def test_a_sequence_without_a_place_waits(static: bool) -> None:
     """32 sequences, 5 places: six waves of five and one of two."""
     work = replace(ALIKE, places=5)
     generate = 100 * (6 * (0.02 + 5e-4) + 0.02 + 2e-4)
@@ -131,10 +134,9 @@ def test_the_longest_response_is_as_long_on_many_replicas() -> None:
 def test_by_load_no_replica_waits_with_prompts_of_another() -> None:
     lengths = np.random.default_rng(0).integers(1, 1000, (64, 1))
     work = replace(ALIKE, prompts=64, lengths=lengths, places=4)
-    by_load, in_turn = (
-        simulate(work, 4, 1, staleness=0, static=s)["median/time/generate_s"] for s in (False, True)
-    )
-    assert by_load < 0.95 * in_turn
+    by_load = simulate(work, 4, 1, staleness=0, static=False)["median/time/generate_s"]
+    static = simulate(work, 4, 1, staleness=0, static=True)["median/time/generate_s"]
+    assert by_load < 0.95 * static
 
 
 def test_the_same_arguments_give_the_same_figures() -> None:
@@ -156,12 +158,12 @@ def test_the_same_arguments_give_the_same_figures() -> None:
 
 def test_the_real_assertion_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that were told to be older than they are: the pipeline refuses the batch."""
-    real = Trainer.__call__
+    real = SimulatedTrainer.__call__
 
     async def late(self, stamp, expected=None):
         return await real(self, (stamp[0], max(0, stamp[1] - 1)), expected)
 
-    monkeypatch.setattr(Trainer, "__call__", late)
+    monkeypatch.setattr(SimulatedTrainer, "__call__", late)
     with pytest.raises(StalenessError, match="step 2"):
         simulate(ALIKE, 1, 1)
 
@@ -199,12 +201,13 @@ def test_a_step_is_never_shorter_than_a_phase_nor_longer_than_their_sum(
         before,
         places,
     )
-    turns, ahead = (simulate(work, replicas, ranks, k, overlap, static, steps=5) for k in (0, 1))
-    generate, train = turns["median/time/generate_s"], turns["median/time/train_s"]
-    assert turns[STEP] == pytest.approx(generate + train + sync)
-    assert max(generate, train) * (1 - 1e-9) <= ahead[STEP] <= turns[STEP] * (1 + 1e-9)
-    assert all(
-        0 <= found[f"idle_share/{role}"] <= 1
-        for found in (turns, ahead)
-        for role in ("rollout", "trainer")
-    )
+    synchronous = simulate(work, replicas, ranks, 0, overlap, static, steps=5)
+    one_step_off = simulate(work, replicas, ranks, 1, overlap, static, steps=5)
+    generate = synchronous["median/time/generate_s"]
+    train = synchronous["median/time/train_s"]
+    assert synchronous[STEP] == pytest.approx(generate + train + sync)
+    assert max(generate, train) * (1 - 1e-9) <= one_step_off[STEP]
+    assert one_step_off[STEP] <= synchronous[STEP] * (1 + 1e-9)
+    for figures in (synchronous, one_step_off):
+        for role in ("rollout", "trainer"):
+            assert 0 <= figures[f"idle_share/{role}"] <= 1

@@ -1,5 +1,5 @@
-"""How often a run is restarted after a failed attempt, and where it resumes: with stand-ins for the attempts; real
-failures are in the e2e tests."""
+"""How often a run is restarted after a failed attempt, and where it resumes: with stand-ins for the
+attempts; real failures are in the e2e tests."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def run(
 ) -> SimpleNamespace:
     """A run without checkpoints.
 
-    Each outcome is that of one attempt: the number of steps after which it fails, "end", or an exception that it raises.
-    Returns what it printed, what it raised, and for each attempt (incarnation, data position, has trained before)."""
+    Each outcome is that of one attempt: the number of steps after which it fails, "end", or an
+    exception that it raises. Returns what it printed, what it raised, and for each attempt
+    (incarnation, data position, has trained before)."""
     cfg = Config()
     cfg.trainer.output_dir = str(tmp_path)
     cfg.trainer.max_restarts = max_restarts
@@ -133,7 +134,8 @@ def test_an_error_that_is_no_process_failure_ends_the_run_at_once(monkeypatch, t
 
 
 def test_a_run_that_cannot_be_restarted_raises_the_failure_with_the_reason(monkeypatch, tmp_path):
-    """As after a host has failed: what failed there is the cause, and not the pool that is now too small."""
+    """As after a host has failed: what failed there is the cause, and not the pool that is now too
+    small."""
     too_little = ConfigError("placement.pools.actor=[2]: too little")
     result = run(monkeypatch, tmp_path, 3, [2, too_little])
     assert isinstance(result.raised, Killed)

@@ -12,7 +12,8 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def one_rank_update(model_folders):
-    """Gradients, metrics and weights after an update by one rank with one padded micro-batch: model name -> these."""
+    """Gradients, metrics and weights after an update by one rank with one padded micro-batch: model
+    name -> these."""
     from tests.unit.training.fsdp_helpers import OBJECTIVES, config, end, make_batch, start, whole
 
     results = {}
@@ -22,3 +23,12 @@ def one_rank_update(model_folders):
         results[name] = (worker.gradients, metrics, whole(worker))
         end()
     return results
+
+
+@pytest.fixture(scope="session")
+def megatron_models(tmp_path_factory):
+    """A folder with a tiny model of every family that the Megatron back end builds."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed (the extra)")
+    from tests.unit.training.megatron_helpers import write_models
+
+    return write_models(tmp_path_factory.mktemp("megatron"))

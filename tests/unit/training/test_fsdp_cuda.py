@@ -1,4 +1,5 @@
-"""The FSDP back end on a GPU: what it computes is what it computes on CPUs, as test_fsdp_workers.py checks that."""
+"""The FSDP back end on a GPU: what it computes is what it computes on CPUs, as test_fsdp_workers.py
+checks that."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from tests.unit.training.fsdp_helpers import (
 
 
 def assert_same_update(worker, path, wanted_update, rtol):
-    """Log-probs, loss, gradients and what an update makes of the weights are those of the reference on CPUs. `rtol`: of
-    gradients, by their norm."""
+    """Log-probs, loss, gradients and what an update makes of the weights are those of the reference
+    on CPUs. `rtol`: of gradients, by their norm."""
     batch = make_batch(path)
     found = worker.log_prob(batch)
     model = hf_model(path)
@@ -116,7 +117,8 @@ def test_the_comparison_with_cuda_sees_what_differs(model_folders, one_rank_upda
     reason="needs a GPU with flash_attn; this machine has none",
 )
 def test_packed_flash_equals_padded(model_folders):
-    path, found = model_folders["tied"], {}
+    path = model_folders["tied"]
+    found = {}
     for attention in ("sdpa", "flash_attention_2"):
         cfg = config(path, model__dtype="bfloat16", model__attn_implementation=attention)
         worker = PolicyWorker(cfg, "ref", 0, 1, "cuda")

@@ -1,5 +1,6 @@
-"""A checkpoint of a role that has made no optimiser step yet, as of an actor while the critic warms up, changes nothing:
-the steps after it are those of a run without it, bit for bit; so are those of a run resumed from it."""
+"""A checkpoint of a role that has made no optimizer step yet, as of an actor while the critic warms
+up, changes nothing: the steps after it are those of a run without it, bit for bit; so are those of
+a run resumed from it."""
 
 from __future__ import annotations
 
@@ -8,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from one_step_off.training.fsdp_workers import PolicyWorker
 from tests.unit.training.fsdp_helpers import config, make_batch, whole
-from tests.unit.training.test_skipped_updates import join, of_fsdp, of_megatron, weights_of
+from tests.unit.training.rank_helpers import join, leave, of_fsdp, of_megatron, weights_of
 
 RUNS = ("without", "saves", "resumed")
 PLAIN = {"actor__lr": 1e-2, "actor__weight_decay": 0.1}
@@ -21,9 +21,11 @@ LORA = {"model__lora_rank": 2, "model__lora_alpha": 4}
 
 
 def run_of(name: str, start, path: str, folder: Path) -> list[list[np.ndarray]]:
-    """Two steps of warm-up and two updates; what the weights are before the updates, and after each. `start`: makes a
-    worker. "saves": a checkpoint after each step of warm-up; "resumed": from the first of these."""
-    worker, batch = start(), make_batch(path)
+    """Two steps of warm-up and two updates; what the weights are before the updates, and after
+    each. `start`: makes a worker. "saves": a checkpoint after each step of warm-up; "resumed": from
+    the first of these."""
+    worker = start()
+    batch = make_batch(path)
     if name == "resumed":
         worker.load_state(str(folder / "saves1"))
     while worker.version < 2:
@@ -64,7 +66,8 @@ def test_fsdp_on_one_rank(model_folders, start_single, tmp_path, keys):
 
 
 def test_the_moments_are_those_that_the_first_step_would_make(model_folders, start_single):
-    """Names, types, shapes and devices of AdamW's state: what is made for a checkpoint, and what a step makes."""
+    """Names, types, shapes and devices of AdamW's state: what is made for a checkpoint, and what a
+    step makes."""
 
     def kinds(worker):
         states = [
@@ -80,18 +83,21 @@ def test_the_moments_are_those_that_the_first_step_would_make(model_folders, sta
     path = model_folders["tied"]
     saving = start_single(config(path, **PLAIN), cls=PolicyWorker)
     before = whole(saving)
-    saving._state()
+    saving._create_moments()
     made = kinds(saving)
     assert all(not x.any() for state in saving.optimizer.state.values() for x in state.values())
     assert all(np.array_equal(before[name], x) for name, x in whole(saving).items())
     stepping = start_single(config(path, **PLAIN), cls=PolicyWorker)
     stepping.update(make_batch(path))
-    assert made == kinds(stepping) and made
+    assert made
+    assert made == kinds(stepping)
 
 
 def after_skipped_steps(start, path: str, folder: Path | None) -> list[np.ndarray]:
-    """The weights after a step that is skipped, a checkpoint in `folder` if one is given, and a step that is made."""
-    worker, batch = start(), make_batch(path)
+    """The weights after a step that is skipped, a checkpoint in `folder` if one is given, and a
+    step that is made."""
+    worker = start()
+    batch = make_batch(path)
     worker.role_config.max_grad_norm_skip = 1e-9
     worker.update(batch)
     if folder:
@@ -110,16 +116,9 @@ def test_fsdp_after_skipped_steps(model_folders, start_single, tmp_path):
     def start():
         return start_single(config(path, **PLAIN), cls=PolicyWorker)
 
-    without, saves = (after_skipped_steps(start, path, folder) for folder in (None, tmp_path))
-    assert all(np.array_equal(a, b) for a, b in zip(without, saves, strict=True))
-
-
-def leave(workers) -> None:
-    if workers is of_megatron:
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    without = after_skipped_steps(start, path, None)
+    with_save = after_skipped_steps(start, path, tmp_path)
+    assert all(np.array_equal(a, b) for a, b in zip(without, with_save, strict=True))
 
 
 def run_rank(rank, world, workers, cfg, folder):
@@ -173,9 +172,9 @@ def test_megatron(tmp_path, layout):
     pytest.importorskip(
         "megatron.core", reason="megatron-core is not installed (the extra megatron)"
     )
-    from tests.unit.training.test_megatron_workers import make_checkpoints
+    from tests.unit.training.megatron_helpers import write_models
 
-    path = str(make_checkpoints(tmp_path / "models") / "qwen2")
+    path = str(write_models(tmp_path / "models") / "qwen2")
     check_ranks(
         of_megatron, config(path, **PLAIN, **layout, actor__backend="megatron"), 2, tmp_path
     )

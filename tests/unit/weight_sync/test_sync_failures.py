@@ -20,7 +20,7 @@ import ray
 
 from one_step_off.cluster.errors import ProcessDied, RoleError, SyncError
 from one_step_off.cluster.remote_calls import not_alive
-from one_step_off.rollout.replica_group import NoReplica
+from one_step_off.rollout.replica_supervisor import NoReplica
 from tests.sync_actors import STEPS, Fault, Team
 
 pytestmark = pytest.mark.timeout(240)
@@ -169,7 +169,7 @@ async def break_every_sync_of(team: Team, replica: int) -> None:
         return True
 
     fault = Fault("finish", None, "die", repeats=True)
-    team.rollout.restore = pass_restore
+    team.rollout.supervisor.restore = pass_restore
     team.on_respawn = lambda actor: actor.set_fault.remote(fault)
     await team.reset(overlap=False)
     await team.rollout.replicas[replica].set_fault.remote(fault)
@@ -183,7 +183,7 @@ def test_the_only_replica_is_left_out_after_it_failed_in_three_syncs(cluster, tm
                 await asyncio.wait_for(team.pipeline(tmp_path).fit(), RUN_TIMEOUT_S)
             assert team.rollout.restarts == 2
             assert team.rollout.active == []
-            assert "rollout 0 is left out from now on" in " ".join(team.messages)
+            assert "rollout 0 is excluded from now on" in " ".join(team.messages)
 
     asyncio.run(main())
 
@@ -198,7 +198,7 @@ def test_one_of_two_replicas_is_left_out_after_it_failed_in_three_syncs(cluster,
                 await asyncio.wait_for(team.pipeline(tmp_path / f"{run}").fit(), RUN_TIMEOUT_S)
             assert team.rollout.restarts == 2
             assert team.rollout.active == [1]
-            assert "rollout 0 is left out from now on" in " ".join(team.messages)
+            assert "rollout 0 is excluded from now on" in " ".join(team.messages)
 
     asyncio.run(main())
 
@@ -234,7 +234,7 @@ def test_busy_processes_count_as_alive(cluster, tmp_path):
             await asyncio.sleep(0.5)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(replica.ping.remote(), 1.0)  # the engine cannot answer
-            assert await team.rollout.not_alive([0]) == {}
+            assert await not_alive({"rollout 0": replica}) == {}
             assert await not_alive({"trainer rank 0": rank}) == {}
 
             await rank.abort_sync.remote(9, "enough")
@@ -244,7 +244,7 @@ def test_busy_processes_count_as_alive(cluster, tmp_path):
                     await soon(call)
 
             ray.kill(replica)
-            reasons = await team.rollout.not_alive([0])
-            assert "its process died" in reasons[0]
+            reasons = await not_alive({"rollout 0": replica})
+            assert "its process died" in reasons["rollout 0"]
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""The checks of models that need the trainer's code: can the back end load them, and do they fit into memory?"""
+"""Checks of a model's weights: can the back end load them, and do they fit into memory?"""
 
 import contextlib
 import os
@@ -18,11 +18,13 @@ GIB = 2**30
 
 
 def check_weights(cfg: Config) -> None:
-    """Check the weights of every role: with Megatron whether it builds the same model from them; otherwise the headers of
-    local weight files, and on CPUs whether this machine has the memory for the run.
+    """Check the weights of every role: with Megatron whether it builds the same model from them;
+    otherwise the headers of local weight files, and on CPUs whether this machine has the memory for
+    the run.
 
     Raises:
-        ConfigError: another model, broken files, other tensors than the model's, or too little memory.
+        ConfigError: another model, broken files, other tensors than the model's, or too little
+            memory.
     """
     bytes_by_role: dict[str, int] = {}
     for role in cfg.placement.roles:
@@ -47,12 +49,14 @@ def _check_megatron_model(cfg: Config, role: str) -> None:
 
 
 def _has_readable_weights(cfg: Config, role: str) -> bool:
-    """A model's own code may compute with its weights, so they cannot be read without loading them."""
+    """A model's own code may compute with its weights, so they cannot be read without loading
+    them."""
     return os.path.isdir(role_model_path(cfg, role)) and not cfg.model.trust_remote_code
 
 
 def _count_parameters(cfg: Config, role: str) -> int:
-    """Parameters of a role's model. Raises ConfigError: its files are broken, or hold other tensors than the model's."""
+    """Parameters of a role's model. Raises ConfigError: its files are broken, or hold other tensors
+    than the model's."""
     import torch
 
     from one_step_off.models import hf_model
@@ -96,7 +100,7 @@ def _require_memory(cfg: Config, bytes_by_role: dict[str, int]) -> None:
         return
     parts = ", ".join(f"{role} {needed / GIB:.3g}" for role, needed in bytes_by_role.items())
     raise ConfigError(
-        f"model.path={cfg.model.path}: weights, optimizer states and KV cache take {needed_bytes / GIB:.3g} GiB "
-        f"({parts}), and this machine has {limit_bytes / GIB:.3g} GiB; "
+        f"model.path={cfg.model.path}: weights, optimizer states and KV cache take "
+        f"{needed_bytes / GIB:.3g} GiB ({parts}), and this machine has {limit_bytes / GIB:.3g} GiB; "
         "use a smaller model, or less of placement.pools and rollout.kv_cache_mb"
     )

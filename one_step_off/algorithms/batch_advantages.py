@@ -1,0 +1,138 @@
+"""Advantages of a training batch: its samples, rewards and the roles' answers, put together for the
+estimators.
+
+Pure functions of a `Batch`. The estimators themselves are in `advantages.py`.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from one_step_off.algorithms import advantages
+from one_step_off.algorithms.core_algos import KLController
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import Batch, Sample
+
+
+def reward_parts(samples: list[Sample]) -> dict[str, np.ndarray] | None:
+    """The parts of the rewards: name -> float64 [B]. A part that a sample lacks is NaN, or 0 if its
+    reward is 0 for an error. None where no sample has parts."""
+    parts_of_samples = [sample.extra.get("reward_parts", {}) for sample in samples]
+    names = dict.fromkeys(name for parts in parts_of_samples for name in parts)
+    if not names:
+        return None
+    defaults = [0.0 if "error" in sample.extra else np.nan for sample in samples]
+    columns = {}
+    for name in names:
+        rows = zip(parts_of_samples, defaults, strict=True)
+        columns[name] = np.array([parts.get(name, default) for parts, default in rows])
+    return columns
+
+
+def shaped_rewards(samples: list[Sample], cfg: Config) -> np.ndarray:
+    """The rewards with the punishment of overlong responses, float64 [B]."""
+    penalties = advantages.overlong_penalty(
+        [len(sample.response_ids) for sample in samples],
+        cfg.data.max_response_length,
+        cfg.reward.overlong_buffer,
+        cfg.reward.overlong_penalty,
+    )
+    return np.array([sample.reward for sample in samples]) + penalties
+
+
+def set_baselines(samples: list[Sample], scored: list[Sample], cfg: Config) -> None:
+    """Give each sample the shaped reward of its prompt's greedy response as `extra["baseline"]`.
+
+    Args:
+        samples: those to train on.
+        scored: the greedy responses too.
+    """
+    rewards = shaped_rewards(scored, cfg).tolist()
+    baselines = {
+        sample.prompt_id: reward
+        for sample, reward in zip(scored, rewards, strict=True)
+        if "greedy" in sample.extra
+    }
+    for sample in samples:
+        if sample.prompt_id in baselines:
+            sample.extra["baseline"] = baselines[sample.prompt_id]
+
+
+def fill_advantages(batch: Batch, cfg: Config, kl_controller: KLController) -> dict[str, float]:
+    """Set the batch's `advantages` and, with a critic's `values`, its `returns`.
+
+    With `algorithm.filter_overlong` responses that were cut off lose their loss mask. With
+    `algorithm.kl_in_reward` every token's reward gets -beta * (log p - log p_ref), and the
+    controller adapts beta.
+
+    Returns:
+        Metrics: the mean of each part of the reward, and the KL.
+
+    Raises:
+        ConfigError: the estimator needs something that the batch has not.
+    """
+    algorithm = cfg.algorithm
+    parts = reward_parts(batch.samples)
+    metrics = {}
+    for name, part in (parts or {}).items():
+        metrics[f"reward/{name}/mean"] = float(np.nanmean(part))
+    if algorithm.filter_overlong:
+        batch.samples = _without_overlong(batch.samples)
+    # Those of the policy about to be trained, where it was asked; else those of the engine.
+    log_probs = batch.old_log_probs or [sample.log_probs for sample in batch.samples]
+    token_rewards = None
+    if algorithm.kl_in_reward:
+        log_ratios = _log_ratios(log_probs, batch.ref_log_probs)
+        token_rewards = [-kl_controller.value * log_ratio for log_ratio in log_ratios]
+        metrics["kl/response"] = _mean_kl(log_ratios, batch.samples)
+        metrics["kl/coef"] = kl_controller.value
+        kl_controller.update(metrics["kl/response"], len(batch.samples))
+    trajectories = advantages.Trajectories(
+        rewards=shaped_rewards(batch.samples, cfg),
+        groups=[sample.prompt_id for sample in batch.samples],
+        masks=[sample.loss_mask for sample in batch.samples],
+        token_rewards=token_rewards,
+        values=batch.values,
+        parts=parts,
+        baselines=_baselines(batch.samples),
+        log_probs=log_probs,
+        prob_squares=batch.prob_squares,
+    )
+    batch.advantages, batch.returns = advantages.estimate_advantages(
+        algorithm.adv_estimator,
+        trajectories,
+        advantages.Options(algorithm.gamma, algorithm.lam, algorithm.norm_adv_by_std),
+        algorithm.whiten_adv,
+        **algorithm.adv_kwargs,
+    )
+    return metrics
+
+
+def _without_overlong(samples: list[Sample]) -> list[Sample]:
+    cut_off = [sample.finish_reason == "length" for sample in samples]
+    masks = advantages.mask_overlong([sample.loss_mask for sample in samples], cut_off)
+    return [replace(sample, loss_mask=mask) for sample, mask in zip(samples, masks, strict=True)]
+
+
+def _log_ratios(log_probs: list[np.ndarray], ref_log_probs: list[np.ndarray]) -> list[np.ndarray]:
+    """log p - log p_ref of each token: float32 [R] per sample."""
+    pairs = zip(log_probs, ref_log_probs, strict=True)
+    return [log_prob - ref_log_prob for log_prob, ref_log_prob in pairs]
+
+
+def _mean_kl(log_ratios: list[np.ndarray], samples: list[Sample]) -> float:
+    """The mean of the responses' KL (nats, summed over trained tokens); responses without trained
+    tokens aside."""
+    sums = [
+        log_ratio[sample.loss_mask].sum()
+        for log_ratio, sample in zip(log_ratios, samples, strict=True)
+        if sample.loss_mask.any()
+    ]
+    return float(np.mean(sums)) if sums else 0.0
+
+
+def _baselines(samples: list[Sample]) -> np.ndarray | None:
+    """The rewards of the prompts' greedy responses, float [B]; None if a sample lacks one."""
+    if not all("baseline" in sample.extra for sample in samples):
+        return None
+    return np.array([sample.extra["baseline"] for sample in samples])

@@ -1,0 +1,60 @@
+"""The arguments with which vLLM's engine is built."""
+
+from typing import Any
+
+from one_step_off.config.schema import Config
+
+MAX_SEQUENCES = 256
+"""Sequences that an engine works on at once, unless `rollout.engine_kwargs` has another
+`max_num_seqs`."""
+
+
+def longest_sequence(cfg: Config) -> int:
+    """Tokens of the longest prompt with the longest response, of training or of evaluation."""
+    longest_evaluation = cfg.rollout.val_max_response_length or 0
+    longest_response = max(cfg.data.max_response_length, longest_evaluation)
+    return cfg.data.max_prompt_length + longest_response
+
+
+def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
+    """The fields of vLLM's `AsyncEngineArgs` for a run. `rollout.engine_kwargs` override them.
+
+    Args:
+        device: "cpu" or "cuda".
+        seed: see `sampling.engine_seed`.
+    """
+    width = cfg.rollout.tensor_parallel_size
+    longest = longest_sequence(cfg)
+    args: dict[str, Any] = {
+        "model": cfg.model.path,
+        "dtype": cfg.model.dtype,
+        "trust_remote_code": cfg.model.trust_remote_code,
+        "max_model_len": longest,
+        "tensor_parallel_size": width,
+        "seed": seed,
+        "disable_log_stats": True,
+        # Inside a Ray actor vLLM would look for a placement group of its own; its workers belong
+        # into this actor.
+        "distributed_executor_backend": "mp" if width > 1 else "uni",
+        # Log-probs after temperature: those of the distribution that was sampled from.
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": "one_step_off"},
+        "max_num_seqs": MAX_SEQUENCES,
+        "worker_extension_cls": "one_step_off.weight_sync.vllm_receiver.SyncWorkerExtension",
+    }
+    if device == "cpu":
+        args |= {
+            "enforce_eager": True,
+            "block_size": 32,
+            "kv_cache_memory_bytes": cfg.rollout.kv_cache_mb << 20,
+            # A seeded request whose prompt is split over two steps kills vLLM's CPU engine: never
+            # split one.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(8192, longest),
+        }
+    else:
+        pools = list(cfg.placement.roles.values())
+        shares_pool = pools.count(cfg.placement.roles["rollout"]) > 1
+        args["gpu_memory_utilization"] = cfg.rollout.gpu_memory_utilization
+        args["enable_sleep_mode"] = shares_pool  # its memory belongs to another role meanwhile
+    return args | cfg.rollout.engine_kwargs

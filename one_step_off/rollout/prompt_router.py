@@ -1,0 +1,202 @@
+"""Routing: which replica generates the samples of which prompt."""
+
+import asyncio
+import heapq
+import itertools
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from one_step_off.cluster.errors import ProcessDied
+from one_step_off.cluster.remote_calls import MAX_ATTEMPTS
+from one_step_off.data.samples import Prompt, PromptId, Sample
+from one_step_off.rollout.health import ReplicaState
+from one_step_off.rollout.replica_supervisor import ReplicaFailed, ReplicaSupervisor
+from one_step_off.rollout.sampling import Sampling
+from one_step_off.rollout.timeline import ReplicaTimeline
+
+OnGroup = Callable[[list[Sample]], None]
+"""Receives all samples of one prompt, as soon as they are complete."""
+
+
+@dataclass
+class ReplicaLoad:
+    """Numbers of trajectories of one replica since its start.
+
+    Attributes:
+        sent: given to it.
+        returned: that have come back.
+        idle: that asked nothing of its engine when it last reported
+            (`RolloutReplica.wait_for_capacity`).
+    """
+
+    sent: int = 0
+    returned: int = 0
+    idle: int = 0
+
+    @property
+    def generating(self) -> int:
+        """Trajectories that use its engine or wait for it, as far as is known."""
+        return self.sent - max(self.returned, self.idle)
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What is common to all prompts of one generation call.
+
+    Attributes:
+        purpose: for messages, as "step 3" or "evaluation of v2".
+        on_group: receives each prompt's samples as they come; None: the caller waits for all of
+            them.
+    """
+
+    purpose: str
+    sampling: Sampling
+    on_group: OnGroup | None = None
+
+
+class PromptRouter:
+    """Gives prompts to replicas. All trajectories of a prompt stay on one replica, whose cache
+    knows the prompt.
+
+    Static routing gives prompts to the replicas round-robin, so that a run's routing depends on
+    nothing but its data. Otherwise each prompt goes to the replica on which the fewest trajectories
+    generate. A replica gets no more than keep its engine full; the other prompts wait for the
+    replica that has capacity first.
+    """
+
+    def __init__(
+        self,
+        supervisor: ReplicaSupervisor,
+        timeline: ReplicaTimeline,
+        static: bool,
+        replica_capacity: int,
+    ) -> None:
+        """
+        Args:
+            static: see `rollout.routing`.
+            replica_capacity: trajectories that keep one replica's engine full.
+        """
+        self.supervisor = supervisor
+        self.timeline = timeline
+        self.static = static
+        self.replica_capacity = replica_capacity
+        self.loads = [ReplicaLoad() for _ in supervisor.replicas]
+        supervisor.on_failure = self._forget_load
+
+    def _forget_load(self, replica_index: int) -> None:
+        """A replica has failed: its successor begins with no trajectories."""
+        self.loads[replica_index] = ReplicaLoad()
+
+    async def generate(
+        self, prompts: list[Prompt], request: GenerationRequest, failures: int = 0
+    ) -> list[Sample]:
+        """All samples of these prompts, in any order.
+
+        Args:
+            failures: how many replicas have failed that had these prompts.
+
+        Raises:
+            NoReplica: all replicas have failed.
+            ProcessDied: the prompts were with so many failed replicas that they may be the cause.
+            Exception: the first failure that a replica reported, at once.
+        """
+        waiting = deque(prompts)
+        calls: list[asyncio.Task] = []
+        capacity_waits: dict[int, asyncio.Task] = {}
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while waiting:
+                    healthy = await self.supervisor.wait_for_healthy()
+                    for i, share in self._assign(healthy, waiting, request):
+                        call = self._generate_share(i, self.loads[i], share, request, failures)
+                        calls.append(tasks.create_task(call))
+                    if not waiting:
+                        break
+                    capacity_waits = {i: t for i, t in capacity_waits.items() if not t.done()}
+                    for i in healthy:
+                        if i not in capacity_waits:
+                            wait = self._wait_for_capacity(i, request.purpose)
+                            capacity_waits[i] = tasks.create_task(wait)
+                    await asyncio.wait(capacity_waits.values(), return_when=asyncio.FIRST_COMPLETED)
+                for wait in capacity_waits.values():
+                    wait.cancel()
+        except ExceptionGroup as e:  # the caller gets the failure as it was raised
+            raise e.exceptions[0] from e.exceptions[0].__cause__
+        return [sample for call in calls for sample in call.result()]
+
+    def _assign(
+        self, healthy: list[int], waiting: deque[Prompt], request: GenerationRequest
+    ) -> list[tuple[int, list[Prompt]]]:
+        """Take prompts out of `waiting`; returns the calls to make, as (replica, its prompts).
+
+        A call costs more than a sample, so a replica gets all its prompts in one, unless the caller
+        wants each prompt's samples as they come.
+        """
+        wants_each = request.on_group is not None
+        shares: dict[tuple[int, PromptId | None], list[Prompt]] = defaultdict(list)
+        routed = self.route(healthy, waiting, request.sampling.size, round_robin=not wants_each)
+        for i, prompt in routed:
+            shares[i, prompt.id if wants_each else None].append(prompt)
+            # Counted before the call is made: another generation call may choose replicas in
+            # between.
+            self.loads[i].sent += request.sampling.size
+        return [(i, share) for (i, _), share in shares.items()]
+
+    def route(
+        self, healthy: list[int], waiting: deque[Prompt], group_size: int, round_robin: bool
+    ) -> Iterator[tuple[int, Prompt]]:
+        """Take out of `waiting` the prompts that replicas get now, as (replica, prompt).
+
+        Args:
+            group_size: trajectories per prompt.
+            round_robin: give out all prompts at once, if routing is static.
+        """
+        if round_robin and (self.static or len(self.supervisor.replicas) == 1):
+            yield from zip(itertools.cycle(healthy), list(waiting))
+            waiting.clear()
+        heap = sorted((self.loads[i].generating, i) for i in healthy)
+        while waiting and heap[0][0] < self.replica_capacity:
+            generating, i = heap[0]
+            heapq.heapreplace(heap, (generating + group_size, i))
+            yield i, waiting.popleft()
+
+    async def _generate_share(
+        self,
+        i: int,
+        load: ReplicaLoad,
+        prompts: list[Prompt],
+        request: GenerationRequest,
+        failures: int,
+    ) -> list[Sample]:
+        """The samples of these prompts from replica `i`, or from others if it fails."""
+        if self.supervisor.health[i].state is not ReplicaState.HEALTHY:
+            # A sync began since the prompts were routed, and its call reached the replica first.
+            load.sent -= len(prompts) * request.sampling.size
+            return await self.generate(prompts, request, failures)
+        begin = time.time()
+        try:
+            samples = await self.supervisor.call(
+                i, request.purpose, "rollout", prompts, request.sampling
+            )
+        except ReplicaFailed as e:
+            if failures + 1 >= MAX_ATTEMPTS:
+                raise ProcessDied(
+                    f"{e}: {MAX_ATTEMPTS} replicas in a row failed with the same prompts"
+                ) from e
+            return await self.generate(prompts, request, failures + 1)
+        self.timeline.record(request.purpose, i, begin)
+        load.returned += len(samples)
+        if request.on_group is not None:
+            request.on_group(samples)
+        return samples
+
+    async def _wait_for_capacity(self, i: int, purpose: str) -> None:
+        """Wait until replica `i` can take more, or has failed."""
+        load = self.loads[i]
+        with suppress(ReplicaFailed):
+            load.idle = await self.supervisor.call(
+                i, purpose, "wait_for_capacity", load.sent, self.replica_capacity
+            )

@@ -1,0 +1,199 @@
+"""One trajectory on a replica: its agent loop, with the engine and the reward function bound to it,
+as a scored sample."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from agent_loop.base import Generated, Loops, Trajectory
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
+from one_step_off.config.user_code import (
+    MAX_MESSAGE_CHARS,
+    describe_error,
+    format_traceback,
+    log_traceback,
+    quote_response,
+)
+from one_step_off.data.samples import Prompt, Sample
+from one_step_off.rewards.functions import named_functions
+from one_step_off.rewards.reward import Reward, RewardError, RewardItem, Score
+from one_step_off.rewards.verifiers import REWARD_FUNCTIONS
+from one_step_off.rollout.concurrency import ConcurrencyLimiter, TrajectorySlot
+from one_step_off.rollout.reward_queue import RewardQueue
+from one_step_off.rollout.sampling import Sampling, sample_seed
+
+
+class Replica(Protocol):
+    """The part of `RolloutReplica` that a trajectory uses."""
+
+    cfg: Config
+    tokenizer: Any
+    incarnation: int
+    limiter: ConcurrencyLimiter
+    rewards: RewardQueue
+    _generate: Callable[[np.ndarray, int, int | None, Sampling], Awaitable[Generated]]
+
+    @property
+    def loops(self) -> Loops:
+        """The agent loops, by name."""
+        ...
+
+
+class TrajectoryRun:
+    """Makes sample `index` of a prompt."""
+
+    def __init__(self, replica: Replica, prompt: Prompt, index: int, sampling: Sampling) -> None:
+        self.replica = replica
+        self.cfg = replica.cfg
+        self.prompt = prompt
+        self.index = index
+        self.seed = sampling.seed
+        self.most_tokens = sampling.max_tokens or self.cfg.data.max_response_length
+        self.is_greedy = index == sampling.n
+        self.sampling = replace(sampling, temperature=0.0) if self.is_greedy else sampling
+        limit_s = 2 * (self.cfg.agent.timeout_s + self.cfg.agent.tool_timeout_s)
+        self.slot = TrajectorySlot(replica.limiter, limit_s)
+        self.next_turn = 0
+        self.turns: list[Generated] = []
+        self.reward_fault: dict[str, str] = {}  # of the last reward; see `_fault_of`
+
+    async def sample(self) -> Sample:
+        """The scored sample; without tokens if its agent loop failed.
+
+        Raises:
+            RewardError: with reward.on_error=stop, a failure of the reward function or of the agent
+                loop.
+            ConfigError: the agent loop does not fit the config.
+            Exception: whatever the engine raised, whatever the loop made of it.
+        """
+        outcome = await self.slot.run(self._run_loop)
+        if self.slot.call_errors:
+            raise self.slot.call_errors[0]
+        if isinstance(outcome, ConfigError):
+            raise outcome
+        if isinstance(outcome, Sample):
+            return outcome
+        return self.failed_sample(outcome)
+
+    async def _run_loop(self) -> Sample:
+        loops = self.replica.loops
+        loop = loops.get(self.prompt.agent_loop)
+        limits = loops.limits(self.most_tokens)
+        trajectory = await loop.run(self.prompt, self._generate, self._score, limits)
+        sample = trajectory.sample(self.prompt, self.index)
+        sample.response = self._text(sample.response_ids)
+        reward = await self._reward_of(trajectory, sample)
+        sample.reward = 0.0 if reward is None else reward.total
+        if reward is not None and reward.parts:
+            sample.extra["reward_parts"] = reward.parts
+        if self.is_greedy:
+            sample.extra["greedy"] = True
+        fault = self.reward_fault
+        if not fault and trajectory.late:
+            fault = self._fault_of(None)
+        sample.extra |= fault
+        return sample
+
+    async def _reward_of(self, trajectory: Trajectory, sample: Sample) -> Reward | None:
+        """The loop's own reward, or that of the run's reward function for the policy's last turn.
+
+        Raises:
+            ValueError: the loop's reward is no finite number.
+        """
+        if trajectory.reward is None:
+            if len(trajectory.segments) == 1:
+                return await self._score(sample.response)
+            turns = [s for s in trajectory.segments if s.role == "assistant"]
+            return await self._score(self._text(turns[-1].ids))
+        reward = Reward.of(trajectory.reward)
+        if reward is None:
+            raise ValueError(f"its reward is {trajectory.reward!r:.200}")
+        return reward
+
+    async def _generate(self, ids: np.ndarray, max_tokens: int) -> Generated:
+        """The `generate` that the agent loop receives."""
+        turn = self.next_turn
+        self.next_turn += 1
+        seed = None
+        if self.seed is not None:
+            seed = sample_seed(self.seed, self.prompt.id, self.index, turn)
+        async with self.slot.call(uses_engine=True):
+            generated = await self.replica._generate(ids, max_tokens, seed, self.sampling)
+            self.turns.append(generated)
+            return generated
+
+    async def _score(self, response: str) -> Reward | None:
+        """The `score` that the agent loop receives."""
+        async with self.slot.call(uses_engine=False):
+            score = await self.replica.rewards.score(self._reward_item(response))
+            self.reward_fault = self._fault_of(score)
+        return None if self.reward_fault else Reward.of(score)
+
+    def _text(self, ids: np.ndarray) -> str:
+        return self.replica.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _reward_item(self, response: str) -> RewardItem:
+        """What the reward worker receives."""
+        # The row's other columns may be large, so they do not travel where only built-in functions
+        # are used.
+        has_user_function = any(
+            name not in REWARD_FUNCTIONS for name in named_functions(self.cfg.reward)
+        )
+        return RewardItem(
+            self.prompt.id,
+            self.index,
+            self.prompt.text,
+            response,
+            self.prompt.ground_truth,
+            self.prompt.data_source,
+            extra_info=self.prompt.extra if has_user_function else {},
+            where=self.prompt.where,
+        )
+
+    def _fault_of(self, score: Score | RewardError) -> dict[str, str]:
+        """What is wrong with a reward, for the sample's `extra`; {} if nothing is.
+
+        Raises:
+            RewardError: it is one, and reward.on_error=stop.
+        """
+        if isinstance(score, RewardError):
+            if self.cfg.reward.on_error == "stop":
+                raise score
+            return {"fault": score.kind, "error": str(score)}
+        if score is None:
+            return {"fault": "reward/timeouts", "error": "not judged within reward.timeout_s"}
+        return {}
+
+    def failed_sample(self, error: BaseException) -> Sample:
+        """A sample without tokens, for an agent loop that ended with `error`.
+
+        Raises:
+            RewardError: with reward.on_error=stop.
+        """
+        name = self.prompt.agent_loop or self.cfg.agent.loop
+        where = f"agent loop {name}, {self._reward_item('')}"
+        message = f"{where}: raised {describe_error(error)}: {str(error):.{MAX_MESSAGE_CHARS}}"
+        if self.turns:
+            message += f"; {quote_response(self._text(self.turns[0].ids))}"
+        details = format_traceback(error)
+        log_traceback(message, details)
+        extra: dict[str, Any] = {"greedy": True} if self.is_greedy else {}
+        extra |= self._fault_of(RewardError(message, "agent/errors", details))
+        return Sample(
+            self.prompt.id,
+            self.index,
+            self.prompt.ids,
+            response_ids=np.zeros(0, np.int32),
+            log_probs=np.zeros(0, np.float32),
+            loss_mask=np.zeros(0, bool),
+            versions=np.zeros(0, np.int32),
+            incarnation=self.replica.incarnation,
+            reward=0.0,
+            finish_reason="error",
+            extra=extra,
+        )

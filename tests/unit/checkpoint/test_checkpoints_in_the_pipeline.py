@@ -1,0 +1,96 @@
+"""Checkpoints beside the pipeline: what training waits for, and what the end of a run waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from one_step_off import checkpoint
+from one_step_off.ray_trainer import Stopped
+from tests.unit.ray_trainer.stand_ins import World, build
+
+
+def running(tmp_path: Path, write_s: float, steps: int = 6, fail_at: int = -1, stop_at: int = -1):
+    """A pipeline of stand-ins with a checkpoint at each step, and notes of what began and ended."""
+    pipeline = build(tmp_path, World(random.Random(0), longest=0.01), steps, 1)
+    notes = []
+    pipeline.cfg.trainer.save_freq = 1
+    pipeline.cfg.trainer.output_dir = str(tmp_path)
+
+    async def copied(folder: str) -> asyncio.Future:
+        step = int(re.search(r"step_(\d+)", folder)[1])
+        notes.append(("copied", step))
+        if step == stop_at:
+            pipeline.stopping = True
+
+        async def written() -> None:
+            await asyncio.sleep(write_s)
+            notes.append(("written", step))
+            if step == fail_at:
+                raise OSError(28, "No space left on device")
+
+        return asyncio.ensure_future(written())
+
+    pipeline.checkpointer = checkpoint.Checkpointer(pipeline.cfg, copied)
+    update = pipeline.roles.actor.update
+
+    async def noted(batch, learn=True):
+        found = await update(batch, learn)
+        notes.append(("trained", batch.step))
+        return found
+
+    pipeline.roles.actor.update = noted
+    return pipeline, notes
+
+
+def test_one_is_written_beside_the_next_step_and_the_end_waits_for_the_last(tmp_path):
+    pipeline, notes = running(tmp_path, write_s=0.2)
+    said: list[str] = []
+    pipeline.tracker.log = said.append
+    asyncio.run(pipeline.fit())
+    assert notes.index(("trained", 1)) < notes.index(("written", 1)), (
+        "step 1 trained while its checkpoint was written"
+    )
+    of_checkpoints = [(what, step) for what, step in notes if what != "trained"]
+    assert of_checkpoints == [
+        (what, step) for step in range(1, 7) for what in ("copied", "written")
+    ], "one at a time"
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert "checkpoint/stall_s" not in rows[0]
+    assert all(row["checkpoint/stall_s"] < 0.35 for row in rows[1:])
+    assert rows[1]["checkpoint/stall_s"] < 0.2, "the first one waits for nothing but the copy"
+    later = [row for row in rows if "checkpoint/write_s" in row]
+    assert later
+    assert all(row["checkpoint/write_s"] >= 0.2 and row["checkpoint/bytes"] > 0 for row in later)
+    found = checkpoint.finished(tmp_path / "checkpoints")[-1]
+    assert found.name == "step_000006"
+    assert checkpoint.read_state(found)["incarnation"] == 0
+    assert re.search(
+        r"checkpoint of step 6 in .*step_000006 \(0.0 MB in 0\.\d+ s, training waited 0\.\d+ s\)",
+        said[-1],
+    )
+
+
+def test_a_stop_waits_until_the_checkpoint_is_written(tmp_path):
+    pipeline, notes = running(tmp_path, write_s=0.2, stop_at=2)
+    with pytest.raises(Stopped):
+        asyncio.run(pipeline.fit())
+    newest = checkpoint.finished(tmp_path / "checkpoints")[-1].name
+    assert newest == "step_000002"
+    assert notes[-1] == ("written", 2)
+
+
+def test_a_write_that_fails_ends_the_run_and_the_older_ones_stay(tmp_path):
+    pipeline, notes = running(tmp_path, write_s=0.05, steps=9, fail_at=3)
+    with pytest.raises(OSError, match="No space left on device"):
+        asyncio.run(pipeline.fit())
+    assert [p.name for p in checkpoint.finished(tmp_path / "checkpoints")] == [
+        "step_000001",
+        "step_000002",
+    ]
+    assert ("trained", 8) not in notes

@@ -1,0 +1,86 @@
+"""Calls of Ray actors: time limits, and failures that name the process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from one_step_off.cluster.errors import PhaseTimeout, RoleError, SyncError
+from one_step_off.cluster.remote_calls import call_all, name_failures, with_time_limit
+from one_step_off.config.errors import ConfigError
+from one_step_off.data.staleness import StalenessError
+from tests.unit.stand_ins import ActorMethod, StandInActor
+
+
+def test_a_limit_names_what_it_waited_for():
+    begin = time.perf_counter()
+    with pytest.raises(PhaseTimeout, match=r"step 3, actor: no answer in 0\.05 s"):
+        asyncio.run(with_time_limit(0.05, "step 3, actor", asyncio.sleep(60)))
+    assert time.perf_counter() - begin < 5
+
+
+def test_the_first_failure_does_not_wait_for_the_slow_ones():
+    slow = StandInActor(work=ActorMethod(1, delay=30))
+    failing = StandInActor(work=ValueError("rank 1 broke"))
+
+    async def main():
+        await call_all(60, "actor", [slow, failing], "work")
+
+    begin = time.perf_counter()
+    with pytest.raises(RoleError, match="actor 1, work: ValueError: rank 1 broke"):
+        asyncio.run(main())
+    assert time.perf_counter() - begin < 5
+
+
+def test_a_time_limit_of_the_work_itself_is_not_taken_for_ours():
+    async def main():
+        work = ActorMethod(TimeoutError("inner limit")).remote()
+        await with_time_limit(60, "x", work)
+
+    with pytest.raises(TimeoutError, match="inner limit"):
+        asyncio.run(main())
+
+
+class RayLikeError(Exception):
+    """As Ray wraps a failure: the cause as an attribute, a traceback as the message."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"ray::Worker.setup() (pid=1)\n  File x\n{cause}")
+        self.cause = cause
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind", "words"),
+    [
+        (ConfigError("model.path=x: no"), ConfigError, "^model.path=x: no$"),
+        (SyncError("bucket 2 differs"), SyncError, "^sync, rollout 1: bucket 2 differs$"),
+        (StalenessError("token 3"), StalenessError, "^sync, rollout 1: token 3$"),
+        (MemoryError("out\nof memory"), RoleError, "^sync, rollout 1: MemoryError: out$"),
+    ],
+)
+def test_a_failure_in_a_process_is_named_and_keeps_its_kind(cause, kind, words):
+    work = ActorMethod(RayLikeError(cause)).remote()
+    with pytest.raises(kind, match=words):
+        asyncio.run(name_failures("sync, rollout 1", work))
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("Worker exits unexpectedly.", r"^sync, rollout 1: its process died \(pid 41\)$"),
+        (
+            "The actor died because its node has died. Node Id: 5b",
+            r"rollout 1: its node is lost, or the network to it: ",
+        ),
+    ],
+)
+def test_a_dead_process_is_named_and_a_lost_node_too(reason, words):
+    class ActorDiedError(Exception):
+        pass
+
+    details = "class_name: Rank\n\tpid: 41\n\tip: 10.0.0.2"
+    died = ActorDiedError(f"The actor died unexpectedly.\n\t{details}\n{reason}")
+    with pytest.raises(RoleError, match=words):
+        asyncio.run(name_failures("sync, rollout 1", ActorMethod(died).remote()))

@@ -1,0 +1,181 @@
+"""Models that their files show to be unusable: refused before any engine starts, in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+import ray
+import transformers
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
+from one_step_off.runtime.prepare import prepare
+from tests.conftest import tiny_config
+
+
+def copy_model(model: str, folder: Path, **config_keys: object) -> Path:
+    """A copy of a model directory with other config keys."""
+    copy = Path(shutil.copytree(model, folder / "model"))
+    config = json.loads((copy / "config.json").read_text()) | config_keys
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def assert_refused(cfg: Config, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        prepare(cfg, lambda line: None)
+    assert "\n" not in str(caught.value)
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"model_type": "qwen99"},
+            "its config cannot be loaded .*newer than transformers .* needs a newer one",
+        ),
+        ({"model_type": "vit"}, r"\(model type 'vit'\) is no causal language model"),
+        (
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+            "BertForMaskedLM .* is no causal .*; give",
+        ),
+        ({"architectures": ["Qwen2Model"]}, "Qwen2Model .* is no causal language model"),
+        (
+            {"model_type": "openai-gpt", "architectures": ["OpenAIGPTLMHeadModel"]},
+            "vLLM.* no code for OpenAIGPTLMHeadModel; give",
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"quantized \(gptq\), .*; give the model",
+        ),
+        (
+            {"num_hidden_layers": "two"},
+            r"its config cannot be loaded \(Validation error for field .num_hidden_layers.: \w",
+        ),
+        ({"quantization_config": {"bits": 4}}, r"quantized \(quantization_config in config.json\)"),
+        ({"max_position_embeddings": 100}, "max_response_length = 144: .* takes 100 tokens"),
+    ],
+)
+def test_models_that_do_not_fit(models, tmp_path, keys, words):
+    model = copy_model(models(), tmp_path, **keys)
+    assert_refused(tiny_config(str(model), str(tmp_path / "out")), words)
+
+
+def test_a_quantized_reference_is_refused(models, tmp_path):
+    reference = copy_model(models(), tmp_path, quantization_config={"quant_method": "fp8"})
+    changes = {
+        "placement.roles": {"rollout": "rollout", "actor": "actor", "ref": "actor"},
+        "algorithm.kl_coef": 0.1,
+        "ref.path": str(reference),
+    }
+    cfg = tiny_config(models(), str(tmp_path / "out"), **changes)
+    assert_refused(cfg, r"ref.path=.* quantized \(fp8\)")
+
+
+@pytest.mark.parametrize("others", [[], ["model.Q4_K_M.gguf"], ["adapter_model.safetensors"]])
+def test_a_model_without_weights_that_can_be_trained(models, tmp_path, others):
+    model = copy_model(models(), tmp_path)
+    (model / "model.safetensors").unlink()
+    for name in others:
+        (model / name).write_text("x")
+    cfg = tiny_config(str(model), str(tmp_path / "out"))
+    assert_refused(cfg, f"model.path={model}: has no weights .*GGUF.*; give a model")
+
+
+def refusal_of_the_hub(code: str) -> httpx.Response:
+    request = httpx.Request("HEAD", "http://hub/config.json")
+    headers = {"X-Error-Code": code, "X-Error-Message": "no"}
+    return httpx.Response(403, headers=headers, request=request)
+
+
+@pytest.mark.parametrize(
+    ("cause", "fix"),
+    [
+        (
+            GatedRepoError("403\nno", response=refusal_of_the_hub("GatedRepo")),
+            "gated: ask for access .* `hf auth login`",
+        ),
+        (
+            RepositoryNotFoundError("401", response=refusal_of_the_hub("RepoNotFound")),
+            "no such model on the hub, .*check the id",
+        ),
+        (LocalEntryNotFoundError("not there"), "check the network and HF_HUB_OFFLINE"),
+    ],
+)
+def test_hub_models_that_cannot_be_loaded(tmp_path, monkeypatch, cause, fix):
+    """The hub's answers, as its client raises them below transformers."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise cause
+
+    monkeypatch.setattr(transformers.utils.hub, "hf_hub_download", fail)
+    cfg = tiny_config("some/model", str(tmp_path))
+    assert_refused(cfg, f"model.path=some/model: its config .*{fix}")
+
+
+def test_a_hub_model_that_is_not_in_the_cache(tmp_path):
+    cfg = tiny_config("some/model", str(tmp_path))
+    assert_refused(cfg, "model.path=some/model: .*; check the network")
+
+
+def test_attention_heads_must_split_over_the_ranks(models, tmp_path):
+    cfg = tiny_config(models(), str(tmp_path), **{"rollout.tensor_parallel_size": 3})
+    assert_refused(cfg, "tensor_parallel_size=3: does not divide the 4 attention heads")
+
+
+def test_a_missing_tokenizer_is_named(models, tmp_path):
+    model = copy_model(models(), tmp_path)
+    for file in model.glob("*token*"):
+        file.unlink()
+    cfg = tiny_config(str(model), str(tmp_path / "out"))
+    assert_refused(cfg, "its tokenizer cannot be loaded")
+
+
+# --- models of other roles -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def model_with_other_tokens(models, tmp_path) -> str:
+    """The policy's model with one more token."""
+    model = copy_model(models(), tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["a_word_of_its_own"])
+    tokenizer.save_pretrained(model)
+    return str(model)
+
+
+ROLE_SETTINGS = {"ref": {"algorithm.kl_coef": 0.1}, "critic": {"algorithm.adv_estimator": "gae"}}
+
+
+def config_with_role(model: str, folder: Path, role: str, path: str) -> Config:
+    roles = {"rollout": "rollout", "actor": "actor", role: "actor"}
+    changes = {"placement.roles": roles, f"{role}.path": path} | ROLE_SETTINGS.get(role, {})
+    return tiny_config(model, str(folder), **changes)
+
+
+@pytest.mark.parametrize("role", ["ref", "critic"])
+def test_critic_and_reference_must_read_the_policys_tokens(
+    role, models, model_with_other_tokens, tmp_path
+):
+    path = model_with_other_tokens
+    cfg = config_with_role(models(), tmp_path, role, path)
+    assert_refused(cfg, f"{role}.path={path}: its tokens mean something else")
+
+
+@pytest.mark.parametrize("role", ["ref", "critic"])
+def test_a_model_of_another_role_that_is_not_there(role, models, tmp_path):
+    cfg = config_with_role(models(), tmp_path, role, "no/model")
+    assert_refused(cfg, f"{role}.path=no/model: its config cannot be loaded")
+
+
+def test_a_reward_model_may_have_tokens_of_its_own(models, model_with_other_tokens, tmp_path):
+    path = model_with_other_tokens
+    classifier = transformers.AutoModelForSequenceClassification
+    classifier.from_pretrained(path, num_labels=1).save_pretrained(path)
+    prepare(config_with_role(models(), tmp_path, "reward_model", path), lambda line: None)

@@ -1,0 +1,50 @@
+"""A torchvision that does not import beside torch is named, with the command that removes it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from one_step_off.config.errors import ConfigError
+from one_step_off.models.torch_packages import check_torch_companions
+
+
+def install(folder: Path, package: str, version: str, code: str) -> None:
+    """A package as pip would leave it."""
+    (folder / f"{package}.py").write_text(code)
+    info = folder / f"{package}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that comes before the installed packages."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("torchvision", "torchaudio", "torchcodec"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def test_a_package_that_cannot_be_imported_is_named(packages: Path) -> None:
+    install(packages, "torch", "2.13.0+cpu", "")
+    install(packages, "torchvision", "0.28.0", "raise RuntimeError('no operator nms')")
+    install(packages, "torchaudio", "2.11.0", "")
+    with pytest.raises(ConfigError, match=r"^torchvision 0\.28\.0: cannot be imported") as error:
+        check_torch_companions()
+    assert re.search(r"-m pip uninstall torchvision$", str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "version"), [("2.13.0+cpu", "0.28.0+cpu"), ("2.13.0", "0.28.0")]
+)
+def test_packages_of_the_same_build_are_not_even_imported(
+    packages: Path, torch_version: str, version: str
+) -> None:
+    install(packages, "torch", torch_version, "")
+    install(packages, "torchvision", version, "raise RuntimeError('imported')")
+    check_torch_companions()
+    assert "torchvision" not in sys.modules

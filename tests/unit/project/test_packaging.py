@@ -1,0 +1,98 @@
+"""What a wheel holds, and whether the tested versions fit what setup.cfg asks for."""
+
+from __future__ import annotations
+
+import configparser
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[3]
+
+
+def setup_cfg() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def requirements(extra: str) -> list[Requirement]:
+    """What the package and its extras for one device ask for."""
+    options = setup_cfg()
+    sections = options["options.extras_require"]
+    lines = options["options"]["install_requires"] + sections[extra] + sections["dev"]
+    stripped = (line.strip() for line in lines.splitlines())
+    return [Requirement(line) for line in stripped if line and not line.startswith("#")]
+
+
+def constraints(extra: str) -> dict[str, str]:
+    """Package -> exact version, of constraints/EXTRA.txt."""
+    versions = {}
+    for line in (ROOT / f"constraints/{extra}.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, _, version = line.partition("==")
+            versions[name.lower().replace("_", "-")] = version
+    return versions
+
+
+@pytest.mark.parametrize("extra", ["cpu", "gpu"])
+def test_every_requirement_has_a_tested_version_in_its_range(extra: str) -> None:
+    versions = constraints(extra)
+    for requirement in requirements(extra):
+        version = versions.get(requirement.name.lower().replace("_", "-"))
+        assert version, f"constraints/{extra}.txt has no {requirement.name}"
+        assert requirement.specifier.contains(version, prereleases=True), (
+            f"constraints/{extra}.txt: {requirement.name}=={version} is not in {requirement}"
+        )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of a copy of the tracked files, so that no build folder is left in the checkout."""
+    copy = tmp_path_factory.mktemp("source")
+    out = tmp_path_factory.mktemp("wheel")
+    names = ["setup.cfg", "pyproject.toml", "README.md", "LICENSE", "one_step_off", "agent_loop"]
+    for name in [*names, "config"]:
+        subprocess.run(["cp", "-a", str(ROOT / name), str(copy)], check=True, timeout=60)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    command += ["--quiet", "--wheel-dir", str(out), str(copy)]
+    subprocess.run(command, check=True, timeout=120, stdin=subprocess.DEVNULL)
+    (path,) = out.glob("one_step_off-*.whl")
+    return path
+
+
+def test_a_wheel_holds_the_packages_the_configs_and_the_command(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (entry_points,) = [name for name in names if name.endswith("entry_points.txt")]
+        commands = archive.read(entry_points).decode()
+    for path in (ROOT / "config").glob("*.yaml"):
+        assert f"one_step_off/shipped_configs/{path.name}" in names
+    for package in ("one_step_off", "agent_loop"):
+        for path in (ROOT / package).rglob("*.py"):
+            assert str(path.relative_to(ROOT)) in names
+    assert {"one_step_off/config/other_keys.yaml", "one_step_off/monitoring/report.html"} <= names
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/"))]
+    assert "one-step-off = one_step_off.main_ppo:console_script" in commands
+
+
+def test_the_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    script = "import sys; sys.path.insert(0, sys.argv.pop(1)); from one_step_off import main_ppo; "
+    script += "assert sys.path[0] in main_ppo.__file__; sys.exit(main_ppo.main(sys.argv[1:]))"
+    # -P and -I: neither the working directory nor PYTHONPATH leads back to the checkout.
+    command = [sys.executable, "-I", "-c", script, str(tmp_path / "installed")]
+    done = subprocess.run(
+        [*command, "config=gsm8k_tiny_cpu", "--dry-run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "path: tiny:qwen2" in done.stdout

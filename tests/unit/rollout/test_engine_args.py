@@ -1,0 +1,76 @@
+"""The arguments of vLLM's engine, as vLLM understands them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from one_step_off.rollout.engine_args import engine_args
+from tests.conftest import tiny_config
+
+
+def test_engine_arguments_make_the_intended_engine_on_cpus(models, monkeypatch):
+    """vLLM has taken every name, and its own checks have changed none of the values."""
+    from vllm import AsyncEngineArgs
+
+    from one_step_off.runtime.processes import ENGINE_ENV
+    from one_step_off.weight_sync.vllm_receiver import SyncWorkerExtension
+
+    # As in a replica's process; without these variables the executor is another one.
+    for name, value in ENGINE_ENV["cpu"].items():
+        monkeypatch.setenv(name, value)
+    cfg = tiny_config(
+        models(), "", **{"data.max_response_length": 32, "rollout.val_max_response_length": 64}
+    )
+    cfg.rollout.engine_kwargs = {"max_num_seqs": 7}
+    made = AsyncEngineArgs(**engine_args(cfg, "cpu")).create_engine_config()
+    model = made.model_config
+    longest = 128 + 64  # the longest prompt with the longest response
+    assert made.device_config.device_type == "cpu"
+    assert model.model == cfg.model.path
+    assert model.dtype == torch.float32
+    assert model.max_model_len == longest
+    assert model.seed == cfg.trainer.seed
+    assert model.enforce_eager
+    assert model.logprobs_mode == "processed_logprobs"
+    scheduler = made.scheduler_config
+    assert scheduler.max_num_seqs == 7, "the user's own keys override ours"
+    # A prompt split over two steps would kill a CPU engine.
+    assert not scheduler.enable_chunked_prefill
+    assert scheduler.max_num_batched_tokens >= 7 * longest
+    assert made.cache_config.kv_cache_memory_bytes == 64 << 20
+    assert made.cache_config.block_size == 32
+    parallel = made.parallel_config
+    assert parallel.tensor_parallel_size == 1
+    assert parallel.distributed_executor_backend == "uni"
+    extension = f"{SyncWorkerExtension.__module__}.{SyncWorkerExtension.__name__}"
+    assert parallel.worker_extension_cls == extension
+    assert made.weight_transfer_config.backend == "one_step_off"
+
+
+@pytest.mark.parametrize(("width", "executor"), [(1, "uni"), (2, "mp")])
+@pytest.mark.parametrize("shared", [False, True])
+def test_engine_arguments_on_gpus_are_known_to_vllm(models, width, executor, shared):
+    """An engine of them needs a GPU; a check that the names exist does not."""
+    from vllm import AsyncEngineArgs
+
+    cfg = tiny_config(models(), "", **{"rollout.tensor_parallel_size": width})
+    cfg.placement.roles = {"rollout": "all", "actor": "all" if shared else "other"}
+    made = AsyncEngineArgs(**engine_args(cfg, "cuda"))
+    default = AsyncEngineArgs(model=cfg.model.path)
+    assert made.gpu_memory_utilization == cfg.rollout.gpu_memory_utilization
+    assert made.kv_cache_memory_bytes is None
+    assert made.block_size == default.block_size
+    assert made.enable_chunked_prefill == default.enable_chunked_prefill
+    assert made.enforce_eager == default.enforce_eager, "CUDA graphs"
+    assert made.enable_sleep_mode == shared, "its memory is another role's while it sleeps"
+    assert made.tensor_parallel_size == width
+    assert made.distributed_executor_backend == executor
+
+
+def test_a_user_key_that_vllm_does_not_know_is_refused(models):
+    from vllm import AsyncEngineArgs
+
+    cfg = tiny_config(models(), "", **{"rollout.engine_kwargs": {"no_such_key": 1}})
+    with pytest.raises(TypeError, match="no_such_key"):
+        AsyncEngineArgs(**engine_args(cfg, "cpu"))

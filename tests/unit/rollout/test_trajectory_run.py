@@ -1,0 +1,170 @@
+"""What a sample becomes: its reward, its parts, and the greedy response beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent_loop.base import AgentLoop, Generated, Trajectory
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import Sample
+from one_step_off.models import tiny_qwen
+from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.rollout.vllm_replica import RolloutReplica
+from tests.unit.rollout.stand_ins import (
+    UNSEEDED,
+    FakeScorer,
+    generate_two_tokens,
+    make_prompt,
+    plain_tokenizer,
+    replica_of,
+)
+
+PARTS = {"right": 1.0, "form": 0.5}
+
+
+def sample_of(replica: RolloutReplica, **fields: Any) -> Sample:
+    return asyncio.run(replica._trajectory(make_prompt(**fields), 3, UNSEEDED))
+
+
+@pytest.mark.parametrize(
+    ("response", "reward", "extra"),
+    [
+        ("late", 0.0, {"fault": "reward/timeouts", "error": "not judged within reward.timeout_s"}),
+        ("x", 3.0, {}),
+        ("parts", 1.5, {"reward_parts": PARTS}),
+    ],
+)
+def test_a_sample_gets_the_scorers_answer(response, reward, extra):
+    sample = sample_of(replica_of(tokenizer=plain_tokenizer(response)))
+    assert sample.reward == reward
+    assert sample.extra == extra
+
+
+class UsesScore(AgentLoop):
+    """Calculates with what `score` returned, or returns it, or its parts, as its setting says."""
+
+    def __init__(self, cfg, tokenizer, *, way="number"):
+        super().__init__(cfg, tokenizer)
+        self.way = way
+
+    async def run(self, prompt, generate, score, limits):
+        trajectory = Trajectory(prompt.ids, limits)
+        await trajectory.generate(generate)
+        reward = await score("parts")
+        ways = {
+            "number": lambda: 0.5 * reward + 1,
+            "as it is": lambda: reward,
+            "scaled": lambda: reward.scaled(2.0),
+            "parts": lambda: reward.parts,
+            "total": lambda: reward.total,
+        }
+        trajectory.reward = ways[self.way]()
+        return trajectory
+
+
+@pytest.mark.parametrize(
+    ("way", "reward", "parts"),
+    [
+        ("number", 1.75, {}),
+        ("as it is", 1.5, PARTS),
+        ("scaled", 3.0, {"right": 2.0, "form": 1.0}),
+        ("parts", 1.5, PARTS),
+        ("total", 1.5, {}),
+    ],
+)
+def test_a_loop_may_calculate_with_a_reward_or_read_its_parts(way, reward, parts):
+    cfg = Config()
+    cfg.agent.loop = f"{__name__}:UsesScore"
+    cfg.agent.loop_kwargs = {cfg.agent.loop: {"way": way}}
+    sample = sample_of(replica_of(cfg))
+    assert sample.reward == reward
+    assert type(sample.reward) is float
+    assert sample.extra.get("reward_parts", {}) == parts
+
+
+@pytest.mark.parametrize(
+    ("function", "functions", "columns"),
+    [
+        ("gsm8k", {}, {}),
+        ("my_rewards:f", {}, {"level": 3}),
+        ("gsm8k", {"a": "math"}, {}),
+        ("gsm8k", {"a": "m:f"}, {"level": 3}),
+    ],
+)
+def test_the_rows_other_columns_go_to_user_functions_and_into_no_sample(
+    function, functions, columns
+):
+    cfg = Config()
+    cfg.reward.function = function
+    cfg.reward.functions = functions
+    scorer = FakeScorer()
+    replica = replica_of(cfg, [scorer], plain_tokenizer())
+    sample = sample_of(replica, data_source="a", extra={"level": 3}, where="rows.jsonl:1")
+    (item,) = scorer.items
+    assert item.extra_info == columns
+    assert item.where == "rows.jsonl:1"
+    assert item.data_source == "a"
+    assert sample.extra == {}
+
+
+@pytest.mark.parametrize(
+    ("tries", "reward", "late"),
+    [(["late"] * 2, 0.0, True), (["x", "late"], 0.0, True), (["late", "x"], 1.5, False)],
+)
+def test_a_last_try_whose_reward_is_late_is_marked_as_such(tries, reward, late):
+    cfg = Config()
+    cfg.agent.loop = "retry_with_feedback"
+    cfg.agent.max_turns = 2
+    cfg.agent.loop_kwargs = {"retry_with_feedback": {"passes_at": 9.0, "discount": 0.5}}
+    tokenizer = tiny_qwen.build_tokenizer()
+    texts = iter(tries)
+
+    async def engine(*_):
+        ids = np.array(tokenizer.encode(next(texts)), np.int32)
+        return Generated(ids, np.zeros(len(ids)), np.zeros(len(ids)), 0, "stop")
+
+    sample = sample_of(replica_of(cfg, tokenizer=tokenizer, generate=engine))
+    assert sample.reward == reward
+    assert ("error" in sample.extra) == late
+    assert sample.extra["agent"]["tries"] == 2
+
+
+class EstimatorWithBaselines:
+    """Named in a config as an estimator of the user's own."""
+
+    needs = ("baselines",)
+
+    def __call__(self, *_):
+        raise AssertionError("nothing is estimated here")
+
+
+estimator_with_baselines = EstimatorWithBaselines()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "has_greedy"),
+    [("remax", True), ("grpo", False), (f"{__name__}:estimator_with_baselines", True)],
+)
+def test_a_greedy_response_beside_the_samples_where_the_estimator_needs_baselines(
+    estimator, has_greedy
+):
+    cfg = Config()
+    cfg.algorithm.adv_estimator = estimator
+    cfg.rollout.n = 2
+    group = RolloutGroup([], cfg, seeded=True)
+    assert group.train_sampling.greedy == has_greedy
+    assert not group.val_sampling.greedy
+    replica = replica_of(cfg, tokenizer=plain_tokenizer(), generate=generate_two_tokens)
+    prompts = [make_prompt(row) for row in range(2)]
+    samples = asyncio.run(replica.rollout(prompts, group.train_sampling))
+    places = [(sample.prompt_id[1], sample.index) for sample in samples]
+    assert places == [(row, i) for row in range(2) for i in range(2 + has_greedy)]
+    for sample in samples:
+        is_greedy = sample.index == 2
+        assert sample.log_probs[0] == (0.0 if is_greedy else 1.0), "the temperature"
+        assert sample.extra == ({"greedy": True} if is_greedy else {})
+        assert sample.reward == float(sample.index), "scored like the others"
