@@ -137,7 +137,7 @@ class PartialRolloutPool:
         interrupted = [v.size > 0 and v[0] != v[-1] for v in versions]
         all_versions = np.concatenate([*versions, np.zeros(0)])
         late_groups = {sample.prompt_id for sample in samples if "carried" in sample.extra}
-        found = {
+        metrics = {
             "carry/under_way": float(self.generating),
             "carry/groups": float(len(late_groups)),
             "carry/interrupted": float(np.mean(interrupted)),
@@ -145,5 +145,5 @@ class PartialRolloutPool:
         }
         if on_time.any():
             mean_length = self.total_tokens / self.total_samples
-            found["carry/length_bias"] = float(lengths[on_time].mean() / mean_length)
-        return found
+            metrics["carry/length_bias"] = float(lengths[on_time].mean() / mean_length)
+        return metrics

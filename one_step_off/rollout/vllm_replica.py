@@ -120,8 +120,8 @@ class RolloutReplica(UsageProbe):
         Raises:
             SyncError: a worker could not join.
         """
-        own = {"host": reachable_host(info["host"]), "first_receiver": first_receiver}
-        await self._call_workers("connect_sync", info | own)
+        replica_info = {"host": reachable_host(info["host"]), "first_receiver": first_receiver}
+        await self._call_workers("connect_sync", info | replica_info)
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
         try:
