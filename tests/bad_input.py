@@ -1,4 +1,6 @@
-"""What every bad input must come to: exit code 2, one line that names the thing and the fix, and nothing started or lost."""
+"""What every bad input must come to: exit code 2, one line that names the thing and the fix, and
+nothing started or lost.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def no_engines() -> Iterator[None]:
 def refused(
     argv: Sequence[str], parts: Sequence[str], folder: Path, capsys: pytest.CaptureFixture
 ) -> str:
-    """Run the program with these arguments, and check that they are refused as they must be; returns the line."""
+    """Run the program with these arguments, and check that they are refused as they must be;
+    returns the line.
+    """
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     capsys.readouterr()
     with no_engines():
@@ -96,18 +100,20 @@ def refused(
     assert not left, f"left running: {left}"
     run = folder / "run"
     if run.is_dir():
-        found = {
+        result = {
             str(path.relative_to(run)): path.read_text()
             for path in run.rglob("*")
             if path.is_file()
         }
-        assert found == EARLIER, "an earlier run's folder was changed"
+        assert result == EARLIER, "an earlier run's folder was changed"
     return line
 
 
 @contextlib.contextmanager
 def without_privileges() -> Iterator[None]:
-    """Root, too, is refused what a file's mode refuses: without the capabilities to read, write and search everything."""
+    """Root, too, is refused what a file's mode refuses: without the capabilities to read, write and
+    search everything.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     header = struct.pack("Ii", 0x20080522, 0)
     saved = ctypes.create_string_buffer(24)

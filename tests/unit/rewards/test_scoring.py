@@ -327,7 +327,9 @@ def of_four(prompt, response, ground_truth, data_source):
 
 
 def test_functions_by_data_source_and_the_other_columns_of_the_row(own, tmp_path, monkeypatch):
-    """A function of the four texts alone goes on working; one that takes `extra_info`, by name or by **kwargs, gets it."""
+    """A function of the four texts alone goes on working; one that takes `extra_info`, by name or
+    by **kwargs, gets it.
+    """
     (tmp_path / "columns_rewards.py").write_text(COLUMNS_MODULE)
     functions = {
         "a": "columns_rewards:by_name",
@@ -355,7 +357,9 @@ def test_arguments_go_to_all_functions_of_the_users_own(own):
 
 
 def test_a_score_beside_other_figures_is_no_part(own: str) -> None:
-    """Other trainers' functions return {"score": ..., "acc": ...}: their sum would be a silently wrong reward."""
+    """Other trainers' functions return {"score": ..., "acc": ...}: their sum would be a silently
+    wrong reward.
+    """
     refused('what others call "score" is "reward" here', own, item("{'score': 1.0, 'acc': 1.0}"))
 
 
@@ -368,31 +372,31 @@ def test_a_raising_function_is_named_with_its_prompt(own: str) -> None:
 
 
 def test_a_functions_error_shows_no_secret(own: str) -> None:
-    said = refused(
+    error_text = refused(
         "own_rewards:value",
         own,
         item("open('http://me:hunter2pass@h/v1?token=s3cr3tvalue ' + 'x' * 3000)"),
     )
-    assert "http://***@h/v1?token=***" in said
-    assert "hunter2pass" not in said
-    assert "s3cr3tvalue" not in said
+    assert "http://***@h/v1?token=***" in error_text
+    assert "hunter2pass" not in error_text
+    assert "s3cr3tvalue" not in error_text
 
 
 @pytest.mark.parametrize(
     "result", ["Evil('__repr__')", "Evil('__float__')", "Evil('boom\\nboom')", "'x' * 10**6"]
 )
 def test_a_result_that_misbehaves_itself_is_one_line(own: str, result: str) -> None:
-    said = refused("own_rewards:value", own, item(result))
-    assert "\n" not in said
-    assert len(said) <= 1000
+    error_text = refused("own_rewards:value", own, item(result))
+    assert "\n" not in error_text
+    assert len(error_text) <= 1000
 
 
 def test_one_bad_item_leaves_the_others_their_rewards(own: str) -> None:
-    found = Scorer(RewardConfig(function=f"{own}:value")).score_batch(
+    actual = Scorer(RewardConfig(function=f"{own}:value")).score_batch(
         [item("1.0"), item("1 / 0"), item("2.0")]
     )
-    assert (found[0], found[2]) == (1.0, 2.0)
-    assert isinstance(found[1], RewardError)
+    assert (actual[0], actual[2]) == (1.0, 2.0)
+    assert isinstance(actual[1], RewardError)
 
 
 @pytest.mark.parametrize("function", ["spin", "swallow", "swallow_all"])
