@@ -34,7 +34,8 @@ def models(tmp_path_factory):
     splits them)."""
     from one_step_off.models import tiny_qwen
 
-    root, built = tmp_path_factory.mktemp("models"), {}
+    root = tmp_path_factory.mktemp("models")
+    built = {}
 
     def get(kind: str = "qwen2", tied: bool = True, seed: int = 0) -> str:
         name = f"{kind}-{'tied' if tied else 'untied'}-{seed}"

@@ -59,7 +59,7 @@ WORK = {"tiny": Work(16, 4, 32), "0.5b": Work(4, 4, 16)}
 class AdapterActor(ActorWorker):
     """Sends the matrices A and B themselves, by peft's names (on one rank)."""
 
-    def _own_weights(self) -> list[tuple[WeightPiece, Any]]:
+    def _sent_weights(self) -> list[tuple[WeightPiece, Any]]:
         dtype = self.cfg.model.dtype
         pieces = []
         for name, parameter in self.model.named_parameters():
@@ -201,7 +201,7 @@ def run_ways(args: argparse.Namespace, folder: str) -> dict[str, dict[str, list[
     cfg.actor.log_prob_chunk = 128
     cfg.rollout.sampling_kwargs = {"ignore_eos": True}
     cfg.model.lora_rank = RANK
-    # Ray needs room for both ways; each of them has one process per pool.
+    # Ray needs resources for both ways; each of them has one process per pool.
     pools = {"rollout": [len(WAYS)], "actor": [len(WAYS)]}
     placement = dataclasses.replace(cfg.placement, pools=pools)
     launch.start_ray(dataclasses.replace(cfg, placement=placement))

@@ -17,7 +17,7 @@ samples have come and before v(N) is sent.
                           of every parameter
 
 A checkpoint is written under another name and renamed when it is complete, so it exists whole or
-not at all. The trainers copy their state to host memory and go on training while it is written.
+not at all. The trainers copy their state to host memory and continue training while it is written.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class Checkpointer:
     async def save(
         self, step: int, samples: list[Sample] | None, state: dict[str, Any]
     ) -> Awaitable[tuple[Path, int]]:
-        """Take the checkpoint of `step`. Training may go on when this returns.
+        """Take the checkpoint of `step`. Training may continue when this returns.
 
         Args:
             samples: the finished samples of this step; None where none are in flight.

@@ -1,7 +1,8 @@
 """The types and ranges of a config that was built in Python, checked as the loader checks a file's.
 
 Dataclasses accept any value: `ActorConfig(lr="abc")` and `cfg.actor.lrr = 1` raise nothing by
-themselves."""
+themselves.
+"""
 
 import copy
 import dataclasses
@@ -41,7 +42,8 @@ def check_types(cfg: Config) -> None:
 
 def _refuse_unknown_attributes(cfg: Config) -> None:
     """Raises ConfigError: a section is no section of the schema, or has an attribute that the
-    schema lacks."""
+    schema lacks.
+    """
     sections = {field.name: field.type for field in dataclasses.fields(Config)}
     for name in vars(cfg):
         if name not in sections:

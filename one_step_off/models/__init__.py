@@ -1,4 +1,4 @@
-"""Models: the tiny ones of the CPU run, Hugging Face models as the roles need them, reading of untrusted pickles.
+"""Models: Hugging Face models as the roles need them, checks of their files, tiny models for CPUs.
 
-Read `hf_model.py` first.
+Read `hf_model.py` first; `tiny_qwen.py` makes the model of the CPU run.
 """

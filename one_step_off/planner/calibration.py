@@ -226,7 +226,7 @@ def fit_work(runs: list[Measured], lengths: np.ndarray) -> Any:
     """The `simulation.Work` of the first of some synchronous runs.
 
     Args:
-        runs: the first, and others from which the fixed parts are told apart.
+        runs: the run to fit; further runs, of other batch sizes, separate the fixed parts.
         lengths: response lengths of the first run, int [groups, n].
     """
     from one_step_off.planner.simulation import Work, simulate

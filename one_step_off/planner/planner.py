@@ -31,7 +31,7 @@ MOST_GPUS = 1 << 20
 """Where the times are given: then there need be no GPUs."""
 
 DEFAULT_MAX_NUM_SEQS = 256
-"""vLLM's sequences at once, where rollout.engine_kwargs says nothing."""
+"""vLLM's sequences at once, where rollout.engine_kwargs has no max_num_seqs."""
 
 STEP_METRIC = "median/time/step_s"
 SYNCHRONOUS = "synchronous"
@@ -78,7 +78,7 @@ class Simulated:
 
 
 def arrangements(cfg: Config, gpus: int) -> list[Arrangement]:
-    """The arrangements of so many GPUs that are compared. Raises ConfigError: there is none."""
+    """The arrangements of `gpus` devices that are compared. Raises ConfigError: no split fits."""
     replica_gpus = cfg.rollout.tensor_parallel_size
     _, ranks = devices(cfg)
     model_gpus = ranks // data_parallel_size(cfg, "actor")
@@ -109,7 +109,7 @@ def arrangements(cfg: Config, gpus: int) -> list[Arrangement]:
 
 
 def compare(cfg: Config, work: Any, gpus: int) -> list[Simulated]:
-    """Simulate every arrangement of so many GPUs. Raises ConfigError: there is none."""
+    """Simulate every arrangement of `gpus` devices. Raises ConfigError: no split fits."""
     from one_step_off.planner.simulation import simulate
 
     steps = int(np.clip(SAMPLES // (work.prompts * cfg.rollout.n), 3, 8))

@@ -4,11 +4,13 @@ from one_step_off.algorithms.validation import check_algorithm
 from one_step_off.config.placement import resolved_device, visible_gpu_count
 from one_step_off.config.pool_checks import check_hardware
 from one_step_off.config.schema import Config
+from one_step_off.config.type_checks import check_types
 from one_step_off.config.validation import check_after_algorithm, check_before_algorithm
 
 
 def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> None:
-    """Check what must fit together, what the config names on disk, and what the machine must have.
+    """Check types and ranges, what must fit together, what the config names on disk, and what the
+    machine must have.
 
     Args:
         num_gpus: GPUs of this machine; None: they are counted, if it matters.
@@ -17,6 +19,7 @@ def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> 
     Raises:
         ConfigError: the first fault found.
     """
+    check_types(cfg)
     if num_gpus is None:
         num_gpus = visible_gpu_count(cfg)
     device = resolved_device(cfg, num_gpus)

@@ -1,6 +1,5 @@
-"""The trainer's side: one worker class per role and back end (FSDP2, Megatron-core), LoRA, reward
-models.
+"""Training: a worker class per role and back end (FSDP2, Megatron-core), LoRA, reward models.
 
-Read `worker_interface.py` first, then `trained_worker.py`, the PPO update that every back end
-shares.
+Read `worker_interface.py` first, then `trained_worker.py`: the PPO update that both back ends
+share. `trainer_group.py` is how the pipeline calls the ranks of a role.
 """

@@ -135,7 +135,7 @@ def cuda_is_cpu(device: torch.device) -> Iterator[None]:
 def count_padding_in_checkpoints(optimizer: Any) -> None:
     """Let the distributed optimizer save its buffers with the padding between buckets.
 
-    Megatron's checkpoints leave that padding out, and find parameters as if it were there. A tied
+    Megatron's checkpoints leave that padding out, but compute offsets that include it. A tied
     head on the last pipeline stage has a bucket of its own, so whatever follows it would be saved
     from the wrong places. Concerns `DistributedOptimizer` of all devices.
     """

@@ -47,8 +47,8 @@ class BatchShare:
         count: into how many shares a batch is divided: the data-parallel size.
         reports: whether this rank returns the results of its share; one of the ranks with the same
             share does.
-        width_multiple: padded rows of a micro-batch have a multiple of so many tokens.
-        micro_batch_multiple: a share has a multiple of so many micro-batches.
+        width_multiple: the width of a padded micro-batch is a multiple of it, in tokens.
+        micro_batch_multiple: the number of micro-batches of a share is a multiple of it.
     """
 
     index: int
@@ -77,7 +77,7 @@ class ModelWorker(UsageProbe, ABC):
 
     Attributes:
         cfg: the whole config; role_config: the section of this role.
-        role, rank, world_size: which process of which role this is.
+        role, rank, world_size: this process is one rank of the role's process group.
         device: of the model; known after `setup`.
         batch_share: the part of a batch that this rank computes.
         packed: whether sequences are laid one after the other into one row, else padded to one row

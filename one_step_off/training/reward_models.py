@@ -159,7 +159,7 @@ def mix(samples: Sequence[Sample], scores: Sequence[float], cfg: Config) -> None
     A score that is not finite, or too large, counts as 0 and marks its sample with an error.
 
     Raises:
-        RoleError: there is such a score, and `reward.on_error=stop`.
+        RoleError: a score is not finite or too large, and `reward.on_error=stop`.
     """
     for sample, score in zip(samples, scores, strict=True):
         if not abs(score) <= MAX_REWARD:  # so written for NaN

@@ -230,8 +230,7 @@ class TrainedWorker(CheckpointedWorker):
         return columns
 
     def _optimizer_step(self, stats: UpdateStats) -> float:
-        """Clip by the global norm and step, or skip the step: all ranks alike. Returns the learning
-        rate."""
+        """Clip the gradients and step, or skip the step. Returns the learning rate."""
         learning_rate = self._learning_rate()
         # A loss exists on some ranks only, and all must do the same.
         dist.all_reduce(stats.non_finite_losses)

@@ -61,8 +61,8 @@ class CheckpointedWorker(ModelWorker):
         """Copy weights, optimizer, counters and this rank's RNG state, to be written into `folder`
         (collective).
 
-        Training may go on while they are written. `saved` waits for that, and must be called before
-        the next `save_state`.
+        Training may continue while they are written. `saved` waits for that, and must be called
+        before the next `save_state`.
         """
         self._writing = self._write_state(os.path.join(folder, self.role))
         arrays: dict[str, Any] = {

@@ -23,7 +23,8 @@ lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, 
 @settings(max_examples=50, deadline=None)
 @given(lengths, st.integers(0, 2**31))
 def test_samples_come_back_bit_for_bit(tmp_path_factory, shapes, seed):
-    rng, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("samples")
+    rng = np.random.default_rng(seed)
+    folder = tmp_path_factory.mktemp("samples")
     samples = [
         Sample(
             (int(rng.integers(-1, 5)), i), i, rng.integers(0, 99, p).astype(np.int32), rng.integers(0, 99, r).astype(np.int32),
@@ -35,8 +36,10 @@ def test_samples_come_back_bit_for_bit(tmp_path_factory, shapes, seed):
     checkpoint.write_samples(samples, folder)
     for a, b in zip(samples, checkpoint.read_samples(folder), strict=True):
         for name in sample_files.ARRAY_TYPES:
-            x, y = getattr(a, name), getattr(b, name)
-            assert x.dtype == y.dtype and np.array_equal(x, y), name
+            x = getattr(a, name)
+            y = getattr(b, name)
+            assert x.dtype == y.dtype
+            assert np.array_equal(x, y), name
         assert all(getattr(a, name) == getattr(b, name) for name in sample_files.JSON_FIELDS)
 
 
@@ -112,7 +115,8 @@ def test_when_it_is_due(tmp_path, freq, due):
 
 def test_state_json_is_plain(tmp_path):
     state = json.loads((save(run_config(tmp_path), 5) / "state.json").read_text())
-    assert state["step"] == 5 and state["has_samples"] is False
+    assert state["step"] == 5
+    assert state["has_samples"] is False
     assert set(state["fixed"]) == {*finding.FIXED_KEYS, "actor.backend"}
 
 

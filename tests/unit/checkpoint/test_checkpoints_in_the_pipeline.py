@@ -17,8 +17,10 @@ from tests.unit.ray_trainer.stand_ins import World, build
 
 def running(tmp_path: Path, write_s: float, steps: int = 6, fail_at: int = -1, stop_at: int = -1):
     """A pipeline of stand-ins with a checkpoint at each step, and notes of what began and ended."""
-    pipeline, notes = build(tmp_path, World(random.Random(0), longest=0.01), steps, 1), []
-    pipeline.cfg.trainer.save_freq, pipeline.cfg.trainer.output_dir = 1, str(tmp_path)
+    pipeline = build(tmp_path, World(random.Random(0), longest=0.01), steps, 1)
+    notes = []
+    pipeline.cfg.trainer.save_freq = 1
+    pipeline.cfg.trainer.output_dir = str(tmp_path)
 
     async def copied(folder: str) -> asyncio.Future:
         step = int(re.search(r"step_(\d+)", folder)[1])
@@ -59,16 +61,15 @@ def test_one_is_written_beside_the_next_step_and_the_end_waits_for_the_last(tmp_
         (what, step) for step in range(1, 7) for what in ("copied", "written")
     ], "one at a time"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert "checkpoint/stall_s" not in rows[0] and all(
-        row["checkpoint/stall_s"] < 0.35 for row in rows[1:]
-    )
+    assert "checkpoint/stall_s" not in rows[0]
+    assert all(row["checkpoint/stall_s"] < 0.35 for row in rows[1:])
     assert rows[1]["checkpoint/stall_s"] < 0.2, "the first one waits for nothing but the copy"
     later = [row for row in rows if "checkpoint/write_s" in row]
-    assert later and all(
-        row["checkpoint/write_s"] >= 0.2 and row["checkpoint/bytes"] > 0 for row in later
-    )
+    assert later
+    assert all(row["checkpoint/write_s"] >= 0.2 and row["checkpoint/bytes"] > 0 for row in later)
     found = checkpoint.finished(tmp_path / "checkpoints")[-1]
-    assert found.name == "step_000006" and checkpoint.read_state(found)["incarnation"] == 0
+    assert found.name == "step_000006"
+    assert checkpoint.read_state(found)["incarnation"] == 0
     assert re.search(
         r"checkpoint of step 6 in .*step_000006 \(0.0 MB in 0\.\d+ s, training waited 0\.\d+ s\)",
         said[-1],
@@ -80,7 +81,8 @@ def test_a_stop_waits_until_the_checkpoint_is_written(tmp_path):
     with pytest.raises(Stopped):
         asyncio.run(pipeline.fit())
     newest = checkpoint.finished(tmp_path / "checkpoints")[-1].name
-    assert newest == "step_000002" and notes[-1] == ("written", 2)
+    assert newest == "step_000002"
+    assert notes[-1] == ("written", 2)
 
 
 def test_a_write_that_fails_ends_the_run_and_the_older_ones_stay(tmp_path):

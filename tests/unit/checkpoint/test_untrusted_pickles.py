@@ -51,7 +51,8 @@ def test_a_pickle_inside_of_a_data_file_is_not_run(run, start_single, monkeypatc
     assert checkpoint.find(cfg) == path, "the driver cannot see it"
     with pytest.raises(ConfigError, match="the part of the actor does not fit its model"):
         worker.load_state(str(path))  # which asks for it
-    assert not Path("pwned").exists() and "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+    assert not Path("pwned").exists()
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
 
 @pytest.mark.parametrize("name", ["actor_rank_0.npz", "samples.npz"])

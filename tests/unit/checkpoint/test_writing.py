@@ -31,7 +31,8 @@ def test_a_rank_resumes_its_random_numbers_and_a_new_rank_keeps_a_new_run_s(run,
         worker.load_state(str(path))
         drawn.append(torch.rand(3))
     torch.manual_seed(0)
-    assert torch.equal(drawn[0], want) and torch.equal(drawn[1], torch.rand(3))
+    assert torch.equal(drawn[0], want)
+    assert torch.equal(drawn[1], torch.rand(3))
     assert (worker.version, worker.optimizer_steps) == (0, 0)
 
 

@@ -121,7 +121,8 @@ def test_build_makes_a_model_that_transformers_reads(kind: str, tied: bool, tmp_
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.chat_template == tiny_qwen.CHAT_TEMPLATE
     logits = model(torch.tensor([tiny_qwen.prompt_ids(tokenizer, "1 + 2?")])).logits
-    assert logits.shape[-1] == len(tokenizer) and logits.isfinite().all()
+    assert logits.shape[-1] == len(tokenizer)
+    assert logits.isfinite().all()
 
 
 def test_a_random_model_depends_on_the_seed_alone(tmp_path: Path) -> None:
@@ -142,7 +143,8 @@ def test_second_call_finds_the_cache(
 ) -> None:
     monkeypatch.setenv("ONE_STEP_OFF_CACHE", str(tmp_path / "cache"))
     path = tiny_qwen.ensure("tiny:qwen2")
-    assert Path(path).parent == tmp_path / "cache" and Path(path, "config.json").is_file()
+    assert Path(path).parent == tmp_path / "cache"
+    assert Path(path, "config.json").is_file()
     assert tiny_qwen.ensure("qwen2") == path
     assert fake_build == ["qwen2 0"]
     assert len({path, tiny_qwen.ensure("qwen2", seed=1), tiny_qwen.ensure("qwen3")}) == 3

@@ -1,4 +1,5 @@
-"""Folders of made-up runs that the real Tracker wrote, and their reports as a real browser shows them."""
+"""Folders of made-up runs that the real Tracker wrote, and their reports as a real browser shows
+them."""
 
 from __future__ import annotations
 

@@ -24,12 +24,29 @@ from one_step_off.monitoring.facts import (
 from tests.conftest import tiny_config
 
 SUMMARY = {
-    "steps": 40, "seconds": 74.2, "reward/first": 0.3, "reward/last": 0.95, "reward/averaged_steps": 5, "val/first": 0.0,
-    "val/last": 0.99, "val/versions": [0, 40], "median/time/step_s": 1.17, "median/time/generate_s": 0.5,
-    "median/time/train_s": 0.54, "median/time/sync_s": 0.042, "idle_share/rollout": 0.51, "idle_share/trainer": 0.53,
-    "samples_per_s": 214.2, "tokens_per_s/rollout": 9000.4, "tokens_per_s/trainer": 18000.0, "mfu/rollout": None, "mfu/trainer": None, "device": "cpu",
-    "memory/rollout_peak_bytes": 2**30, "memory/trainer_peak_bytes": 2**29,
-}  # fmt: skip
+    "steps": 40,
+    "seconds": 74.2,
+    "reward/first": 0.3,
+    "reward/last": 0.95,
+    "reward/averaged_steps": 5,
+    "val/first": 0.0,
+    "val/last": 0.99,
+    "val/versions": [0, 40],
+    "median/time/step_s": 1.17,
+    "median/time/generate_s": 0.5,
+    "median/time/train_s": 0.54,
+    "median/time/sync_s": 0.042,
+    "idle_share/rollout": 0.51,
+    "idle_share/trainer": 0.53,
+    "samples_per_s": 214.2,
+    "tokens_per_s/rollout": 9000.4,
+    "tokens_per_s/trainer": 18000.0,
+    "mfu/rollout": None,
+    "mfu/trainer": None,
+    "device": "cpu",
+    "memory/rollout_peak_bytes": 2**30,
+    "memory/trainer_peak_bytes": 2**29,
+}
 
 
 def data_of(train: int, held_out: int, steps: int) -> SimpleNamespace:
@@ -94,11 +111,9 @@ def test_the_end(tmp_path):
     assert facts["peak memory"] == "rollout 1.00 GiB, trainer 0.50 GiB"
     assert facts["whole run"] == "40 steps in 74 s"
     assert facts["metrics"] == f"{tmp_path}/my run/metrics.jsonl, {tmp_path}/my run/summary.json"
-    assert (
-        facts["model"] == f"{tmp_path}/my run/hf_model"
-        and "next run" in facts
-        and "samples" in facts
-    )
+    assert facts["model"] == f"{tmp_path}/my run/hf_model"
+    assert "next run" in facts
+    assert "samples" in facts
     assert (
         facts["tensorboard"]
         == f"{python_command()} -m tensorboard.main --logdir '{tmp_path}/my run/tensorboard'"
@@ -118,23 +133,21 @@ def test_a_run_without_steps_or_evaluation_still_ends_in_words(tmp_path):
 
 
 def test_few_steps_one_evaluation_and_what_came_before():
-    def facts(**found: object) -> dict[str, str]:
-        return dict(end_facts(SUMMARY | found, Config()))
+    def facts(**changes: object) -> dict[str, str]:
+        return dict(end_facts(SUMMARY | changes, Config()))
 
     few = {"reward/averaged_steps": 1, "steps": 3, "val/versions": [0], "val/last": 0.0}
-    assert (
-        facts(**few)["reward"] == "0.300 -> 0.950 (first and last step)"
-        and facts(**few)["held out"] == "0.000"
-    )
+    assert facts(**few)["reward"] == "0.300 -> 0.950 (first and last step)"
+    assert facts(**few)["held out"] == "0.000"
     assert facts(**few | {"steps": 1})["reward"] == "0.950"
-    assert facts(steps_before=30)["this run"] == "10 steps in 74 s" and "whole run" not in facts(
-        steps_before=30
-    )
+    assert facts(steps_before=30)["this run"] == "10 steps in 74 s"
+    assert "whole run" not in facts(steps_before=30)
 
 
 def test_a_run_that_only_evaluates_names_no_model(tmp_path):
     cfg = Config()
-    cfg.trainer.output_dir, cfg.trainer.val_only = str(tmp_path), True
+    cfg.trainer.output_dir = str(tmp_path)
+    cfg.trainer.val_only = True
     (tmp_path / "hf_model").mkdir()  # an earlier run's
     assert (
         dict(start_facts(cfg, "m", None, data_of(5, 0, 1), []))["steps"]
@@ -142,10 +155,9 @@ def test_a_run_that_only_evaluates_names_no_model(tmp_path):
     )
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "val_v000040.jsonl").write_text("{}\n")
-    found = dict(end_facts(SUMMARY, cfg))
-    assert not {"model", "next run"} & set(found) and found["samples"].endswith(
-        f"view {tmp_path} --val 40"
-    )
+    facts = dict(end_facts(SUMMARY, cfg))
+    assert not {"model", "next run"} & set(facts)
+    assert facts["samples"].endswith(f"view {tmp_path} --val 40")
 
 
 def test_the_command_to_go_on_reloads_the_config(models, tmp_path):
@@ -159,12 +171,13 @@ def test_the_command_to_go_on_reloads_the_config(models, tmp_path):
     python, option, module, *arguments = shlex.split(train_further_command(cfg))
     assert (option, module) == ("-m", "one_step_off.main_ppo")
     # It works where it is printed, with no environment activated.
-    said = subprocess.run(
+    done = subprocess.run(
         [python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, env={}
     )
-    assert said.stdout.strip() == sys.prefix
+    assert done.stdout.strip() == sys.prefix
     again = load_config(arguments)
     assert again.model.path == str(tmp_path / "a run" / "hf_model")
     assert again.trainer.output_dir == str(tmp_path / "a run_next")
-    again.model.path, again.trainer.output_dir = cfg.model.path, cfg.trainer.output_dir
+    again.model.path = cfg.model.path
+    again.trainer.output_dir = cfg.trainer.output_dir
     assert again == cfg

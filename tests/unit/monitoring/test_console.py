@@ -25,10 +25,18 @@ ROOT = Path(__file__).parents[3]
 
 def row(step: int, reward: float = 0.5) -> dict:
     return {
-        "step": step, "weight_version": step, "reward/mean": reward, "response_length/mean": 12.3, "time/step_s": 2.0,
-        "time/generate_s": 1.0, "time/train_s": 1.5, "time/sync_s": 0.1, "time/wait_trainer_s": 0.4,
-        "time/wait_rollout_s": 0.05, "tokens_per_s/rollout": 1234.5,
-    }  # fmt: skip
+        "step": step,
+        "weight_version": step,
+        "reward/mean": reward,
+        "response_length/mean": 12.3,
+        "time/step_s": 2.0,
+        "time/generate_s": 1.0,
+        "time/train_s": 1.5,
+        "time/sync_s": 0.1,
+        "time/wait_trainer_s": 0.4,
+        "time/wait_rollout_s": 0.05,
+        "tokens_per_s/rollout": 1234.5,
+    }
 
 
 def a_run(run_console: RunConsole) -> None:
@@ -48,24 +56,20 @@ def test_plain_lines_are_one_per_step():
         a_run(run_console)
     lines = out.getvalue().splitlines()
     assert [line for line in lines if line.startswith("step ")] == [
-        f"step {i + 1}/3  v{i}  reward {i / 2:.3f}  length  12.3  step 2.00s (gen 1.00, train 1.50, sync 0.10)  "
-        "ratio nan  canary nan"
+        f"step {i + 1}/3  v{i}  reward {i / 2:.3f}  length  12.3  "
+        "step 2.00s (gen 1.00, train 1.50, sync 0.10)  ratio nan  canary nan"
         for i in range(3)
     ]
     assert [line for line in lines if line.startswith("building")] == ["building ..."]
-    assert (
-        "starting engines ..." in lines
-        and "model        tiny" in lines
-        and "             two" in lines
-    )
+    assert "starting engines ..." in lines
+    assert "model        tiny" in lines
+    assert "             two" in lines
     assert "\x1b" not in out.getvalue()
 
 
 def test_parts_of_the_reward_stand_behind_it_in_lines_and_in_the_bar():
-    out, parts = (
-        io.StringIO(),
-        {"reward/right/mean": 0.25, "reward/form/mean": 0.5, "reward/std": 0.1},
-    )
+    out = io.StringIO()
+    parts = {"reward/right/mean": 0.25, "reward/form/mean": 0.5, "reward/std": 0.1}
     with RunConsole(out) as run_console, run_console.training(3):
         run_console.step(row(0, 0.75) | parts, 3)
     assert "reward 0.750 (right 0.250, form 0.500)  length  12.3" in out.getvalue()
@@ -87,7 +91,8 @@ class Clock:
 
 def test_what_is_said_while_running_shows_no_secret(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh123")
-    url, out = "http://me:hunter2pass@h:1/v1?token=s3cr3tvalue", io.StringIO()
+    url = "http://me:hunter2pass@h:1/v1?token=s3cr3tvalue"
+    out = io.StringIO()
     with RunConsole(out) as run_console:
         run_console.print_line(
             f"warning: the first: reward_model.url={url}: 3 requests failed with hf_abcdefgh123"
@@ -100,7 +105,8 @@ def test_what_is_said_while_running_shows_no_secret(monkeypatch):
 
 
 def test_what_takes_long_is_told_once_and_with_its_time():
-    out, clock = io.StringIO(), Clock()
+    out = io.StringIO()
+    clock = Clock()
     with RunConsole(out, clock=clock) as run_console, run_console.working("reading"):
         for i in range(100):
             clock.now += 0.5
@@ -138,9 +144,8 @@ def drawn(run_console: RunConsole, width: int) -> str:
 def test_the_bar_and_its_figures(width):
     clock = Clock()
     with RunConsole(terminal(width), clock=clock) as run_console, run_console.training(40):
-        assert "step 0/40" in drawn(run_console, width) and "left -:--:--" in drawn(
-            run_console, width
-        )
+        assert "step 0/40" in drawn(run_console, width)
+        assert "left -:--:--" in drawn(run_console, width)
         clock.now = 100.0  # the first step does not count: buffers and caches warm up in it
         for step in range(10):
             run_console.step(row(step, step / 10), 40)
@@ -160,7 +165,8 @@ def test_the_bar_and_its_figures(width):
 
 
 def test_other_work_has_a_moving_line_and_leaves_its_time():
-    clock, console = Clock(), terminal()
+    clock = Clock()
+    console = terminal()
     with RunConsole(console, clock=clock) as run_console, run_console.working("starting [Ray]"):
         run_console.progress("building", 0.0)
         clock.now = 10.0
@@ -170,11 +176,10 @@ def test_other_work_has_a_moving_line_and_leaves_its_time():
         text = drawn(run_console, 120)
         run_console.progress("building", 1.0)
         assert "building" not in drawn(run_console, 120)
-    assert "starting [Ray] ━" in text and "50% 0:00:20 left 0:00:20" in text
-    assert (
-        "starting [Ray]: 20 s" in console.file.getvalue()
-        and "building: 20 s" in console.file.getvalue()
-    )
+    assert "starting [Ray] ━" in text
+    assert "50% 0:00:20 left 0:00:20" in text
+    assert "starting [Ray]: 20 s" in console.file.getvalue()
+    assert "building: 20 s" in console.file.getvalue()
 
 
 def test_the_live_part_goes_and_what_was_said_stays():
@@ -182,7 +187,8 @@ def test_the_live_part_goes_and_what_was_said_stays():
     with RunConsole(console) as run_console:
         a_run(run_console)
     out = console.file.getvalue()
-    assert "held-out [bold]0.5[/bold]" in out and "placement" in out
+    assert "held-out [bold]0.5[/bold]" in out
+    assert "placement" in out
     assert out.count("\x1b[?25l") == out.count("\x1b[?25h") > 0, (
         "the cursor is hidden and comes back"
     )
@@ -236,8 +242,12 @@ def on_a_terminal(program: str, term: str = "xterm", **variables: str) -> str:
     } | variables
     done = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
-        stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, env=environment | {"TERM": term, "COLUMNS": "100", "LINES": "30"},
-    )  # fmt: skip
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        cwd=ROOT,
+        env=environment | {"TERM": term, "COLUMNS": "100", "LINES": "30"},
+    )
     os.close(slave)
     out = b""
     try:
@@ -253,18 +263,23 @@ def on_a_terminal(program: str, term: str = "xterm", **variables: str) -> str:
 
 def test_on_a_terminal_there_is_a_bar_and_errors_stand_below_it():
     out = on_a_terminal(PROGRAM)
-    assert "━" in out and "step 1/3" in out and "tok/s" in out
+    assert "━" in out
+    assert "step 1/3" in out
+    assert "tok/s" in out
     assert out.count("gen 1.00, train") == 1, "the last step of a run leaves its line"
-    assert "from a library" in out and "UserWarning: ours" in out
+    assert "from a library" in out
+    assert "UserWarning: ours" in out
     last = out.rstrip().splitlines()[-1]
-    assert last.endswith("error: engine 0 died") and out.rindex("\x1b[?25h") < out.rindex("error:")
+    assert last.endswith("error: engine 0 died")
+    assert out.rindex("\x1b[?25h") < out.rindex("error:")
 
 
 def test_in_a_pipe_and_on_a_dumb_terminal_there_are_plain_lines():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert "\x1b" not in done.stdout and done.stdout.count("gen 1.00, train") == 4
+    assert "\x1b" not in done.stdout
+    assert done.stdout.count("gen 1.00, train") == 4
     assert done.stderr.endswith("error: engine 0 died\n")
     assert "gen 1.00, train" in on_a_terminal(PROGRAM, term="dumb")
 

@@ -52,7 +52,7 @@ def test_peaks_by_name(name, peak):
 
 
 def hf_config(**keys: object) -> types.SimpleNamespace:
-    found = types.SimpleNamespace(
+    config = types.SimpleNamespace(
         **{
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
@@ -61,8 +61,8 @@ def hf_config(**keys: object) -> types.SimpleNamespace:
             **keys,
         }
     )
-    found.get_text_config = lambda: found
-    return found
+    config.get_text_config = lambda: config
+    return config
 
 
 def test_shapes():
@@ -87,12 +87,13 @@ def test_rates_and_mfu_of_both_groups():
     cfg = Config()
     cfg.placement.pools["actor"] = [2]
     meter = Meter(cfg, SHAPE, device_name="NVIDIA H100 80GB HBM3")
-    found = step(meter, batch_of(), generate_s=0.5, update_s=2.0, step_s=4.0)
-    assert found["tokens_per_s/rollout"] == 6 / 0.5 and found["tokens_per_s/trainer"] == 12 / 2.0
-    assert found["flops_per_s/trainer"] == 3 * SHAPE.forward_flops([5, 7]) / 2.0
-    assert found["mfu/trainer"] == pytest.approx(found["flops_per_s/trainer"] / (2 * 989e12))
-    assert found["mfu/trainer_of_step"] == pytest.approx(found["mfu/trainer"] / 2)
-    assert found["mfu/rollout"] == pytest.approx(
+    metrics = step(meter, batch_of(), generate_s=0.5, update_s=2.0, step_s=4.0)
+    assert metrics["tokens_per_s/rollout"] == 6 / 0.5
+    assert metrics["tokens_per_s/trainer"] == 12 / 2.0
+    assert metrics["flops_per_s/trainer"] == 3 * SHAPE.forward_flops([5, 7]) / 2.0
+    assert metrics["mfu/trainer"] == pytest.approx(metrics["flops_per_s/trainer"] / (2 * 989e12))
+    assert metrics["mfu/trainer_of_step"] == pytest.approx(metrics["mfu/trainer"] / 2)
+    assert metrics["mfu/rollout"] == pytest.approx(
         SHAPE.generate_flops([3], [3, 3], [2, 4]) / 0.5 / 989e12
     )
 
@@ -100,41 +101,36 @@ def test_rates_and_mfu_of_both_groups():
 def test_what_tools_said_is_read_and_not_generated():
     batch = batch_of()
     batch.samples[1].versions[1:3] = -1
-    found = step(Meter(Config(), SHAPE), batch, generate_s=0.5, update_s=2.0, step_s=4.0)
-    assert found["tokens_per_s/rollout"] == 4 / 0.5 and found["tokens_per_s/trainer"] == 12 / 2.0
-    assert found["flops_per_s/rollout"] == SHAPE.generate_flops([3], [3, 5], [2, 2]) / 0.5
+    metrics = step(Meter(Config(), SHAPE), batch, generate_s=0.5, update_s=2.0, step_s=4.0)
+    assert metrics["tokens_per_s/rollout"] == 4 / 0.5
+    assert metrics["tokens_per_s/trainer"] == 12 / 2.0
+    assert metrics["flops_per_s/rollout"] == SHAPE.generate_flops([3], [3, 5], [2, 2]) / 0.5
 
 
 def test_epochs_count_and_steps_in_which_the_critic_warms_up_alone_do_not():
     cfg = Config()
     cfg.actor.ppo_epochs = 2
-    found = step(Meter(cfg, SHAPE), batch_of(), 1.0, 1.0, 1.0)
-    assert (
-        found["flops_per_s/trainer"] == 6 * SHAPE.forward_flops([5, 7])
-        and found["tokens_per_s/trainer"] == 24
-    )
+    metrics = step(Meter(cfg, SHAPE), batch_of(), 1.0, 1.0, 1.0)
+    assert metrics["flops_per_s/trainer"] == 6 * SHAPE.forward_flops([5, 7])
+    assert metrics["tokens_per_s/trainer"] == 24
     cfg.trainer.critic_warmup = 1
-    found = step(Meter(cfg, SHAPE), batch_of(), 1.0, 1.0, 1.0)
-    assert (
-        found["flops_per_s/trainer"] == 0 == found["tokens_per_s/trainer"]
-        and found["flops_per_s/rollout"] > 0
-    )
+    metrics = step(Meter(cfg, SHAPE), batch_of(), 1.0, 1.0, 1.0)
+    assert metrics["flops_per_s/trainer"] == 0 == metrics["tokens_per_s/trainer"]
+    assert metrics["flops_per_s/rollout"] > 0
 
 
 def test_weights_that_adapters_leave_frozen_have_no_gradients_to_compute():
     cfg = Config()
     cfg.model.lora_rank = 8
-    found = step(Meter(cfg, SHAPE), batch_of(), 1.0, 1.0, 1.0)
-    assert found["flops_per_s/trainer"] == 2 * SHAPE.forward_flops([5, 7])
+    metrics = step(Meter(cfg, SHAPE), batch_of(), 1.0, 1.0, 1.0)
+    assert metrics["flops_per_s/trainer"] == 2 * SHAPE.forward_flops([5, 7])
 
 
 def test_unknown_hardware_shape_or_time_is_none_and_not_a_guess():
-    found = step(Meter(Config(), SHAPE), batch_of(), 0.0, 1.0, 1.0)
-    assert (
-        found["mfu/trainer"] is None
-        and found["flops_per_s/trainer"] > 0
-        and found["tokens_per_s/rollout"] is None
-    )
+    metrics = step(Meter(Config(), SHAPE), batch_of(), 0.0, 1.0, 1.0)
+    assert metrics["mfu/trainer"] is None
+    assert metrics["flops_per_s/trainer"] > 0
+    assert metrics["tokens_per_s/rollout"] is None
     assert set(step(Meter(Config(), None), batch_of(), 1.0, 1.0, 1.0)) == {
         "tokens_per_s/rollout",
         "tokens_per_s/trainer",

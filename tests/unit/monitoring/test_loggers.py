@@ -1,4 +1,4 @@
-"""TensorBoard, W&B and sample dumps: what they write, and that their failures are told and
+"""TensorBoard, W&B and sample dumps: what they write, and that their failures are failed and
 harmless."""
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def config(folder: Path, **changes: object) -> Config:
     return cfg
 
 
-def log_steps(cfg: Config, steps: range, said: list[str]) -> None:
+def log_steps(cfg: Config, steps: range, lines: list[str]) -> None:
     # TensorBoard reads event files by their names: seconds, then a counter that sorts as text (10
     # before 9). Runs of one folder are never started within one second, but tests are.
     time.sleep(1 - time.time() % 1)
-    found = open_loggers(
-        cfg, steps[0], PROMPTS.get, said.append, start_remote_loggers(cfg, steps[0] > 0)
+    run_loggers = open_loggers(
+        cfg, steps[0], PROMPTS.get, lines.append, start_remote_loggers(cfg, steps[0] > 0)
     )
     figures = {"val/version": float(steps[0]), "val/reward": 0.5}
-    found.evaluation(figures, [sample(text="held out")])
+    run_loggers.evaluation(figures, [sample(text="held out")])
     for step in steps:
         row = {
             "step": step,
@@ -74,30 +74,39 @@ def log_steps(cfg: Config, steps: range, said: list[str]) -> None:
             "replaces": [[0, 3]],
         }
         batch.advantages = [np.array([0.5, -1.0, 9.0]), np.zeros(3)]
-        found.step(row, batch)
-    found.close()
+        run_loggers.step(row, batch)
+    run_loggers.close()
 
 
 def test_samples_as_people_read_them(tmp_path):
-    said: list[str] = []
-    log_steps(config(tmp_path, tensorboard=False), range(2), said)
+    lines: list[str] = []
+    log_steps(config(tmp_path, tensorboard=False), range(2), lines)
     rows = [
         json.loads(line)
         for line in (tmp_path / "samples/step_000001.jsonl").read_text("utf-8").splitlines()
     ]
     assert rows[0] == {
-        "prompt_id": [0, 0], "index": 0, "reward": 1.0, "length": 3, "finish_reason": "stop", "versions": [4],
-        "ground_truth": "2", "prompt": "Was ist 1+1?\n", "response": "zwei ü",
-        "advantage/mean": -0.25, "advantage/min": -1.0, "advantage/max": 0.5,
-        "reward_parts": {"right": 1.0}, "baseline": 0.5,
-    }  # fmt: skip
-    assert (
-        rows[1]["reward"] is None
-        and rows[1]["prompt"] is None
-        and rows[1]["advantage/mean"] is None
-    )
+        "prompt_id": [0, 0],
+        "index": 0,
+        "reward": 1.0,
+        "length": 3,
+        "finish_reason": "stop",
+        "versions": [4],
+        "ground_truth": "2",
+        "prompt": "Was ist 1+1?\n",
+        "response": "zwei ü",
+        "advantage/mean": -0.25,
+        "advantage/min": -1.0,
+        "advantage/max": 0.5,
+        "reward_parts": {"right": 1.0},
+        "baseline": 0.5,
+    }
+    assert rows[1]["reward"] is None
+    assert rows[1]["prompt"] is None
+    assert rows[1]["advantage/mean"] is None
     assert "held out" in (tmp_path / "samples/val_v000000.jsonl").read_text()
-    assert not said and not list((tmp_path / "samples").glob(".*"))
+    assert not lines
+    assert not list((tmp_path / "samples").glob(".*"))
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -114,17 +123,18 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_tensorboard_is_read_back_and_a_resumed_run_replaces_what_comes_after(tmp_path):
     pytest.importorskip("tensorboard")
     cfg = config(tmp_path, sample_dump=False)
-    said: list[str] = []
-    log_steps(cfg, range(4), said)
-    found = scalars(tmp_path)
-    assert found["reward/mean"] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3)]
-    assert found["val/reward"] == [(0, 0.5)]
-    assert "mfu/trainer" not in found and "actor/grad_norm" not in found
-    log_steps(cfg, range(2, 5), said)
+    lines: list[str] = []
+    log_steps(cfg, range(4), lines)
+    curves = scalars(tmp_path)
+    assert curves["reward/mean"] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3)]
+    assert curves["val/reward"] == [(0, 0.5)]
+    assert "mfu/trainer" not in curves
+    assert "actor/grad_norm" not in curves
+    log_steps(cfg, range(2, 5), lines)
     assert [s for s, _ in scalars(tmp_path)["reward/mean"]] == [0, 1, 2, 3, 4]
-    log_steps(cfg, range(0, 1), said)
+    log_steps(cfg, range(0, 1), lines)
     assert scalars(tmp_path)["reward/mean"] == [(0, 0.0)], "another run, another history"
-    assert not said
+    assert not lines
 
 
 def test_the_evaluation_of_the_checkpoints_weights_stays(tmp_path):
@@ -149,8 +159,11 @@ def test_samples_of_an_earlier_run_go_from_where_this_one_starts(tmp_path):
     (tmp_path / "samples" / "mine.jsonl").write_text("kept")
     open_loggers(cfg, 2, PROMPTS.get, print, {}).close()
     assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == [
-        "mine.jsonl", "step_000000.jsonl", "step_000001.jsonl", "val_v000000.jsonl",
-    ]  # fmt: skip
+        "mine.jsonl",
+        "step_000000.jsonl",
+        "step_000001.jsonl",
+        "val_v000000.jsonl",
+    ]
 
 
 def test_a_broken_logger_is_told_once_and_left_out(tmp_path, monkeypatch):
@@ -158,38 +171,39 @@ def test_a_broken_logger_is_told_once_and_left_out(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(loggers.SampleDump, "write", broken)
-    said: list[str] = []
-    log_steps(config(tmp_path), range(3), said)
-    assert said == [
-        "warning: the sample dump failed and is left out from now on: OSError: No space left on device"
+    lines: list[str] = []
+    log_steps(config(tmp_path), range(3), lines)
+    assert lines == [
+        "warning: the sample dump failed and is left out from now on: "
+        "OSError: No space left on device"
     ]
     assert len(scalars(tmp_path)["reward/mean"]) == 3
 
 
 def test_loggers_are_told_how_the_run_ended():
     class Ending:
-        told = None
+        failed = None
 
         def close(self, failed):
-            Ending.told = failed
+            Ending.failed = failed
 
     for failed in (True, False):
-        found = Loggers(print)
-        found.add("ending", Ending)
-        found.close(failed)
-        assert Ending.told is failed
+        run_loggers = Loggers(print)
+        run_loggers.add("ending", Ending)
+        run_loggers.close(failed)
+        assert Ending.failed is failed
 
 
 def test_a_logger_that_cannot_start_is_told():
-    said: list[str] = []
-    found = Loggers(said.append)
+    lines: list[str] = []
+    run_loggers = Loggers(lines.append)
 
     def make():
         raise ImportError("no module")
 
-    found.add("TensorBoard", make)
-    found.close()
-    assert said == [
+    run_loggers.add("TensorBoard", make)
+    run_loggers.close()
+    assert lines == [
         "warning: TensorBoard failed and is left out from now on: ImportError: no module"
     ]
 
@@ -199,14 +213,16 @@ def test_a_hanging_logger_holds_the_run_for_a_limited_time_only(monkeypatch):
 
     monkeypatch.setattr(loggers, "CLOSE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(loggers, "MAX_PENDING_JOBS", 1)
-    said: list[str] = []
-    found, gate = Loggers(said.append), threading.Event()
-    found.add("slow", gate.wait)
+    lines: list[str] = []
+    run_loggers = Loggers(lines.append)
+    gate = threading.Event()
+    run_loggers.add("slow", gate.wait)
     for step in range(3):
-        found.step({"step": step}, Batch(step, [], (0, 0)))
-    found.close()
+        run_loggers.step({"step": step}, Batch(step, [], (0, 0)))
+    run_loggers.close()
     gate.set()
-    assert any("behind" in line for line in said) and "have not ended" in said[-1]
+    assert any("behind" in line for line in lines)
+    assert "have not ended" in lines[-1]
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
@@ -214,8 +230,10 @@ def test_a_missing_package_is_refused_with_the_mend(tmp_path, monkeypatch, name)
     from one_step_off.config import packages
 
     cfg = config(tmp_path, **{name: True})
-    cfg.model.path, cfg.data.train_files = "tiny:qwen2", "generator:word_problems"
-    cfg.placement.device, cfg.trainer.total_steps = "cpu", 1
+    cfg.model.path = "tiny:qwen2"
+    cfg.data.train_files = "generator:word_problems"
+    cfg.placement.device = "cpu"
+    cfg.trainer.total_steps = 1
     honest = packages.is_installed
     monkeypatch.setattr(
         packages, "is_installed", lambda package: package != name and honest(package)
@@ -232,7 +250,8 @@ def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
 
     (tmp_path / "some_logger").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert not is_installed("some_logger") and is_installed("json")
+    assert not is_installed("some_logger")
+    assert is_installed("json")
 
 
 needs_wandb = pytest.mark.skipif(
@@ -245,17 +264,17 @@ needs_wandb = pytest.mark.skipif(
 def test_wandb_offline_and_its_id(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     cfg = config(tmp_path, wandb=True, wandb_mode="offline", tensorboard=False, sample_dump=False)
-    said: list[str] = []
-    log_steps(cfg, range(3), said)
+    lines: list[str] = []
+    log_steps(cfg, range(3), lines)
     first = (tmp_path / "wandb_run_id").read_text().strip()
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first}/run-{first}.wandb"))) == 1
-    log_steps(cfg, range(2, 4), said)
+    log_steps(cfg, range(2, 4), lines)
     assert (tmp_path / "wandb_run_id").read_text().strip() == first, (
         "a resumed run goes on in the same W&B run"
     )
-    log_steps(cfg, range(1), said)
+    log_steps(cfg, range(1), lines)
     assert (tmp_path / "wandb_run_id").read_text().strip() != first, "a new run is another one"
-    assert not said
+    assert not lines
 
 
 @needs_wandb
@@ -263,7 +282,8 @@ def test_wandb_without_login_is_refused(tmp_path, monkeypatch):
     import wandb
 
     def refuse(**kwargs):
-        assert kwargs["resume"] == "allow" and kwargs["dir"] == str(tmp_path)
+        assert kwargs["resume"] == "allow"
+        assert kwargs["dir"] == str(tmp_path)
         raise RuntimeError("api_key not configured\n(no-tty)")
 
     monkeypatch.setattr(wandb, "init", refuse)
@@ -289,4 +309,5 @@ def test_wandb_without_login_asks_nothing_at_a_terminal(tmp_path):
     out = on_a_terminal(
         program, HOME=str(tmp_path), NETRC=str(tmp_path / "netrc"), WANDB_API_KEY=""
     )
-    assert "refused: logging.wandb=true: W&B does not start" in out and "choice" not in out
+    assert "refused: logging.wandb=true: W&B does not start" in out
+    assert "choice" not in out

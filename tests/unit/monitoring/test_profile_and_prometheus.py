@@ -53,13 +53,12 @@ def test_a_worker_writes_torchs_profile_of_its_update_and_learns_the_same(
     assert worker.version == 1
     for name in ("actor/loss", "actor/grad_norm"):
         assert profiled[name] == pytest.approx(plain[name], rel=1e-6)
-    (found,) = (tmp_path / "run" / "profile").iterdir()
-    assert found.name == "actor_rank_0.json.gz"
-    events = json.loads(gzip.decompress(found.read_bytes()))["traceEvents"]
+    (profile,) = (tmp_path / "run" / "profile").iterdir()
+    assert profile.name == "actor_rank_0.json.gz"
+    events = json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]
     names = {e["name"] for e in events}
-    assert {"aten::mm", "aten::embedding"} <= names and any(
-        "backward" in name.lower() for name in names
-    )
+    assert {"aten::mm", "aten::embedding"} <= names
+    assert any("backward" in name.lower() for name in names)
 
 
 def profiled_megatron_rank(rank: int, path: str, port: int, folder: str) -> None:
@@ -100,7 +99,8 @@ def test_only_the_step_that_is_asked_for_is_profiled(tmp_path, monkeypatch, step
     monkeypatch.setattr(ray, "put", lambda x: x)
     monkeypatch.chdir(tmp_path)
     cfg = Config()
-    cfg.trainer.profile_step, cfg.trainer.output_dir = 3, "run"
+    cfg.trainer.profile_step = 3
+    cfg.trainer.output_dir = "run"
     group = TrainGroup("actor", [SimpleNamespace(update=Method()) for _ in range(2)], cfg)
 
     asyncio.run(group.update(Batch(step, [], (0, 0))))
@@ -126,13 +126,15 @@ def gauges(port: int) -> dict[str, float]:
 
 def test_the_gauges_are_the_newest_figures_and_the_dashboard_asks_for_nothing_else(tmp_path):
     """tests/a_row.json is the row of a step of config/gsm8k_tiny_cpu.yaml."""
-    cfg, port = Config(), free_port()
-    cfg.trainer.output_dir, cfg.logging.prometheus_port = str(tmp_path), port
+    cfg = Config()
+    port = free_port()
+    cfg.trainer.output_dir = str(tmp_path)
+    cfg.logging.prometheus_port = port
     cfg.logging.tensorboard = cfg.logging.sample_dump = False
-    said: list[str] = []
+    lines: list[str] = []
     tracker = Tracker(str(tmp_path), 9, io.StringIO())
     tracker.loggers = loggers.open_loggers(
-        cfg, 0, lambda _: None, said.append, loggers.start_remote_loggers(cfg, False)
+        cfg, 0, lambda _: None, lines.append, loggers.start_remote_loggers(cfg, False)
     )
     z = np.zeros(2)
     tracker.evaluation(
@@ -140,24 +142,25 @@ def test_the_gauges_are_the_newest_figures_and_the_dashboard_asks_for_nothing_el
     )
     row = json.loads((Path(__file__).parents[2] / "a_row.json").read_text())
     tracker.loggers.step(row, Batch(row["step"], [], (0, 0)))
-    told, deadline = {}, time.monotonic() + 10
+    gauge_values = {}
+    deadline = time.monotonic() + 10
     while (
-        "one_step_off_step" not in told and time.monotonic() < deadline
+        "one_step_off_step" not in gauge_values and time.monotonic() < deadline
     ):  # a thread of the loggers' own does it
-        told = gauges(port)
-    assert (
-        told["one_step_off_step"] == row["step"]
-        and told["one_step_off_reward_mean"] == row["reward/mean"]
-    )
-    assert told["one_step_off_val_pass_2"] == 1.0 and told["one_step_off_restarts_trainer"] == 0
-    assert "one_step_off_sync_changed_share" not in told, "null: there was no such figure"
+        gauge_values = gauges(port)
+    assert gauge_values["one_step_off_step"] == row["step"]
+    assert gauge_values["one_step_off_reward_mean"] == row["reward/mean"]
+    assert gauge_values["one_step_off_val_pass_2"] == 1.0
+    assert gauge_values["one_step_off_restarts_trainer"] == 0
+    assert "one_step_off_sync_changed_share" not in gauge_values, "null: there was no such figure"
     tracker.loggers.step(row | {"step": 99, "reward/mean": 0.75}, Batch(99, [], (0, 0)))
     tracker.close()  # waits for the queue, and then gives the port back
-    assert not said
+    assert not lines
     with pytest.raises(urllib.error.URLError):
         gauges(port)
     asked = dashboard_names()
-    assert len(asked) > 15 and asked <= set(told), sorted(asked - set(told))
+    assert len(asked) > 15
+    assert asked <= set(gauge_values), sorted(asked - set(gauge_values))
 
 
 def test_the_newest_figures_replace_the_older():
@@ -168,9 +171,12 @@ def test_the_newest_figures_replace_the_older():
     server.write(LogEntry(evaluation, 4, is_evaluation=True, samples=[]))
     server.write(LogEntry({"reward/mean": 0.75}, 5, is_evaluation=False, samples=[]))
     assert gauges(port) == {
-        "one_step_off_reward_mean": 0.75, "one_step_off_ratio_mean": 1.0, "one_step_off_step": 5.0,
-        "one_step_off_val_version": 4.0, "one_step_off_val_pass_4": 0.5,
-    }  # fmt: skip
+        "one_step_off_reward_mean": 0.75,
+        "one_step_off_ratio_mean": 1.0,
+        "one_step_off_step": 5.0,
+        "one_step_off_val_version": 4.0,
+        "one_step_off_val_pass_4": 0.5,
+    }
     server.close(False)
 
 
@@ -186,7 +192,8 @@ def test_the_dashboards_panels_lie_side_by_side():
         (p["id"], *p["gridPos"].values()) for p in json.loads(DASHBOARD.read_text())["panels"]
     ]
     taken = [(x + i, y + j) for _, x, y, w, h in places for i in range(w) for j in range(h)]
-    assert len(set(taken)) == len(taken) and max(x for x, _ in taken) == 23
+    assert len(set(taken)) == len(taken)
+    assert max(x for x, _ in taken) == 23
     assert len({number for number, *_ in places}) == len(places)
 
 
@@ -195,7 +202,7 @@ def test_it_listens_on_the_loopback_and_a_taken_port_is_refused():
         port = taken.getsockname()[1]
         with pytest.raises(
             ConfigError,
-            match=rf"^logging.prometheus_port={port}: OSError: .*Address already in use; name another",
+            match=rf"^logging.prometheus_port={port}: OSError: .*in use; name another",
         ):
             loggers.Prometheus(port)
     server = loggers.Prometheus(port)

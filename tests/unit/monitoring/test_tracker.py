@@ -17,15 +17,28 @@ from one_step_off.monitoring.tracker import Tracker
 
 def sample(reward, length, version=0, row=0, index=0, epoch=0):
     z = np.zeros(length)
-    return Sample((epoch, row), index, np.arange(2), z, z, z > -1, np.full(length, version), reward=reward,
-                  finish_reason="length" if length > 3 else "stop")  # fmt: skip
+    return Sample(
+        (epoch, row),
+        index,
+        np.arange(2),
+        z,
+        z,
+        z > -1,
+        np.full(length, version),
+        reward=reward,
+        finish_reason="length" if length > 3 else "stop",
+    )
 
 
 def times(step_s=2.0, gen=1.0, train=1.5):
     return {
-        "time/step_s": step_s, "time/generate_s": gen, "time/train_s": train, "time/sync_s": 0.1,
-        "time/wait_trainer_s": 0.4, "time/wait_rollout_s": 0.0,
-    }  # fmt: skip
+        "time/step_s": step_s,
+        "time/generate_s": gen,
+        "time/train_s": train,
+        "time/sync_s": 0.1,
+        "time/wait_trainer_s": 0.4,
+        "time/wait_rollout_s": 0.0,
+    }
 
 
 def test_rows_ledger_and_summary(tmp_path):
@@ -41,11 +54,13 @@ def test_rows_ledger_and_summary(tmp_path):
     summary = tracker.summary()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == [0, 1, 2]
-    assert (
-        rows[0]["val/reward"] == 0.5 and rows[0]["val/version"] == 0 and "val/reward" not in rows[1]
-    )
-    assert rows[1]["reward/mean"] == 1.5 and rows[1]["reward/std"] == 0.5
-    assert rows[2]["response_length/mean"] == 3 and rows[2]["response_length/cut_share"] == 0.5
+    assert rows[0]["val/reward"] == 0.5
+    assert rows[0]["val/version"] == 0
+    assert "val/reward" not in rows[1]
+    assert rows[1]["reward/mean"] == 1.5
+    assert rows[1]["reward/std"] == 0.5
+    assert rows[2]["response_length/mean"] == 3
+    assert rows[2]["response_length/cut_share"] == 0.5
     assert rows[2]["staleness/min"] == rows[2]["staleness/max"] == 2
     assert rows[0]["actor/grad_norm"] is None, "JSON has no NaN"
     ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
@@ -88,10 +103,8 @@ def test_unjudged_responses_are_counted_and_told_once(tmp_path):
             "error": "not judged within reward.timeout_s",
         }
         tracker.step(Batch(step, samples, (0, 0)), 0, times() | {"reward/timeouts": count})
-    assert (
-        out.getvalue().count("warning") == 1
-        and "not judged within reward.timeout_s" in out.getvalue()
-    )
+    assert out.getvalue().count("warning") == 1
+    assert "not judged within reward.timeout_s" in out.getvalue()
     assert tracker.summary()["reward/timeouts"] == 3
 
 
@@ -112,10 +125,12 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     second.step(Batch(2, [sample(7, 2, row=9)], (0, 0)), 2, times())
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
-    assert [r["reward/mean"] for r in rows] == [0, 1, 7] and rows[2]["val/reward"] == 0.25
+    assert [r["reward/mean"] for r in rows] == [0, 1, 7]
+    assert rows[2]["val/reward"] == 0.25
     assert [r["prompts"] for r in ledger] == [[[0, 0]], [[0, 1]], [[0, 9]]]
     summary = second.summary()
-    assert summary["steps"] == 3 and summary["val/first"] == 0.25
+    assert summary["steps"] == 3
+    assert summary["val/first"] == 0.25
     assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 1
 
 
@@ -182,14 +197,11 @@ def test_a_resumed_run_goes_on_in_the_files_of_the_first(tmp_path):
     assert not (tmp_path / "summary.json").exists()
     again.step(Batch(2, [sample(9, 2, row=9)], (0, 0)), 2, times())
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(r["step"], r["reward/mean"]) for r in rows] == [(0, 0), (1, 1), (2, 9)] and rows[2][
-        "val/reward"
-    ] == 0.7
-    assert (
-        again.summary()["steps"] == 3
-        and again.summary()["steps_before"] == 2
-        and again.evaluations[0]["val/reward"] == 0.5
-    )
+    assert [(r["step"], r["reward/mean"]) for r in rows] == [(0, 0), (1, 1), (2, 9)]
+    assert rows[2]["val/reward"] == 0.7
+    assert again.summary()["steps"] == 3
+    assert again.summary()["steps_before"] == 2
+    assert again.evaluations[0]["val/reward"] == 0.5
 
 
 def test_speed_and_memory_in_rows_and_summary(tmp_path):
@@ -202,12 +214,12 @@ def test_speed_and_memory_in_rows_and_summary(tmp_path):
     tracker.report_usage({"memory/trainer_peak_bytes": 7.0, "memory/rollout_peak_bytes": 9.0}, "")
     summary = tracker.summary()
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    assert row["memory/trainer_peak_bytes"] == 5 and row["tokens_per_s/rollout"] == 4
-    assert summary["memory/trainer_peak_bytes"] == 7 and summary["memory/rollout_peak_bytes"] == 9
-    assert (
-        summary["tokens_per_s/rollout"] == 4
-        and 0 < summary["mfu/trainer_of_step"] < summary["mfu/trainer"] < 1
-    )
+    assert row["memory/trainer_peak_bytes"] == 5
+    assert row["tokens_per_s/rollout"] == 4
+    assert summary["memory/trainer_peak_bytes"] == 7
+    assert summary["memory/rollout_peak_bytes"] == 9
+    assert summary["tokens_per_s/rollout"] == 4
+    assert 0 < summary["mfu/trainer_of_step"] < summary["mfu/trainer"] < 1
     assert summary["device"] == "NVIDIA H100 80GB HBM3"
     assert row["time/actor_update_begin_s"] == pytest.approx(0, abs=1e-6), "a row says when"
     assert summary["median/time/actor_update_s"] == pytest.approx(0.4), "and the summary how long"
@@ -217,7 +229,8 @@ def test_speed_and_memory_in_rows_and_summary(tmp_path):
 
 
 def test_what_tools_said_is_part_of_the_response_and_not_generated(tmp_path):
-    tracker, talk = Tracker(str(tmp_path), 1, out=io.StringIO()), sample(0, 10)
+    tracker = Tracker(str(tmp_path), 1, out=io.StringIO())
+    talk = sample(0, 10)
     talk.versions[2:8] = -1
     tracker.step(Batch(0, [talk], (0, 0)), 0, times(step_s=2.0))
     assert tracker.summary()["response_tokens_per_s"] == 4 / 2.0

@@ -27,9 +27,16 @@ def run(tmp_path):
 
     def row(step, prompt, index, reward, length):
         return {
-            "prompt_id": [0, prompt], "index": index, "reward": reward, "length": length, "finish_reason": "stop",
-            "versions": [step], "ground_truth": "42", "prompt": f"question {prompt}", "response": f"[s{step}p{prompt}i{index}]",
-        }  # fmt: skip
+            "prompt_id": [0, prompt],
+            "index": index,
+            "reward": reward,
+            "length": length,
+            "finish_reason": "stop",
+            "versions": [step],
+            "ground_truth": "42",
+            "prompt": f"question {prompt}",
+            "response": f"[s{step}p{prompt}i{index}]",
+        }
 
     for name, step in (
         ("step_000000", 0),
@@ -60,17 +67,18 @@ def test_the_last_step_best_worst_and_longest(run, capsys):
     assert main([str(run)]) == 0
     out = capsys.readouterr().out
     assert "step_000004.jsonl: 5 samples, reward 0.750, length 5.2 (max 9)" in out
-    assert (
-        "--- best 1 of 3: reward 1  5 tokens  ended with EOS  made by v4  prompt (0, 8) sample 0  ground truth 42"
-        in out
-    )
-    assert "question 8" in out and out.count("--- worst") == 3 and out.count("--- longest") == 1
+    best = "--- best 1 of 3: reward 1  5 tokens  ended with EOS  made by v4"
+    assert f"{best}  prompt (0, 8) sample 0  ground truth 42" in out
+    assert "question 8" in out
+    assert out.count("--- worst") == 3
+    assert out.count("--- longest") == 1
 
 
 def test_parts_of_rewards_are_shown(run, capsys):
     path = run / "samples" / "step_000004.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    rows[0]["reward_parts"], rows[1]["reward_parts"] = {"right": 1, "form": 0.125}, {"right": 0}
+    rows[0]["reward_parts"] = {"right": 1, "form": 0.125}
+    rows[1]["reward_parts"] = {"right": 0}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main([str(run), "--best", "1"]) == 0
     out = capsys.readouterr().out
@@ -92,7 +100,7 @@ def test_choices(run, capsys):
     [
         (
             ["nowhere"],
-            "error: nowhere: no samples of --step LAST: there are none; give the trainer.output_dir of a run",
+            "error: nowhere: no samples of --step LAST: there are none; give the trainer.output_dir",
         ),
         (["RUN", "--step", "3"], "no samples of --step 3: there are 3, from 0 to 4"),
         (["RUN", "--val", "1"], "no samples of --val 1: there are 1, from 3 to 3"),
@@ -108,7 +116,8 @@ def test_one_line_for_bad_input(run, tmp_path, capsys, argv, words):
     places = {"RUN": str(run), "EMPTY": str(tmp_path / "empty")}
     assert main([places.get(a, a) for a in argv]) == 2
     err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
+    assert words in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -133,7 +142,9 @@ def test_a_models_output_does_not_steer_the_terminal(run, capsys):
     path.write_text(json.dumps(row) + "\n")
     main([str(run), "--best", "1"])
     out = capsys.readouterr().out
-    assert "\x1b" not in out and "\x07" not in out and "[bold]c" in out
+    assert "\x1b" not in out
+    assert "\x07" not in out
+    assert "[bold]c" in out
 
 
 def test_colours_on_a_terminal(run):
@@ -146,4 +157,6 @@ def test_colours_on_a_terminal(run):
     os.close(slave)
     out = os.read(master, 100_000).decode()
     os.close(master)
-    assert done.returncode == 0 and "\x1b[1m--- best 1 of 1" in out and "[s4p8i0]" in out
+    assert done.returncode == 0
+    assert "\x1b[1m--- best 1 of 1" in out
+    assert "[s4p8i0]" in out

@@ -152,7 +152,8 @@ def test_two_runs_tell_the_constants(tmp_path) -> None:
 def test_one_run_is_met_and_has_next_to_no_fixed_parts(tmp_path, capsys) -> None:
     write_run(tmp_path / "whole", 8)
     work = calibration.by_runs([str(tmp_path / "whole")])
-    assert work.train_fixed_s < 0.01 and work.decode_s < 0.01 * 16 * work.sequence_s
+    assert work.train_fixed_s < 0.01
+    assert work.decode_s < 0.01 * 16 * work.sequence_s
     assert main([*GPUS, "--from", str(tmp_path / "whole")]) == 0
     assert rows_of(capsys.readouterr().out)["2 + 6", "synchronous"] == pytest.approx(
         50 * 0.036 + 3 + 2.56 / 6 + 2, rel=1e-3
@@ -177,11 +178,9 @@ def test_without_either_it_runs_the_config_twice_synchronously(monkeypatch, caps
     )
     for cfg in asked:
         own = cfg.trainer
-        assert (
-            cfg.pipeline.staleness == 0
-            and own.total_steps == calibration.STEPS
-            and own.resume == "never"
-        )
+        assert cfg.pipeline.staleness == 0
+        assert own.total_steps == calibration.STEPS
+        assert own.resume == "never"
         assert (own.test_freq, own.save_freq, own.save_hf_model, cfg.data.val_files) == (
             -1,
             -1,
@@ -231,7 +230,10 @@ def test_bad_input_is_one_line_and_starts_nothing(monkeypatch, capsys, arguments
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("something was started"))
     assert main([*GPUS, *arguments]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith("error: ") and err.count("\n") == 1 and said in err
+    assert not out
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert said in err
 
 
 def test_a_critic_elsewhere_is_not_planned(capsys) -> None:
@@ -259,4 +261,5 @@ def test_a_run_that_tells_nothing_is_named(tmp_path, capsys, broken: str) -> Non
         metrics.write_text(metrics.read_text().replace("samples", "sample"))
     assert main([*GPUS, "--from", str(folder)]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"error: --from {folder}: ") and err.count("\n") == 1
+    assert err.startswith(f"error: --from {folder}: ")
+    assert err.count("\n") == 1

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from one_step_off.config import unknown_keys
-from one_step_off.config import validation as config_checks
+from one_step_off.config import packages, unknown_keys
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import KEYS, SECTIONS, find_key, load_config
 from one_step_off.config.schema import Config
@@ -159,7 +158,7 @@ def test_commands(page: Path, working_directory: Path, monkeypatch: pytest.Monke
         with monkeypatch.context() as patch:
             if variables.get("BACKEND") == "megatron":
                 arguments[0] = f"config={ROOT}/config/qwen_gsm8k_megatron.yaml"
-                patch.setattr(config_checks, "is_installed", lambda package: True)
+                patch.setattr(packages, "is_installed", lambda package: True)
             if "RAY_ADDRESS" in variables:
                 patch.setenv("RAY_ADDRESS", variables["RAY_ADDRESS"])
             check(load_config(arguments))

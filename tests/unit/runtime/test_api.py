@@ -39,9 +39,13 @@ def run_python(code: str) -> str:
 
 def test_importing_the_package_imports_nothing_else():
     """shell/setup.sh does so before anything is installed."""
-    code = "import sys; before = set(sys.modules); import one_step_off; print(sorted(set(sys.modules) - before))"
-    imported = run_python(f"import importlib, typing; {code}")
-    assert imported == "['one_step_off']"
+    code = """
+import importlib, sys, typing
+before = set(sys.modules)
+import one_step_off
+print(sorted(set(sys.modules) - before))
+"""
+    assert run_python(code) == "['one_step_off']"
 
 
 def test_a_config_is_loaded_and_refused_without_torch():
@@ -66,7 +70,7 @@ def test_public_names():
         one_step_off.trian  # noqa: B018
 
 
-# --- load_config ---------------------------------------------------------------------------------------------------
+# --- load_config ---
 
 
 def test_the_ways_to_set_a_key(tmp_path):
@@ -82,7 +86,8 @@ def test_the_ways_to_set_a_key(tmp_path):
         **{"trainer.output_dir": tmp_path, "reward.kwargs": {"limit": 2}},
     )
     assert (cfg.actor.lr, cfg.rollout.n, cfg.trainer.total_steps) == (0.125, 3, 7)
-    assert cfg.trainer.output_dir == str(tmp_path) and cfg.reward.kwargs == {"limit": 2}
+    assert cfg.trainer.output_dir == str(tmp_path)
+    assert cfg.reward.kwargs == {"limit": 2}
 
 
 @pytest.mark.parametrize("text", ["1e-5", "null", 'a "quoted" # text', "on", "zwei ü \U0001f600"])
@@ -110,7 +115,7 @@ def test_bad_settings_are_refused(arguments, settings, words):
         load_config(*arguments, **settings)
 
 
-# --- the check of a config that was built in Python ----------------------------------------------------------------
+# --- the check of a config that was built in Python ---
 
 
 def set_attribute(section: str, name: str, value: object) -> Config:
@@ -153,7 +158,7 @@ def test_callbacks_that_are_no_functions_are_refused(callbacks, words):
         train(Config(), callbacks)
 
 
-# --- train, with a stand-in for Ray and what runs on it ------------------------------------------------------------
+# --- train, with a stand-in for Ray and what runs on it ---
 
 
 def sample(row: int) -> Sample:
@@ -179,10 +184,12 @@ def test_a_run_returns_its_results_and_leaves_the_config_as_it_was(cfg, tmp_path
     result = train(cfg, callbacks=[rows.append])
     assert cfg.actor.lr == "0.001"
     assert [row["step"] for row in rows] == [0, 1] == [row["step"] for row in result.metrics]
-    assert result.summary["steps"] == 2 and result.evaluations == []
+    assert result.summary["steps"] == 2
+    assert result.evaluations == []
     assert result.output_dir == tmp_path / "run"
     assert result.report == tmp_path / "run" / "report.html"
-    assert result.hf_model is None and result.checkpoints == []
+    assert result.hf_model is None
+    assert result.checkpoints == []
     assert repr(result) == f"RunResult(2 steps in {tmp_path}/run)"
     assert "lr: 0.001" in (tmp_path / "run" / "config.yaml").read_text()
 
@@ -229,7 +236,7 @@ def test_an_interrupt_is_raised(cfg, monkeypatch):
         train(cfg)
 
 
-# --- callbacks -----------------------------------------------------------------------------------------------------
+# --- callbacks ---
 
 
 def test_callbacks_get_copies_and_what_they_return_is_ignored(tmp_path):
@@ -241,7 +248,8 @@ def test_callbacks_get_copies_and_what_they_return_is_ignored(tmp_path):
     tracker = Tracker(str(tmp_path), 1, out=io.StringIO())
     tracker.callbacks = StepCallbacks([change, seen.append])
     tracker.step(Batch(0, [sample(0)], (0, 0)), 0, dict(TIMES))
-    assert seen[0]["step"] == 0 and tracker.steps[0]["reward/mean"] == 0.5
+    assert seen[0]["step"] == 0
+    assert tracker.steps[0]["reward/mean"] == 0.5
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["reward/mean"] == 0.5
     assert not tracker.callbacks.stop_requested
 
@@ -259,5 +267,7 @@ def test_a_callback_requests_a_stop_and_the_others_are_still_called(stop, reason
     callbacks = StepCallbacks([request_stop, seen.append])
     callbacks.on_stop_request = lambda: setattr(pipeline, "stopping", True)
     callbacks.step({"step": 3})
-    assert pipeline.stopping and seen == [{"step": 3}]
-    assert callbacks.stop_requested and callbacks.stop_reason == reason
+    assert pipeline.stopping
+    assert seen == [{"step": 3}]
+    assert callbacks.stop_requested
+    assert callbacks.stop_reason == reason

@@ -66,7 +66,8 @@ def test_the_first_signal_asks_the_pipeline_to_stop(number, in_a_loop):
     run = Run(runner, grace_s=LONG_S)
     assert call(runner, run, [number], in_a_loop) == "stopped, requested: True"
     assert run.lines == [
-        "stopping: a checkpoint is written when this step ends, within 60 s; press Ctrl-C again to abort"
+        "stopping: a checkpoint is written when this step ends, within 60 s; "
+        "press Ctrl-C again to abort"
     ]
     assert (run.thread is threading.main_thread()) is not in_a_loop
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

@@ -1,4 +1,5 @@
-"""A run up to the start of Ray: what is prepared and refused, what it writes first, and how failures are reported."""
+"""A run up to the start of Ray: what is prepared and refused, what it writes first, and how
+failures are reported."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_the_first_line_waits_for_no_slow_import():
     assert done.stdout == "[]\n", done.stderr
 
 
-# --- what is prepared ----------------------------------------------------------------------------
+# --- what is prepared ---
 
 
 def test_a_prepared_run_has_its_canary_and_its_data(models, tmp_path):
@@ -84,7 +85,7 @@ def test_settings_of_loops_that_rows_use_are_not_warned_of(models, tmp_path):
     assert prepared.loop_names == ["tool"]
 
 
-# --- what is written first -----------------------------------------------------------------------
+# --- what is written first ---
 
 
 def test_the_run_folder_names_models_as_the_user_did(models, tmp_path):
@@ -122,7 +123,7 @@ def test_a_refused_logger_leaves_an_earlier_run_as_it_is(models, tmp_path, monke
         assert (tmp_path / name).read_text() == "an earlier run's"
 
 
-# --- a run at its last step ----------------------------------------------------------------------
+# --- a run at its last step ---
 
 
 @pytest.fixture
@@ -165,7 +166,7 @@ def test_a_run_that_was_killed_before_its_model_was_written_writes_it(
     assert first_steps == [3]
 
 
-# --- failures ------------------------------------------------------------------------------------
+# --- failures ---
 
 
 def test_a_failure_is_reported_in_one_line_and_kept_whole(tmp_path, models):

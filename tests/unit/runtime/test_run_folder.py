@@ -17,7 +17,12 @@ from one_step_off.runtime import failure_report, launch, run_folder
 from tests.bad_input import base, refused
 
 ROOT = Path(__file__).parents[3]
-KEYS = "model.path=tiny:qwen2 data.train_files=generator:word_problems trainer.total_steps=2 placement.device=cpu".split()
+KEYS = (
+    "model.path=tiny:qwen2",
+    "data.train_files=generator:word_problems",
+    "trainer.total_steps=2",
+    "placement.device=cpu",
+)
 WAYS = ["name another trainer.output_dir", "replace it with trainer.overwrite=true"]
 
 
@@ -26,8 +31,8 @@ class Reached(Exception):
 
 
 @pytest.fixture
-def begins(tmp_path, monkeypatch):
-    """Whether a run with these arguments goes on to its model: the exit code and what is said, if
+def try_run(tmp_path, monkeypatch):
+    """Whether a run with these arguments goes on to its model: the exit code and what is message, if
     it does not."""
 
     def prepare(*_: object) -> None:
@@ -40,14 +45,14 @@ def begins(tmp_path, monkeypatch):
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         code = main([*KEYS, f"trainer.output_dir={tmp_path}/run", *argv])
         assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        said = capsys.readouterr().err
-        assert code == (1 if said == "Reached\n" else 2), said
-        return code == 1, said
+        message = capsys.readouterr().err
+        assert code == (1 if message == "Reached\n" else 2), message
+        return code == 1, message
 
     return call
 
 
-def earlier(folder: Path, steps: int = 0, checkpoints: tuple[int, ...] = ()) -> None:
+def write_earlier_run(folder: Path, steps: int = 0, checkpoints: tuple[int, ...] = ()) -> None:
     """What a run of so many steps has left; for the question alone the files' contents do not
     matter."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,38 +65,31 @@ def earlier(folder: Path, steps: int = 0, checkpoints: tuple[int, ...] = ()) -> 
 
 
 @pytest.mark.parametrize("more", [[], ["trainer.resume=never"]])
-def test_a_run_without_a_checkpoint_is_not_replaced(more, begins, tmp_path, capsys):
-    earlier(tmp_path / "run", 40)
-    may, said = begins(capsys, *more)
-    assert (
-        not may
-        and said.startswith(f"error: trainer.output_dir={tmp_path}/run: holds a run of 40 steps")
-        and said.count("\n") == 1
-    )
-    assert (
-        all(way in said for way in WAYS)
-        and "it cannot be resumed, for it has no checkpoint (trainer.save_freq=" in said
-    )
-    assert begins(capsys, *more, "trainer.overwrite=true")[0]
-    assert begins(capsys, *more, f"trainer.output_dir={tmp_path}/other")[0]
+def test_a_run_without_a_checkpoint_is_not_replaced(more, try_run, tmp_path, capsys):
+    write_earlier_run(tmp_path / "run", 40)
+    is_allowed, message = try_run(capsys, *more)
+    assert not is_allowed
+    assert message.startswith(f"error: trainer.output_dir={tmp_path}/run: holds a run of 40 steps")
+    assert message.count("\n") == 1
+    assert all(way in message for way in WAYS)
+    assert "it cannot be resumed, for it has no checkpoint (trainer.save_freq=" in message
+    assert try_run(capsys, *more, "trainer.overwrite=true")[0]
+    assert try_run(capsys, *more, f"trainer.output_dir={tmp_path}/other")[0]
 
 
-def test_a_run_with_checkpoints_is_resumed_and_not_replaced(begins, tmp_path, capsys):
-    earlier(tmp_path / "run", 40, (20, 30))
-    assert begins(capsys)[0], "it goes on from step 30"
-    may, said = begins(capsys, "trainer.resume=never")
-    assert (
-        not may
-        and "holds a run of 40 steps" in said
-        and "resume it with trainer.resume=auto, " in said
-    )
-    assert all(way in said for way in WAYS)
-    assert begins(capsys, "trainer.resume=never", "trainer.overwrite=true")[0]
+def test_a_run_with_checkpoints_is_resumed_and_not_replaced(try_run, tmp_path, capsys):
+    write_earlier_run(tmp_path / "run", 40, (20, 30))
+    assert try_run(capsys)[0], "it resumes from step 30"
+    is_allowed, message = try_run(capsys, "trainer.resume=never")
+    assert not is_allowed
+    assert "holds a run of 40 steps" in message
+    assert "resume it with trainer.resume=auto, " in message
+    assert all(way in message for way in WAYS)
+    assert try_run(capsys, "trainer.resume=never", "trainer.overwrite=true")[0]
     shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "elsewhere")
-    may, said = begins(capsys, f"trainer.resume={tmp_path}/elsewhere/step_000020")
-    assert not may and "holds a run of 40 steps" in said, (
-        "another run's checkpoint continues another run"
-    )
+    is_allowed, message = try_run(capsys, f"trainer.resume={tmp_path}/elsewhere/step_000020")
+    assert not is_allowed
+    assert "holds a run of 40 steps" in message, "another run's checkpoint continues another run"
 
 
 @pytest.mark.parametrize(
@@ -102,76 +100,76 @@ def test_a_run_with_checkpoints_is_resumed_and_not_replaced(begins, tmp_path, ca
         (0, (50, 100), "the checkpoint step_000100"),
     ],
 )
-def test_going_back_loses_nothing_unasked(steps, checkpoints, holds, begins, tmp_path, capsys):
+def test_going_back_loses_nothing_unasked(steps, checkpoints, holds, try_run, tmp_path, capsys):
     """The same command given twice: the first time it went on from step 50, the second time that
     would drop what it did."""
-    earlier(tmp_path / "run", steps, checkpoints)
+    write_earlier_run(tmp_path / "run", steps, checkpoints)
     back = f"trainer.resume={tmp_path}/run/checkpoints/step_000050"
-    may, said = begins(capsys, back)
-    assert (
-        not may
-        and said.startswith(f"error: {back}: {tmp_path}/run holds {holds}")
-        and said.count("\n") == 1
-    )
-    assert all(way in said for way in ["trainer.resume=auto", *WAYS])
-    assert begins(capsys, back, "trainer.overwrite=true")[0]
-    assert begins(capsys, back, f"trainer.output_dir={tmp_path}/other")[0]
-    assert begins(capsys)[0]
+    is_allowed, message = try_run(capsys, back)
+    assert not is_allowed
+    assert message.startswith(f"error: {back}: {tmp_path}/run holds {holds}")
+    assert message.count("\n") == 1
+    assert all(way in message for way in ["trainer.resume=auto", *WAYS])
+    assert try_run(capsys, back, "trainer.overwrite=true")[0]
+    assert try_run(capsys, back, f"trainer.output_dir={tmp_path}/other")[0]
+    assert try_run(capsys)[0]
 
 
-def test_the_last_step_is_what_the_rows_say(begins, tmp_path, capsys):
+def test_the_last_step_is_what_the_rows_say(try_run, tmp_path, capsys):
     """A run that began from another folder's checkpoint has no rows before it; the last row may be
     cut off."""
-    earlier(tmp_path / "run", 0, (50,))
+    write_earlier_run(tmp_path / "run", 0, (50,))
     rows = tmp_path / "run" / "metrics.jsonl"
     resume = f"trainer.resume={tmp_path}/run/checkpoints/step_000050"
     rows.write_text("".join(f'{{"step": {step}}}\n' for step in range(40, 50)))
-    assert begins(capsys, resume)[0], "nothing lies beyond it"
+    assert try_run(capsys, resume)[0], "nothing lies beyond it"
     rows.write_text(rows.read_text() + '{"step": 50}\n{"st')
-    may, said = begins(capsys, resume)
-    assert not may and "holds 51 steps" in said
+    is_allowed, message = try_run(capsys, resume)
+    assert not is_allowed
+    assert "holds 51 steps" in message
 
 
 def test_a_job_that_may_be_requeued_is_given_as_the_docs_say(tmp_path):
-    """Requeued before its first checkpoint it begins again; behind one it goes on from it."""
+    """Requeued before its first checkpoint it begins again; after one it resumes from it."""
     text = (ROOT / "docs/tutorials/many_gpus.md").read_text() + (
         ROOT / "shell" / "slurm_qwen_gsm8k.sh"
     ).read_text()
     commands = [line.strip("# ") for line in text.splitlines() if "sbatch --requeue shell/" in line]
-    assert len(commands) == 2 and len({*commands}) == 1, "in both places the same"
+    assert len(commands) == 2
+    assert len({*commands}) == 1, "in both places the same"
     keys = [
         word
         for word in commands[0].split()
         if "=" in word and not word.startswith("trainer.output_dir=")
     ]
-    earlier(tmp_path, 5)
+    write_earlier_run(tmp_path, 5)
     cfg = load_config([*KEYS, *keys, f"trainer.output_dir={tmp_path}"])
-    assert (
-        cfg.trainer.resume == "auto"
-        and cfg.trainer.save_freq > 0
-        and run_folder.replaced_by(cfg) is None
-    )
-    earlier(tmp_path, 25, (20,))
+    assert cfg.trainer.resume == "auto"
+    assert cfg.trainer.save_freq > 0
+    assert run_folder.replaced_by(cfg) is None
+    write_earlier_run(tmp_path, 25, (20,))
     assert run_folder.resumes(cfg)
 
 
-def test_checkpoints_alone_are_a_run_too(begins, tmp_path, capsys):
-    earlier(tmp_path / "run", 0, (20,))
-    may, said = begins(capsys, "trainer.resume=never")
-    assert not may and "holds the checkpoint step_000020 of a run" in said
+def test_checkpoints_alone_are_a_run_too(try_run, tmp_path, capsys):
+    write_earlier_run(tmp_path / "run", 0, (20,))
+    is_allowed, message = try_run(capsys, "trainer.resume=never")
+    assert not is_allowed
+    assert "holds the checkpoint step_000020 of a run" in message
 
 
-def test_nothing_to_lose_is_no_run(begins, tmp_path, capsys):
+def test_nothing_to_lose_is_no_run(try_run, tmp_path, capsys):
     """As after a run that failed before its first step."""
-    earlier(tmp_path / "run")
+    write_earlier_run(tmp_path / "run")
     for name in ("config.yaml", "error.log", "metrics.jsonl"):
         (tmp_path / "run" / name).touch()
-    assert begins(capsys)[0] and begins(capsys, "trainer.resume=never")[0]
+    assert try_run(capsys)[0]
+    assert try_run(capsys, "trainer.resume=never")[0]
 
 
-def test_an_evaluation_alone_replaces_no_run(begins, tmp_path, capsys):
-    earlier(tmp_path / "run", 40)
-    assert begins(capsys, "trainer.val_only=true", "data.val_files=generator:word_problems")[0]
+def test_an_evaluation_alone_replaces_no_run(try_run, tmp_path, capsys):
+    write_earlier_run(tmp_path / "run", 40)
+    assert try_run(capsys, "trainer.val_only=true", "data.val_files=generator:word_problems")[0]
 
 
 def test_it_is_said_before_anything_slow_is_read(models, tmp_path, capsys):
@@ -181,14 +179,14 @@ def test_it_is_said_before_anything_slow_is_read(models, tmp_path, capsys):
 
 
 def test_a_dry_run_only_warns(tmp_path, capsys):
-    earlier(tmp_path / "run", 40)
+    write_earlier_run(tmp_path / "run", 40)
     argv = [*KEYS, f"trainer.output_dir={tmp_path}/run"]
     assert main([*argv, "--dry-run"]) == 0
     out, err = capsys.readouterr()
-    assert "output_dir: " in out and err.startswith(
-        "warning: here a run would be refused: trainer.output_dir="
-    )
-    assert main([*argv, "trainer.overwrite=true", "--dry-run"]) == 0 and not capsys.readouterr().err
+    assert "output_dir: " in out
+    assert err.startswith("warning: here a run would be refused: trainer.output_dir=")
+    assert main([*argv, "trainer.overwrite=true", "--dry-run"]) == 0
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("folder", ["/proc/run", "/proc/deeper/run"])
@@ -216,7 +214,7 @@ def test_the_same_benchmark_may_be_run_twice(tmp_path, monkeypatch):
     """Its folders are its own; the next run of an arm replaces the last one's."""
     from benchmarks.common import runs
 
-    earlier(tmp_path, 3)
+    write_earlier_run(tmp_path, 3)
     asked: list[list[str]] = []
     monkeypatch.setattr(runs, "run_process", lambda command, cores: asked.append(command))
     runs.run_arm(f"{ROOT}/config/gsm8k_tiny_cpu.yaml", [], tmp_path, [])
@@ -224,7 +222,10 @@ def test_the_same_benchmark_may_be_run_twice(tmp_path, monkeypatch):
 
 
 def test_the_answer_comes_without_torch(tmp_path):
-    earlier(tmp_path / "run", 2)
-    code = "import sys; from one_step_off.runtime import run_folder; print([m for m in ('torch', 'ray') if m in sys.modules])"
+    write_earlier_run(tmp_path / "run", 2)
+    code = (
+        "import sys; from one_step_off.runtime import run_folder; "
+        "print([name for name in ('torch', 'ray') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr

@@ -44,7 +44,8 @@ SECRETS = ("hunter2pass", "s3cr3tvalue", "hf_abcdefgh123")
 def test_secrets_are_masked_and_nothing_else(text, shown, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh123")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "calculator")
-    assert mask_secrets(text) == shown and mask_secrets(shown) == shown
+    assert mask_secrets(text) == shown
+    assert mask_secrets(shown) == shown
 
 
 def test_no_file_and_no_screen_shows_a_secret(models, tmp_path, capsys, monkeypatch):
@@ -71,7 +72,8 @@ def test_no_file_and_no_screen_shows_a_secret(models, tmp_path, capsys, monkeypa
         == 2
     )
     out, err = capsys.readouterr()
-    assert SHOWN in out and SHOWN in err
+    assert SHOWN in out
+    assert SHOWN in err
     written = {path: path.read_bytes() for path in (tmp_path / "new").rglob("*") if path.is_file()}
     assert {"config.yaml", "error.log"} <= {path.name for path in written}
     assert SHOWN in (tmp_path / "new" / "config.yaml").read_text()
@@ -117,11 +119,12 @@ def test_wandb_is_given_no_secret(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(wandb, "setup", lambda **_: None)
     cfg = Config()
-    cfg.trainer.output_dir, cfg.reward_model.url, cfg.actor.lr = str(tmp_path), URL, 1e-6
+    cfg.trainer.output_dir = str(tmp_path)
+    cfg.reward_model.url = URL
+    cfg.actor.lr = 1e-6
     Wandb(cfg, False)
-    assert (
-        given["config"]["reward_model"]["url"] == SHOWN and given["config"]["actor"]["lr"] == 1e-6
-    )
+    assert given["config"]["reward_model"]["url"] == SHOWN
+    assert given["config"]["actor"]["lr"] == 1e-6
     assert not any(secret in json.dumps(given["config"]) for secret in SECRETS)
 
 
@@ -146,12 +149,13 @@ def test_stores_listen_at_their_own_address_alone():
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=1, rank=0)
     try:
         dist.barrier()
-        assert listening() - before <= {"127.0.0.1"} and "127.0.0.1" in listening()
+        assert listening() - before <= {"127.0.0.1"}
+        assert "127.0.0.1" in listening()
     finally:
         dist.destroy_process_group()
 
 
-# --- code of models ------------------------------------------------------------------------------
+# --- code of models ---
 
 LOADING_METHODS = ("from_pretrained", "from_config", "load_dataset")
 # Keyword mappings that hold trust_remote_code, and variables that hold its value.

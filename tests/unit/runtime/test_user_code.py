@@ -1,4 +1,4 @@
-"""What is said when a function of the user's own fails: its line, the response, the traceback; and
+"""What is message when a function of the user's own fails: its line, the response, the traceback; and
 where output goes."""
 
 from __future__ import annotations
@@ -77,28 +77,26 @@ def test_a_reward_that_raises_names_the_users_line_and_the_response(own):
     """The deepest frame is json's; the line is the user's. All of it survives the way to another
     process."""
     error = pickle.loads(pickle.dumps(error_of("raises")))
-    assert (
-        f"prompt (0, 3), sample 1, data row rows.jsonl:4: raised JSONDecodeError at own_code.py:{line_of('return json.loads')}: "
-        in str(error)
-    )
+    line = line_of("return json.loads")
+    sample = "prompt (0, 3), sample 1, data row rows.jsonl:4"
+    assert f"{sample}: raised JSONDecodeError at own_code.py:{line}: " in str(error)
     assert str(error).endswith(f"the response begins {LONG[:80]!r}...")
     (details,) = error.__notes__
-    assert 'own_code.py", line 7, in inner' in details and "json/decoder.py" in details
+    assert 'own_code.py", line 7, in inner' in details
+    assert "json/decoder.py" in details
 
 
 def test_a_reward_that_takes_too_long_names_the_line_where_it_was(own):
     error = error_of("sleeps", 0.2)
-    assert (
-        f"took longer than reward.timeout_s=0.2 s at own_code.py:{line_of('time.sleep')}; the response begins 'not"
-        in str(error)
-    )
+    line = line_of("time.sleep")
+    limit = f"took longer than reward.timeout_s=0.2 s at own_code.py:{line}"
+    assert f"{limit}; the response begins 'not" in str(error)
     assert error.kind == "reward/timeouts"
 
 
 def test_a_wrong_reward_names_the_response(own):
-    assert "returned None, not a finite number" in str(error_of("nothing")) and LONG[:80] in str(
-        error_of("nothing")
-    )
+    assert "returned None, not a finite number" in str(error_of("nothing"))
+    assert LONG[:80] in str(error_of("nothing"))
 
 
 def test_a_function_of_an_installed_package_has_its_line_too(own, monkeypatch):
@@ -110,10 +108,8 @@ def test_a_function_of_an_installed_package_has_its_line_too(own, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
     cfg = RewardConfig(function="installed_code:raises")
     (error,) = Scorer(cfg).score_batch([RewardItem((0, 0), 0, "q", "x", "7")])
-    assert (
-        f"raised JSONDecodeError at site-packages/installed_code.py:{line_of('return json.loads')}: "
-        in str(error)
-    )
+    line = line_of("return json.loads")
+    assert f"raised JSONDecodeError at site-packages/installed_code.py:{line}: " in str(error)
 
 
 def test_the_line_is_named_from_a_working_directory_that_is_gone(own, monkeypatch):
@@ -138,7 +134,8 @@ class Fails(AgentLoop):
 
 
 def test_a_loop_that_raises_names_its_line_and_what_the_policy_said():
-    cfg, tokenizer = Config(), tiny_qwen.build_tokenizer()
+    cfg = Config()
+    tokenizer = tiny_qwen.build_tokenizer()
     cfg.agent.loop = f"{__name__}:Fails"
 
     async def engine(*_):
@@ -146,14 +143,18 @@ def test_a_loop_that_raises_names_its_line_and_what_the_policy_said():
         return Generated(ids, np.zeros(len(ids)), np.zeros(len(ids)), 0, "stop")
 
     replica = RolloutReplica(cfg, 0, "cpu", [])
-    replica.tokenizer, replica._generate = tokenizer, engine
+    replica.tokenizer = tokenizer
+    replica._generate = engine
     prompt = Prompt((0, 0), np.arange(2), "q", "1", where="rows.jsonl:1")
     with pytest.raises(RewardError) as e:
         asyncio.run(replica._trajectory(prompt, 0, Sampling(1, 1.0, None)))
     line = 1 + Path(__file__).read_text().partition('        raise KeyError("mood")')[0].count("\n")
-    said = str(e.value)
-    assert f"Loop, prompt (0, 0), sample 0, data row rows.jsonl:1: raised KeyError at tests/unit/runtime/test_user_code.py:{line}: 'mood'".replace("Loop", f"agent loop {__name__}:Fails") in said  # fmt: skip
-    assert said.endswith("the response begins '#### 12'") and "in run" in e.value.__notes__[0]
+    message = str(e.value)
+    sample = f"agent loop {__name__}:Fails, prompt (0, 0), sample 0, data row rows.jsonl:1"
+    place = f"tests/unit/runtime/test_user_code.py:{line}"
+    assert f"{sample}: raised KeyError at {place}: 'mood'" in message
+    assert message.endswith("the response begins '#### 12'")
+    assert "in run" in e.value.__notes__[0]
 
 
 def weather(city: str) -> str:
@@ -165,15 +166,22 @@ def weather(city: str) -> str:
     return {}[city]
 
 
-@pytest.mark.parametrize(("name", "arguments", "told"), [("weather", {"city": "Ulm"}, True), ("weather", {"town": "Ulm"}, False), ("calculator", {"expression": "1 +"}, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("weather", {"city": "Ulm"}, True),
+        ("weather", {"town": "Ulm"}, False),
+        ("calculator", {"expression": "1 +"}, False),
+    ],
+)
 def test_a_tools_failure_is_logged_where_it_is_the_users_code(name, arguments, told, capfd):
     """The model's faults, and built-in tools, are not."""
     cfg = Config()
     cfg.agent.tools = f"calculator,{__name__}:weather"
     answer, good = asyncio.run(tools.Toolbox(cfg.agent).call(name, arguments, 5.0))
-    assert not good and answer.startswith("error: ") and "test_user_code" not in answer, (
-        "the model reads no traceback"
-    )
+    assert not good
+    assert answer.startswith("error: ")
+    assert "test_user_code" not in answer, "the model reads no traceback"
     log = capfd.readouterr().err
     assert ("KeyError: 'Ulm'" in log and "in weather" in log) == told
 
@@ -188,7 +196,8 @@ def test_a_module_that_cannot_be_imported_names_its_line(own):
 
 
 def test_an_environment_that_raises_names_its_line():
-    cfg, tokenizer = Config(), tiny_qwen.build_tokenizer()
+    cfg = Config()
+    tokenizer = tiny_qwen.build_tokenizer()
     cfg.agent.loop = "environment"
     cfg.agent.loop_kwargs = {"environment": {"env": "tests.environments:Moody"}}
 
@@ -214,8 +223,8 @@ def test_a_failure_in_the_driver_names_the_users_line(own):
     try:
         import_object("reward.function", "own_code:inner")("oops")
     except ValueError as e:
-        said = report_failure(cfg, e)
-    assert said.splitlines()[1] == f"  raised at own_code.py:{line_of('return json.loads')}"
+        message = report_failure(cfg, e)
+    assert message.splitlines()[1] == f"  raised at own_code.py:{line_of('return json.loads')}"
 
 
 OUTPUT = """
@@ -237,18 +246,24 @@ def test_output_goes_to_the_file_at_once_and_behind_what_is_there(tmp_path):
         done = subprocess.run(
             [sys.executable, "-c", OUTPUT, str(log)], capture_output=True, text=True, timeout=60
         )
-        assert done.returncode == -9 and done.stdout == done.stderr == ""
+        assert done.returncode == -9
+        assert done.stdout == done.stderr == ""
     text = log.read_text()
     assert (
         text.count("printed\n") == text.count("\\udfff to stderr") == text.count("by a child") == 2
     )
-    assert (
-        text.count("failure 99 of http://***@h/\nits traceback") == 2 and "failure 100" not in text
-    )
+    assert text.count("failure 99 of http://***@h/\nits traceback") == 2
+    assert "failure 100" not in text
     assert text.count("further tracebacks are left out") == 2
 
 
 def test_a_log_that_cannot_be_opened_leaves_the_output_where_it_was(tmp_path):
     (tmp_path / "logs").write_text("a file")
-    done = subprocess.run([sys.executable, "-c", OUTPUT, str(tmp_path / "logs" / "x.log")], capture_output=True, text=True, timeout=60)  # fmt: skip
-    assert "by a child" in done.stdout and "failure 99" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", OUTPUT, str(tmp_path / "logs" / "x.log")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "by a child" in done.stdout
+    assert "failure 99" in done.stderr

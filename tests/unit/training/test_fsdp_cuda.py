@@ -117,7 +117,8 @@ def test_the_comparison_with_cuda_sees_what_differs(model_folders, one_rank_upda
     reason="needs a GPU with flash_attn; this machine has none",
 )
 def test_packed_flash_equals_padded(model_folders):
-    path, found = model_folders["tied"], {}
+    path = model_folders["tied"]
+    found = {}
     for attention in ("sdpa", "flash_attention_2"):
         cfg = config(path, model__dtype="bfloat16", model__attn_implementation=attention)
         worker = PolicyWorker(cfg, "ref", 0, 1, "cuda")

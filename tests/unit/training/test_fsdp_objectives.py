@@ -16,7 +16,8 @@ from tests.unit.training.fsdp_helpers import (
     make_batch,
 )
 
-LOW, CAP = 0.9, 1.2
+LOW = 0.9
+CAP = 1.2
 
 
 def gradients(start_single, path, batch, **keys):
@@ -52,7 +53,8 @@ def test_what_the_bounds_mask_has_no_gradient(model_folders, start_single, mode)
     """As if its advantage were 0: it still counts in the denominator."""
     path = model_folders["tied"]
     batch = make_batch(path)
-    masked, low_ones = copy.deepcopy(batch), 0
+    masked = copy.deepcopy(batch)
+    low_ones = 0
     for i, s in enumerate(batch.samples):
         gap = (batch.old_log_probs[i] - s.log_probs).astype(np.float64)
         trained = gap[s.loss_mask]
@@ -71,13 +73,17 @@ def test_what_the_bounds_mask_has_no_gradient(model_folders, start_single, mode)
 
 
 def test_dro_equals_the_formula(model_folders, start_single):
-    path, beta = model_folders["untied"], 0.3
-    batch, model = make_batch(path), hf_model(path)
-    tokens, loss = sum(int(s.loss_mask.sum()) for s in batch.samples), 0.0
+    path = model_folders["untied"]
+    beta = 0.3
+    batch = make_batch(path)
+    model = hf_model(path)
+    tokens = sum(int(s.loss_mask.sum()) for s in batch.samples)
+    loss = 0.0
     for i, s in enumerate(batch.samples):
         log_probs = hf_log_probs(model, s, 0.7)
         for t in np.flatnonzero(s.loss_mask):
-            advantage, mu = float(batch.advantages[i][t]), float(s.log_probs[t])
+            advantage = float(batch.advantages[i][t])
+            mu = float(s.log_probs[t])
             loss = loss - (log_probs[t] * advantage - beta / 2 * (log_probs[t] - mu) ** 2) / tokens
     loss.backward()
     found = gradients(

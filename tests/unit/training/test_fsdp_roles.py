@@ -52,7 +52,8 @@ def own_values(model, sample):
 
 
 def with_returns(path, seed=0):
-    batch, rng = make_batch(path), np.random.default_rng(seed)
+    batch = make_batch(path)
+    rng = np.random.default_rng(seed)
     batch.values = [rng.normal(0, 1, len(s.response_ids)).astype(np.float32) for s in batch.samples]
     batch.returns = [
         rng.normal(0, 1, len(s.response_ids)).astype(np.float32) for s in batch.samples
@@ -61,18 +62,17 @@ def with_returns(path, seed=0):
 
 
 def classifier(path):
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        path, dtype=torch.float32
-    ).eval()
-    model.get_input_embeddings().padding_idx = (
-        None  # its token stands in sequences too, and is no padding there
-    )
+    auto_class = transformers.AutoModelForSequenceClassification
+    model = auto_class.from_pretrained(path, dtype=torch.float32).eval()
+    # The padding token is in sequences too, and is no padding there.
+    model.get_input_embeddings().padding_idx = None
     return model
 
 
 @pytest.mark.parametrize("budget", [16384, 40])
 def test_values_are_the_heads_before_each_token(model_folders, judge, start_single, budget):
-    batch, model = make_batch(model_folders["tied"]), classifier(judge)
+    batch = make_batch(model_folders["tied"])
+    model = classifier(judge)
     worker = start_single(
         config(model_folders["tied"], critic__path=judge, critic__micro_batch_tokens=budget),
         role="critic",
@@ -85,40 +85,59 @@ def test_values_are_the_heads_before_each_token(model_folders, judge, start_sing
             np.testing.assert_allclose(got[i], own_values(model, s).numpy(), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("agg", [None, "sequence-mean"])
-def test_value_loss_and_gradients_equal_the_formula(model_folders, judge, start_single, agg):
-    """max((V - R)^2, (V clipped around V_old - R)^2) / 2, by default the mean over the trained
-    tokens, whatever the actor's aggregation is; or the mean over sequences of their means."""
-    batch, model, c = with_returns(model_folders["tied"]), classifier(judge), 0.4
-    tokens, loss, bound = sum(int(s.loss_mask.sum()) for s in batch.samples), torch.zeros(()), 0
-    alive = sum(bool(s.loss_mask.any()) for s in batch.samples)
-    for i, s in enumerate(batch.samples):
-        v, count = own_values(model, s), tokens if agg is None else alive * int(s.loss_mask.sum())
-        for t in np.flatnonzero(s.loss_mask):
-            old, target = float(batch.values[i][t]), float(batch.returns[i][t])
-            free, held = (v[t] - target) ** 2, (v[t].clamp(old - c, old + c) - target) ** 2
-            loss, bound = loss + torch.maximum(free, held) / 2 / count, bound + int(held > free)
+def value_loss_by_hand(model, batch, clip, aggregation):
+    """max((V - R)^2, (V clipped around V_old - R)^2) / 2 over the trained tokens: their mean, or the
+    mean over sequences of their means. Returns the loss, and how many tokens are clipped."""
+    trained_tokens = [int(s.loss_mask.sum()) for s in batch.samples]
+    sequences = sum(count > 0 for count in trained_tokens)
+    loss = torch.zeros(())
+    clipped_tokens = 0
+    for i, sample in enumerate(batch.samples):
+        values = own_values(model, sample)
+        count = sum(trained_tokens)
+        if aggregation == "sequence-mean":
+            count = sequences * trained_tokens[i]
+        for t in np.flatnonzero(sample.loss_mask):
+            old = float(batch.values[i][t])
+            target = float(batch.returns[i][t])
+            free = (values[t] - target) ** 2
+            clipped = (values[t].clamp(old - clip, old + clip) - target) ** 2
+            loss = loss + torch.maximum(free, clipped) / 2 / count
+            clipped_tokens += int(clipped > free)
+    return loss, clipped_tokens
+
+
+@pytest.mark.parametrize("aggregation", [None, "sequence-mean"])
+def test_value_loss_and_gradients_equal_the_formula(
+    model_folders, judge, start_single, aggregation
+):
+    """Whatever the actor's aggregation is."""
+    batch = with_returns(model_folders["tied"])
+    model = classifier(judge)
+    loss, clipped_tokens = value_loss_by_hand(model, batch, 0.4, aggregation)
     loss.backward()
+    gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
     cfg = config(
-        model_folders["tied"], critic__path=judge, critic__clip_range_value=c, critic__grad_clip=1e9
+        model_folders["tied"],
+        critic__path=judge,
+        critic__clip_range_value=0.4,
+        critic__grad_clip=1e9,
+        algorithm__loss_agg="seq-sum-norm",
     )
-    cfg.algorithm.loss_agg = "seq-sum-norm"
-    if agg:
-        cfg.critic.loss_agg = agg
+    if aggregation:
+        cfg.critic.loss_agg = aggregation
     worker = start_single(cfg, role="critic", cls=RecordingCritic)
     metrics = worker.update(batch)
+    tokens = sum(int(s.loss_mask.sum()) for s in batch.samples)
+    assert 0 < clipped_tokens < tokens
     assert metrics["critic/loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert metrics["critic/clip_frac"] == pytest.approx(bound / tokens) and 0 < bound < tokens
-    assert_gradients_equal(
-        worker.gradients, {n: p.grad.numpy() for n, p in model.named_parameters()}, rtol=1e-5
-    )
-    masks = np.concatenate([s.loss_mask for s in batch.samples])
-    target, old = (
-        np.concatenate(x)[masks].astype(np.float64) for x in (batch.returns, batch.values)
-    )
-    assert metrics["critic/explained_variance"] == pytest.approx(
-        1 - (target - old).var() / target.var(), rel=1e-6
-    )
+    assert metrics["critic/clip_frac"] == pytest.approx(clipped_tokens / tokens)
+    assert_gradients_equal(worker.gradients, gradients, rtol=1e-5)
+    is_trained = np.concatenate([s.loss_mask for s in batch.samples])
+    returns = np.concatenate(batch.returns)[is_trained].astype(np.float64)
+    values = np.concatenate(batch.values)[is_trained].astype(np.float64)
+    explained = 1 - (returns - values).var() / returns.var()
+    assert metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-6)
 
 
 def test_a_critic_learns_what_returns_depend_on(model_folders, start_single):
@@ -137,22 +156,17 @@ def test_a_critic_learns_what_returns_depend_on(model_folders, start_single):
 
 
 def test_a_new_head_depends_on_the_seed_alone(model_folders, start_single):
-    heads = [
-        whole(
-            start_single(
-                config(model_folders["tied"], trainer__seed=seed), role="critic", cls=CriticWorker
-            )
-        )["score.weight"]
-        for seed in (0, 0, 1)
-    ]
-    assert (
-        np.array_equal(heads[0], heads[1])
-        and not np.array_equal(heads[0], heads[2])
-        and heads[0].any()
-    )
+    heads = []
+    for seed in (0, 0, 1):
+        cfg = config(model_folders["tied"], trainer__seed=seed)
+        worker = start_single(cfg, role="critic", cls=CriticWorker)
+        heads.append(whole(worker)["score.weight"])
+    assert np.array_equal(heads[0], heads[1])
+    assert not np.array_equal(heads[0], heads[2])
+    assert heads[0].any()
 
 
-def test_a_critic_goes_on_from_its_checkpoint(model_folders, judge, start_single, tmp_path):
+def test_a_critic_resumes_from_its_checkpoint(model_folders, judge, start_single, tmp_path):
     cfg = config(model_folders["tied"], critic__path=judge, critic__lr=1e-2)
     batch = with_returns(model_folders["tied"])
     worker = start_single(cfg, role="critic", cls=CriticWorker)
@@ -164,12 +178,14 @@ def test_a_critic_goes_on_from_its_checkpoint(model_folders, judge, start_single
     again = start_single(cfg, role="critic", cls=CriticWorker)
     again.load_state(str(tmp_path))
     again.update(batch)
-    assert again.version == 2 and all(np.array_equal(v, want[n]) for n, v in whole(again).items())
+    assert again.version == 2
+    assert all(np.array_equal(v, want[n]) for n, v in whole(again).items())
 
 
 @pytest.mark.parametrize("budget", [16384, 30])
 def test_scores_are_the_classifiers_own(model_folders, judge, start_single, budget):
-    batch, model = make_batch(model_folders["tied"]), classifier(judge)
+    batch = make_batch(model_folders["tied"])
+    model = classifier(judge)
     sequences = [np.concatenate([s.prompt_ids, s.response_ids]) for s in batch.samples]
     cfg = config(
         model_folders["tied"], reward_model__path=judge, reward_model__micro_batch_tokens=budget
@@ -196,5 +212,6 @@ def test_a_reward_model_without_its_head_is_refused(model_folders, start_single)
 def test_an_actor_that_waits_counts_its_steps(model_folders, start_single):
     worker = start_single(config(model_folders["tied"], actor__lr=1e-2), cls=PolicyWorker)
     before = whole(worker)
-    assert worker.update(make_batch(model_folders["tied"]), False) == {} and worker.version == 1
+    assert worker.update(make_batch(model_folders["tied"]), False) == {}
+    assert worker.version == 1
     assert all(np.array_equal(v, before[n]) for n, v in whole(worker).items())

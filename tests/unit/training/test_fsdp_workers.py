@@ -2,13 +2,11 @@
 however the work is cut."""
 
 import copy
-import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 import transformers
 
 from one_step_off.algorithms import core_algos
@@ -21,25 +19,20 @@ from tests.unit.training.fsdp_helpers import (
     OBJECTIVES,
     VOCAB,
     assert_gradients_equal,
-    by_hand,
     config,
-    end,
-    free_port,
     hf_log_probs,
     hf_model,
     make_batch,
-    start,
     whole,
 )
-
-# ---- one rank
-# ---------------------------------------------------------------------------------------------------
+from tests.unit.training.objective_by_hand import by_hand
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_log_prob_equals_the_models_own_forward(model_folders, start_single, name):
     path = model_folders[name]
-    batch, model = make_batch(path), hf_model(path)
+    batch = make_batch(path)
+    model = hf_model(path)
     with torch.no_grad():
         want = [hf_log_probs(model, s, 0.7).numpy() for s in batch.samples]
         cold = [hf_log_probs(model, s, 1.0).numpy() for s in batch.samples]
@@ -66,16 +59,19 @@ def test_log_prob_equals_the_models_own_forward(model_folders, start_single, nam
 
 def test_squares_of_the_whole_distribution_beside_the_log_probs(model_folders, start_single):
     path = model_folders["tied"]
-    batch, model = make_batch(path), hf_model(path)
+    batch = make_batch(path)
+    model = hf_model(path)
     worker = start_single(config(path, actor__log_prob_chunk=5, actor__micro_batch_tokens=40))
-    got, plain = worker.log_prob_and_squares(batch), worker.log_prob(batch)
+    got = worker.log_prob_and_squares(batch)
+    plain = worker.log_prob(batch)
     for i, s in enumerate(batch.samples):
         ids = torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids])).long()
         with torch.no_grad():
             p = (
                 model(ids[None], use_cache=False).logits[0, len(s.prompt_ids) - 1 : -1] / 0.7
             ).softmax(-1)
-        assert got[i].shape == (len(s.response_ids), 2) and got[i].dtype == np.float32
+        assert got[i].shape == (len(s.response_ids), 2)
+        assert got[i].dtype == np.float32
         np.testing.assert_array_equal(got[i][:, 0], plain[i])
         np.testing.assert_allclose(got[i][:, 1], (p**2).sum(-1).numpy(), rtol=1e-5)
         # |one-hot of the token - p|^2, the squared gradient at the logits that the optimal token
@@ -90,20 +86,18 @@ def test_squares_of_the_whole_distribution_beside_the_log_probs(model_folders, s
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_loss_and_gradients_equal_the_formula(model_folders, start_single, objective):
     path = model_folders["untied" if objective in ("plain", "mis") else "tied"]
-    cfg, batch = config(path, **OBJECTIVES[objective]), make_batch(path)
+    cfg = config(path, **OBJECTIVES[objective])
+    batch = make_batch(path)
     loss, gradients = by_hand(path, batch, cfg)
     worker = start_single(cfg)
     metrics = worker.update(batch)
     assert metrics["actor/loss"] == pytest.approx(loss, abs=1e-5)
     assert_gradients_equal(worker.gradients, gradients, rtol=1e-5)
-    assert worker.version == 1 and metrics["actor/tokens"] == sum(
-        s.loss_mask.sum() for s in batch.samples
-    )
-    assert (
-        0 < metrics["actor/clip_frac"] < 1
-        and metrics["ratio/max"] > 1
-        and metrics["actor/skipped_updates"] == 0
-    )
+    assert worker.version == 1
+    assert metrics["actor/tokens"] == sum(s.loss_mask.sum() for s in batch.samples)
+    assert 0 < metrics["actor/clip_frac"] < 1
+    assert metrics["ratio/max"] > 1
+    assert metrics["actor/skipped_updates"] == 0
     assert metrics["logprob_diff/max"] > metrics["logprob_diff/mean"] > 0
     norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients.values()))
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -116,8 +110,10 @@ def test_every_policy_loss_trains(model_folders, start_single):
     for step, name in enumerate(POLICY_LOSSES):
         worker.cfg.algorithm.policy_loss = name
         metrics = worker.update(batch)
-        assert np.isfinite(metrics["actor/loss"]) and metrics["actor/grad_norm"] > 0, name
-        assert worker.version == step + 1 and metrics["actor/skipped_updates"] == 0
+        assert np.isfinite(metrics["actor/loss"])
+        assert metrics["actor/grad_norm"] > 0, name
+        assert worker.version == step + 1
+        assert metrics["actor/skipped_updates"] == 0
 
 
 LAYOUTS = {
@@ -166,22 +162,27 @@ def test_stale_tokens_change_nothing(model_folders, start_single):
     with pytest.raises(ValueError, match="advantage"):
         worker.update(batch)
     after = whole(worker)
-    assert worker.version == 0 and all((after[n] == before[n]).all() for n in before)
+    assert worker.version == 0
+    assert all((after[n] == before[n]).all() for n in before)
 
 
 def test_a_gradient_that_is_not_finite_skips_one_step(model_folders, start_single):
     cfg = config(model_folders["tied"], actor__ppo_mini_batch_size=2, actor__lr=1e-2)
-    worker, batch = start_single(cfg), make_batch(model_folders["tied"])
+    worker = start_single(cfg)
+    batch = make_batch(model_folders["tied"])
     before = whole(worker)
     for a in batch.advantages:
         a[:] = np.nan
     metrics = worker.update(batch)
     after = whole(worker)
-    assert metrics["actor/skipped_updates"] == 2 and np.isnan(metrics["actor/grad_norm"])
+    assert metrics["actor/skipped_updates"] == 2
+    assert np.isnan(metrics["actor/grad_norm"])
     assert all((after[n] == before[n]).all() for n in before)
-    assert worker.version == 1 and worker.optimizer_steps == 2
+    assert worker.version == 1
+    assert worker.optimizer_steps == 2
     metrics = worker.update(make_batch(model_folders["tied"]))
-    assert metrics["actor/skipped_updates"] == 0 and np.isfinite(metrics["actor/loss"])
+    assert metrics["actor/skipped_updates"] == 0
+    assert np.isfinite(metrics["actor/loss"])
     assert any((a != before[n]).any() for n, a in whole(worker).items())
 
 
@@ -190,8 +191,11 @@ def test_mini_batches_epochs_clip_and_schedule(model_folders, start_single):
     decay."""
     path = model_folders["untied"]
     cfg = config(path, **CLIP, actor__ppo_mini_batch_size=2, actor__ppo_epochs=2, actor__lr=1e-3)
-    cfg.actor.grad_clip, cfg.actor.warmup_steps, cfg.actor.lr_schedule = 0.05, 2, "cosine"
-    batch, worker = make_batch(path), start_single(cfg)
+    cfg.actor.grad_clip = 0.05
+    cfg.actor.warmup_steps = 2
+    cfg.actor.lr_schedule = "cosine"
+    batch = make_batch(path)
+    worker = start_single(cfg)
     metrics = worker.update(batch)
     model = hf_model(path)
     groups = [
@@ -223,13 +227,13 @@ def test_mini_batches_epochs_clip_and_schedule(model_folders, start_single):
 
 def test_ref_is_frozen_and_scores(model_folders, start_single):
     worker = start_single(config(model_folders["tied"]), role="ref")
-    assert worker.optimizer is None and not any(p.requires_grad for p in worker.model.parameters())
+    assert worker.optimizer is None
+    assert not any(p.requires_grad for p in worker.model.parameters())
     old = worker.log_prob(make_batch(model_folders["tied"]))
     worker.model.model.embed_tokens.weight.to_local().mul_(0.5)
     new = worker.log_prob(make_batch(model_folders["tied"]))
-    assert len(new) == 12 and all((new[i] != old[i]).any() for i in old), (
-        "scored with stale gathered weights"
-    )
+    assert len(new) == 12
+    assert all((new[i] != old[i]).any() for i in old), "scored with stale gathered weights"
     assert worker.peak_memory_bytes() > 1 << 20
 
 
@@ -238,16 +242,19 @@ def test_bfloat16_wire_and_save(model_folders, start_single, tmp_path):
     worker = start_single(config(path, model__dtype="bfloat16"))
     want = {n: p.to(torch.bfloat16) for n, p in hf_model(path).named_parameters()}
     plan = worker.weight_plan()
-    assert [p.name for p in plan] == list(want) and "lm_head.weight" not in want
+    assert [p.name for p in plan] == list(want)
+    assert "lm_head.weight" not in want
     for piece, tensor in zip(plan, worker.weight_tensors(), strict=True):
-        assert piece.dtype == "bfloat16" and (piece.start, piece.stop) == (0, piece.shape[0])
+        assert piece.dtype == "bfloat16"
+        assert (piece.start, piece.stop) == (0, piece.shape[0])
         assert torch.equal(tensor.to(torch.bfloat16), want[piece.name])
     assert all(p.dtype == torch.float32 for p in worker.model.parameters())
     metrics = worker.update(make_batch(path))
     assert np.isfinite(metrics["actor/loss"])
     worker.save_hf(str(tmp_path / "hf"))
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert saved.dtype == torch.bfloat16 and saved.config.architectures == ["Qwen2ForCausalLM"]
+    assert saved.dtype == torch.bfloat16
+    assert saved.config.architectures == ["Qwen2ForCausalLM"]
     for n, p in saved.named_parameters():
         assert torch.equal(p, torch.from_numpy(whole(worker)[n]).bfloat16())
     assert saved.lm_head.weight is saved.model.embed_tokens.weight
@@ -278,132 +285,13 @@ def test_weights_can_be_read_while_a_forward_pass_runs(model_folders, start_sing
 
 
 def test_save_replaces_whole_and_reports_failures(model_folders, start_single, tmp_path):
-    worker, target = start_single(config(model_folders["untied"])), tmp_path / "hf"
+    worker = start_single(config(model_folders["untied"]))
+    target = tmp_path / "hf"
     target.mkdir()
     (target / "stale.txt").write_text("old")
     worker.save_hf(str(target))
-    assert not (target / "stale.txt").exists() and [p.name for p in tmp_path.iterdir()] == ["hf"]
+    assert not (target / "stale.txt").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RuntimeError, match="could not write"):
         worker.save_hf(str(tmp_path / "file" / "hf"))
-
-
-# ---- several ranks
-# ----------------------------------------------------------------------------------------------
-
-
-def run_rank(rank, world, cases, out):
-    """In a spawned process: for each (name, config, port) everything the test below asks about."""
-    torch.set_num_threads(1)
-    for name, cfg, port in cases:
-        batch = make_batch(cfg.model.path)
-        worker = start(cfg, rank=rank, world=world, port=port)
-        pieces = [
-            (dataclasses.astuple(p), t.clone().numpy())
-            for p, t in zip(worker.weight_plan(), worker.weight_tensors(), strict=True)
-        ]
-        log_probs, squares = worker.log_prob(batch), worker.log_prob_and_squares(batch)
-        scores = worker.score([s.response_ids for s in batch.samples])
-        metrics = worker.update(batch)
-        weights, gradients = whole(worker), worker.gradients
-        worker.save_hf(f"{out}/{name}_hf")
-        bad = make_batch(cfg.model.path)
-        bad.advantages[0][:] = np.nan  # only one rank has this sample; both must skip
-        skipped = worker.update(bad)["actor/skipped_updates"]
-        same = all((a == weights[n]).all() for n, a in whole(worker).items())
-        result = dict(
-            pieces=pieces, log_probs=log_probs, squares=squares, scores=scores, metrics=metrics, weights=weights,
-            gradients=gradients, skipped=skipped, same=same,
-        )  # fmt: skip
-        torch.save(result, f"{out}/{name}_{rank}.pt")
-        end()
-
-
-def run_world(world, cases, out):
-    cases = [(name, cfg, free_port()) for name, cfg in cases]
-    mp.spawn(run_rank, args=(world, cases, str(out)), nprocs=world)
-    return {
-        n: [torch.load(f"{out}/{n}_{r}.pt", weights_only=False) for r in range(world)]
-        for n, _, _ in cases
-    }
-
-
-def check_world(results, path, reference, out, name):
-    gradients, metrics, weights = reference
-    union = {}
-    for r in results:
-        assert_gradients_equal(r["gradients"], gradients)
-        timeless = {k: v for k, v in r["metrics"].items() if not k.endswith("_s")}
-        for key, value in timeless.items():
-            assert value == pytest.approx(metrics[key], rel=1e-4, abs=1e-6), key
-        assert r["metrics"] == results[0]["metrics"], "metrics must be equal on every rank"
-        assert r["skipped"] >= 1 and r["same"]
-        assert not union.keys() & r["log_probs"].keys()
-        union |= r["log_probs"]
-        assert r["squares"].keys() == r["log_probs"].keys()
-        for i, both in r["squares"].items():
-            assert (both[:, 0] == r["log_probs"][i]).all() and (
-                both[:, 1] > np.exp(2 * both[:, 0])
-            ).all()
-    batch, model = make_batch(path), hf_model(path)
-    assert sorted(union) == list(range(len(batch.samples)))
-    with torch.no_grad():
-        for i, s in enumerate(batch.samples):
-            np.testing.assert_allclose(
-                union[i], hf_log_probs(model, s, 0.7).numpy(), atol=1e-5, rtol=0
-            )
-    for a, b in zip(results[0]["scores"], results[-1]["scores"], strict=True):
-        np.testing.assert_array_equal(a, b)
-    # the pieces of all ranks make up the checkpoint, bit by bit, each row once
-    want = dict(model.named_parameters())
-    built = {n: np.full(p.shape, np.nan, np.float32) for n, p in want.items()}
-    for r in results:
-        for (piece, dtype, shape, begin, stop, _), rows in r["pieces"]:
-            assert (
-                dtype == "float32"
-                and shape == tuple(want[piece].shape)
-                and rows.shape[0] == stop - begin > 0
-            )
-            assert np.isnan(built[piece][begin:stop]).all(), "a row came twice"
-            built[piece][begin:stop] = rows
-    for n, p in want.items():
-        np.testing.assert_array_equal(built[n], p.detach().numpy())
-    saved = hf_model(f"{out}/{name}_hf")
-    for n, p in saved.named_parameters():
-        np.testing.assert_array_equal(p.detach().numpy(), results[0]["weights"][n])
-        np.testing.assert_allclose(p.detach().numpy(), weights[n], atol=5e-6)
-
-
-def test_two_ranks_equal_one(model_folders, one_rank_update, tmp_path):
-    cases = [
-        ("tied", config(model_folders["tied"], **OBJECTIVES["everything"])),
-        (
-            "untied",
-            config(
-                model_folders["untied"], **OBJECTIVES["everything"], actor__micro_batch_tokens=40
-            ),
-        ),
-    ]
-    results = run_world(2, cases, tmp_path)
-    for name, _ in cases:
-        check_world(results[name], model_folders[name], one_rank_update[name], tmp_path, name)
-
-
-@pytest.mark.slow
-def test_four_ranks_and_hsdp_equal_one(model_folders, one_rank_update, tmp_path):
-    """Shards with uneven ends, empty micro-batches, and two replicas that share the sending."""
-    everything = OBJECTIVES["everything"]
-    cases = [
-        ("untied", config(model_folders["untied"], **everything, actor__micro_batch_tokens=40)),
-        ("tied", config(model_folders["tied"], **everything, actor__fsdp_size=2)),
-    ]
-    results = run_world(4, cases, tmp_path)
-    for name, _ in cases:
-        check_world(results[name], model_folders[name], one_rank_update[name], tmp_path, name)
-    sent = [sum(block.size for _, block in r["pieces"]) for r in results["tied"]]
-    first, second = sum(sent[:2]), sum(sent[2:])
-    assert min(first, second) > 0.3 * (first + second), "dealt out by size"
-    names = [{piece[0] for piece, _ in r["pieces"]} for r in results["tied"]]
-    assert not (names[0] | names[1]) & (names[2] | names[3]), (
-        "each tensor by the ranks of one replica"
-    )

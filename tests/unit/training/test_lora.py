@@ -4,6 +4,7 @@ one rank and on several."""
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,14 +31,15 @@ from tests.unit.training.fsdp_helpers import (
     start,
 )
 
-RANK, ALPHA = 3, 12  # odd, so that two ranks do not share A's rows evenly
+RANK = 3  # odd, so that two ranks do not share A's rows evenly
+ALPHA = 12
 SCALE = ALPHA / RANK
 
 
 def adapted(path, **changes):
     """A config with adapters, at a rate that moves them visibly."""
-    own = {"model__lora_rank": RANK, "model__lora_alpha": ALPHA, "actor__lr": 1e-2}
-    return config(path, **own | changes)
+    keys = {"model__lora_rank": RANK, "model__lora_alpha": ALPHA, "actor__lr": 1e-2}
+    return config(path, **keys | changes)
 
 
 class Adapting(PolicyWorker):
@@ -52,15 +54,24 @@ class Adapting(PolicyWorker):
         return super()._optimizer_step(stats)
 
 
-def streamed(worker):
-    """Name, first and last row, and a copy of every piece that this rank sends."""
+@dataclass(frozen=True)
+class Rows:
+    """A piece that a rank sends: the rows of a tensor from `start` on."""
+
+    name: str
+    start: int
+    tensor: torch.Tensor
+
+
+def streamed(worker) -> list[Rows]:
+    """Copies of what this rank sends."""
     sent = zip(worker.weight_plan(), worker.weight_tensors(), strict=True)
-    return [(p.name, p.start, p.stop, t.clone()) for p, t in sent]
+    return [Rows(piece.name, piece.start, tensor.clone()) for piece, tensor in sent]
 
 
 def copied(worker):
     """The adapter; on one rank its tensors are the live ones."""
-    return {n: t.clone() for n, t in worker.adapters.state().items()}
+    return {name: tensor.clone() for name, tensor in worker.adapters.state().items()}
 
 
 def merged_by_peft(path, state, dtype=torch.float32):
@@ -70,104 +81,110 @@ def merged_by_peft(path, state, dtype=torch.float32):
         base, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
     )
     missed = peft.set_peft_model_state_dict(model, state)
-    assert not missed.unexpected_keys and not [k for k in missed.missing_keys if "lora" in k]
+    assert not missed.unexpected_keys
+    assert not [k for k in missed.missing_keys if "lora" in k]
     return dict(model.merge_and_unload().named_parameters())
 
 
 def run_rank(rank, world, port, path, fsdp_size, out):
-    """Two updates; between them a checkpoint, a model, and the stream. Then the second once more,
-    resumed."""
+    """Two updates; between them a checkpoint, a model, and the stream. Then the second one again,
+    from the checkpoint."""
     torch.set_num_threads(1)
-    cfg, batch = adapted(path, actor__grad_clip=0.5, actor__fsdp_size=fsdp_size), make_batch(path)
+    cfg = adapted(path, actor__grad_clip=0.5, actor__fsdp_size=fsdp_size)
+    batch = make_batch(path)
     worker = start(cfg, rank=rank, world=world, port=port, cls=Adapting)
-    found = {"first": streamed(worker), "log_probs": worker.log_prob(batch)}
+    result = {"first": streamed(worker), "log_probs": worker.log_prob(batch)}
     worker.update(batch)
-    found |= {
-        "second": streamed(worker),
-        "state": copied(worker),
-        "trained": worker.log_prob(batch),
-    }
+    result["second"] = streamed(worker)
+    result["state"] = copied(worker)
+    result["trained"] = worker.log_prob(batch)
     os.makedirs(f"{out}/state", exist_ok=True)
     worker.save_state(f"{out}/state")
     worker.saved()
     worker.save_hf(f"{out}/hf")
     metrics = worker.update(batch)
-    found |= {
-        "gradients": worker.gradients,
-        "third": streamed(worker),
-        "norm": metrics["actor/grad_norm"],
-    }
+    result["gradients"] = worker.gradients
+    result["third"] = streamed(worker)
+    result["norm"] = metrics["actor/grad_norm"]
     worker.load_state(f"{out}/state")
-    found["loaded"] = streamed(worker)
+    result["loaded"] = streamed(worker)
     worker.update(batch)
-    found |= {"again": streamed(worker), "version": worker.version}
-    torch.save(found, f"{out}/{world}_{rank}.pt")
+    result["third again"] = streamed(worker)
+    result["version"] = worker.version
+    torch.save(result, f"{out}/{world}_{rank}.pt")
     end()
 
 
-WORLDS = {"one rank": (1, "tied", -1), "two ranks": (2, "untied", -1), "HSDP": (4, "tied", 2)}
+@dataclass(frozen=True)
+class World:
+    """So many ranks on a model, `fsdp_size` of them with one copy."""
+
+    ranks: int
+    model: str
+    fsdp_size: int
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(n, id=n, marks=[pytest.mark.slow] * (w[0] > 2)) for n, w in WORLDS.items()
-    ],
-)
+WORLDS = [
+    pytest.param(World(1, "tied", -1), id="one rank"),
+    pytest.param(World(2, "untied", -1), id="two ranks"),
+    pytest.param(World(4, "tied", 2), id="HSDP", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
 def ran(request, model_folders, tmp_path_factory):
-    """The path of the model, the folder, and what each rank found."""
-    world, name, fsdp_size = WORLDS[request.param]
+    """The path of the model, the folder, and what each rank computed."""
+    world = request.param
+    path = model_folders[world.model]
     out = tmp_path_factory.mktemp("lora")
-    mp.spawn(
-        run_rank, args=(world, free_port(), model_folders[name], fsdp_size, str(out)), nprocs=world
-    )
-    return (
-        model_folders[name],
-        out,
-        [torch.load(out / f"{world}_{r}.pt", weights_only=False) for r in range(world)],
-    )
+    args = (world.ranks, free_port(), path, world.fsdp_size, str(out))
+    mp.spawn(run_rank, args=args, nprocs=world.ranks)
+    files = [out / f"{world.ranks}_{rank}.pt" for rank in range(world.ranks)]
+    return path, out, [torch.load(file, weights_only=False) for file in files]
 
 
 def joined(results, key):
     """Whole tensors out of all ranks' pieces."""
-    rows = {}
-    for name, begin, _, tensor in sorted((p for r in results for p in r[key]), key=lambda p: p[:2]):
-        rows.setdefault(name, []).append((begin, tensor))
-    return {name: torch.cat([t for _, t in parts]) for name, parts in rows.items()}
+    pieces = [rows for result in results for rows in result[key]]
+    parts: dict[str, list[torch.Tensor]] = {}
+    for rows in sorted(pieces, key=lambda rows: (rows.name, rows.start)):
+        parts.setdefault(rows.name, []).append(rows.tensor)
+    return {name: torch.cat(tensors) for name, tensors in parts.items()}
 
 
 def test_the_stream_is_the_base_with_the_adapters_merged(ran):
     path, _, results = ran
-    base, first, second = (
-        dict(hf_model(path).named_parameters()),
-        joined(results, "first"),
-        joined(results, "second"),
-    )
+    base = dict(hf_model(path).named_parameters())
+    first = joined(results, "first")
+    second = joined(results, "second")
     assert first.keys() == second.keys() == base.keys()
-    assert all(torch.equal(first[n], p) for n, p in base.items()), (
-        "before the first update they do nothing"
-    )
+    for name, parameter in base.items():
+        assert torch.equal(first[name], parameter), "before the first update they do nothing"
     merged = merged_by_peft(path, results[0]["state"])
-    for n, p in merged.items():
-        torch.testing.assert_close(second[n], p.detach(), atol=1e-6, rtol=0)
-        moved = "proj" in n and n.endswith("weight")
-        assert torch.equal(second[n], base[n]) != moved, "adapters move, and nothing else"
-    later = [(n, row) for result in results[1:] for n, row, *_ in result["second"]]
-    assert len(results) == 1 or any(
-        n == "model.layers.0.mlp.up_proj.weight" and row for n, row in later
-    )
+    for name, parameter in merged.items():
+        torch.testing.assert_close(second[name], parameter.detach(), atol=1e-6, rtol=0)
+        has_adapter = "proj" in name and name.endswith("weight")
+        assert torch.equal(second[name], base[name]) != has_adapter, "adapters move, nothing else"
+
+
+def test_every_rank_sends_rows_with_adapters(ran):
+    _, _, results = ran
+    later_ranks = [rows for result in results[1:] for rows in result["second"]]
+    cut_rows = [rows for rows in later_ranks if rows.name == "model.layers.0.mlp.up_proj.weight"]
+    assert len(results) == 1 or any(rows.start > 0 for rows in cut_rows)
 
 
 def test_the_trainer_computes_with_the_merged_weights(ran):
     path, out, results = ran
     batch = make_batch(path)
     for key, model in (("log_probs", hf_model(path)), ("trained", hf_model(out / "hf"))):
-        answers = {i: a for r in results for i, a in r[key].items()}
-        for i, s in enumerate(batch.samples):
+        answers = {}
+        for result in results:
+            answers |= result[key]
+        for i, sample in enumerate(batch.samples):
             with torch.no_grad():
-                np.testing.assert_allclose(
-                    answers[i], hf_log_probs(model, s, 0.7).numpy(), atol=2e-5, rtol=0
-                )
+                expected = hf_log_probs(model, sample, 0.7).numpy()
+            np.testing.assert_allclose(answers[i], expected, atol=2e-5, rtol=0)
 
 
 def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(ran, start_single):
@@ -176,77 +193,79 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(ran, start_
     path, out, results = ran
     worker = start_single(config(str(out / "hf")), cls=Recorder)
     worker.update(make_batch(path))
-    want = {}
-    for name, tensor in results[0]["state"].items():
-        layer, part, _ = name.removeprefix("base_model.model.").rsplit(".", 2)
-        g, state = worker.gradients[f"{layer}.weight"].astype(np.float64), results[0]["state"]
-        a, b = (
-            state[f"base_model.model.{layer}.{k}.weight"].double().numpy()
-            for k in ("lora_A", "lora_B")
-        )
-        want[f"{layer}.{part}.default.weight"] = SCALE * (b.T @ g if part == "lora_A" else g @ a.T)
+    state = results[0]["state"]
+    expected = {}
+    for name, tensor in state.items():
         assert tensor.dtype == torch.float32
-    for r in results:
-        assert_gradients_equal(r["gradients"], want, rtol=2e-5)
-        assert r["norm"] == pytest.approx(
-            np.sqrt(sum((g**2).sum() for g in want.values())), rel=1e-4
-        )
+        layer, matrix, _ = name.removeprefix("base_model.model.").rsplit(".", 2)
+        merged_gradient = worker.gradients[f"{layer}.weight"].astype(np.float64)
+        a = state[f"base_model.model.{layer}.lora_A.weight"].double().numpy()
+        b = state[f"base_model.model.{layer}.lora_B.weight"].double().numpy()
+        gradient = b.T @ merged_gradient if matrix == "lora_A" else merged_gradient @ a.T
+        expected[f"{layer}.{matrix}.default.weight"] = SCALE * gradient
+    norm = np.sqrt(sum((gradient**2).sum() for gradient in expected.values()))
+    for result in results:
+        assert_gradients_equal(result["gradients"], expected, rtol=2e-5)
+        assert result["norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_a_checkpoint_holds_the_adapters_and_resumes_bit_for_bit(ran, start_single):
+def assert_same_stream(first: list[Rows], second: list[Rows]) -> None:
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one.tensor, other.tensor), one.name
+
+
+def test_a_resumed_step_is_the_same_bit_for_bit(ran):
+    _, _, results = ran
+    for result in results:
+        assert result["version"] == 2
+        assert_same_stream(result["second"], result["loaded"])
+        assert_same_stream(result["third"], result["third again"])
+    with pytest.raises(AssertionError):
+        assert_same_stream(results[0]["second"], results[0]["third"])
+
+
+def test_a_checkpoint_holds_the_adapters_alone(ran, start_single):
     path, out, results = ran
-    for r in results:
-        assert r["version"] == 2
-        for (n, *_, x), (*_, loaded), (*_, y), (*_, again) in zip(
-            r["second"], r["loaded"], r["third"], r["again"], strict=True
-        ):
-            assert torch.equal(x, loaded) and torch.equal(y, again), n
-    assert any(
-        not torch.equal(x, y)
-        for (*_, x), (*_, y) in zip(results[0]["second"], results[0]["third"], strict=True)
-    )
     stored = dcp.FileSystemReader(out / "state" / "actor").read_metadata().state_dict_metadata
-    weights = [k for k in stored if k.startswith("model.")]
-    assert weights and all(
-        ".lora_" in k for k in stored if not k.startswith("optimizer.param_groups")
-    ), stored.keys()
+    assert any(name.startswith("model.") for name in stored)
+    for name in stored:
+        assert ".lora_" in name or name.startswith("optimizer.param_groups")
     worker = start_single(adapted(path))  # on one rank, whatever wrote it
     worker.load_state(str(out / "state"))
+    loaded = joined([{"loaded": streamed(worker)}], "loaded")
     for name, tensor in joined(results, "second").items():
-        torch.testing.assert_close(
-            {n: t for n, *_, t in streamed(worker)}[name], tensor, atol=1e-7, rtol=0
-        )
+        torch.testing.assert_close(loaded[name], tensor, atol=1e-7, rtol=0)
     with pytest.raises(ConfigError, match="part of the actor does not fit its model .Missing key"):
         start_single(config(path)).load_state(str(out / "state"))
 
 
 def test_hf_model_is_merged_and_has_the_adapter_beside_it(ran):
     path, out, results = ran
-    saved, second = hf_model(out / "hf"), joined(results, "second")
-    for n, p in saved.named_parameters():
-        assert torch.equal(p, second[n]), n
-    model = peft.PeftModel.from_pretrained(hf_model(path), str(out / "hf" / "adapter"))
-    for n, p in model.merge_and_unload().named_parameters():
-        torch.testing.assert_close(p.detach(), second[n], atol=1e-6, rtol=0)
-    assert sorted(p.name for p in (out / "hf" / "adapter").glob("*.safetensors")) == [
-        "adapter_model.safetensors"
-    ]
+    second = joined(results, "second")
+    for name, parameter in hf_model(out / "hf").named_parameters():
+        assert torch.equal(parameter, second[name]), name
+    adapter = out / "hf" / "adapter"
+    model = peft.PeftModel.from_pretrained(hf_model(path), str(adapter))
+    for name, parameter in model.merge_and_unload().named_parameters():
+        torch.testing.assert_close(parameter.detach(), second[name], atol=1e-6, rtol=0)
+    weight_files = [file.name for file in adapter.glob("*.safetensors")]
+    assert weight_files == ["adapter_model.safetensors"]
 
 
 def test_bfloat16_rounds_once_and_keeps_adapters_in_fp32(model_folders, start_single):
     path = model_folders["tied"]
     worker = start_single(adapted(path, model__dtype="bfloat16"), cls=Adapting)
     worker.update(make_batch(path))
-    held = {".lora_" in n: p.dtype for n, p in worker.model.named_parameters()}
-    assert held == {True: torch.float32, False: torch.bfloat16}
+    for name, parameter in worker.model.named_parameters():
+        assert parameter.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16)
     base = {n: p.bfloat16().float() for n, p in hf_model(path).named_parameters()}
     state = worker.adapters.state()
-    for name, _, _, tensor in streamed(worker):
-        prefix = f"base_model.model.{name.removesuffix('weight')}"
-        want = base[name]
+    for rows in streamed(worker):
+        prefix = f"base_model.model.{rows.name.removesuffix('weight')}"
+        want = base[rows.name]
         if f"{prefix}lora_A.weight" in state:
             want = want + SCALE * state[f"{prefix}lora_B.weight"] @ state[f"{prefix}lora_A.weight"]
-        tensor = tensor.bfloat16()  # as the sender packs it
+        tensor = rows.tensor.bfloat16()  # as the sender packs it
         torch.testing.assert_close(tensor, want.bfloat16(), atol=1e-6, rtol=2**-7)
         assert (tensor == want.bfloat16()).float().mean() > 0.99
 
@@ -256,8 +275,10 @@ def test_the_reference_is_the_base_and_chosen_layers_alone_have_adapters(
 ):
     path = model_folders["untied"]
     ref = start_single(adapted(path), role="ref", cls=PolicyWorker)
-    assert not any("lora" in n for n, _ in ref.model.named_parameters()) and not ref.adapters.layers
-    batch, model = make_batch(path), hf_model(path)
+    assert not any("lora" in n for n, _ in ref.model.named_parameters())
+    assert not ref.adapters.layers
+    batch = make_batch(path)
+    model = hf_model(path)
     for i, answer in ref.log_prob(batch).items():
         with torch.no_grad():
             np.testing.assert_allclose(
@@ -298,16 +319,16 @@ def test_what_cannot_have_an_adapter_is_refused(model_folders, start_single):
         ),
     ):
         cfg = adapted(model_folders["tied"], **changes)
-        cfg.data.train_files, cfg.trainer.total_steps, cfg.placement.device = (
-            "generator:word_problems",
-            1,
-            "cpu",
-        )
+        cfg.data.train_files = "generator:word_problems"
+        cfg.trainer.total_steps = 1
+        cfg.placement.device = "cpu"
         with pytest.raises(ConfigError, match=message):
             validate(cfg, num_gpus=0)
 
 
 def test_settings_are_pefts():
-    own = config("x", model__lora_rank=4, model__lora_target_modules="q_proj, v_proj").model
-    found = lora.peft_config(own)
-    assert (found.r, found.lora_alpha, found.target_modules) == (4, 32, {"q_proj", "v_proj"})
+    cfg = config("x", model__lora_rank=4, model__lora_target_modules="q_proj, v_proj")
+    settings = lora.peft_config(cfg.model)
+    assert settings.r == 4
+    assert settings.lora_alpha == 32
+    assert settings.target_modules == {"q_proj", "v_proj"}

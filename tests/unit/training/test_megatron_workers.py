@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed (the
 
 from one_step_off.training import megatron_weights
 from one_step_off.training.megatron_workers import WORKERS
-from tests.unit.training.fsdp_helpers import by_hand, config, hf_log_probs, hf_model, make_batch
+from tests.unit.training.fsdp_helpers import config, hf_log_probs, hf_model, make_batch
 from tests.unit.training.megatron_helpers import (
     CP,
     DECAY,
@@ -30,6 +30,7 @@ from tests.unit.training.megatron_helpers import (
     end,
     sent_by,
 )
+from tests.unit.training.objective_by_hand import by_hand
 from tests.unit.training.rank_helpers import join, without_times
 
 STEPS = 3

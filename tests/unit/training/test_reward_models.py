@@ -27,39 +27,48 @@ from one_step_off.training.reward_models import RemoteRewardModel, mix, sequence
 real_sleep = asyncio.sleep  # retries wait shorter in these tests
 
 
+PROMPT_IDS = np.array([7, 8], np.int32)
+
+
 def sample(row: int, index: int = 0, reward: float = 1.0, text: str = "27") -> Sample:
-    ids, z = np.arange(3, dtype=np.int32), np.zeros(3, np.float32)
+    """A sample of three tokens."""
     return Sample(
-        (0, row),
-        index,
-        np.array([7, 8], np.int32),
-        ids,
-        z,
-        z == 0,
-        ids,
+        prompt_id=(0, row),
+        index=index,
+        prompt_ids=PROMPT_IDS,
+        response_ids=np.arange(3, dtype=np.int32),
+        log_probs=np.zeros(3, np.float32),
+        loss_mask=np.ones(3, bool),
+        versions=np.arange(3, dtype=np.int32),
         reward=reward,
         response=text,
     )
 
 
-PROMPTS = {
-    (0, row): Prompt((0, row), np.array([7, 8], np.int32), f"q{row}", str(row), messages=[{"role": "user", "content": f"q{row}"}])
-    for row in range(20)
-}  # fmt: skip
+def prompt(row: int) -> Prompt:
+    text = f"q{row}"
+    messages = [{"role": "user", "content": text}]
+    return Prompt((0, row), PROMPT_IDS, text, str(row), messages=messages)
+
+
+PROMPTS = {(0, row): prompt(row) for row in range(20)}
 
 
 class Server:
-    """A reward server that answers each sample with the length of its response, unless told
-    otherwise."""
+    """A reward server that scores each sample with the length of its response, or as `answers` has
+    it."""
 
     def __init__(self) -> None:
-        self.open = self.most = self.calls = 0
+        self.open_requests = 0
+        self.most_open_requests = 0
+        self.calls = 0
         self.bodies: list[dict] = []
         self.answers: list[object] = []  # used up first: a status, a body, or seconds to wait
 
     async def handle(self, request: web.Request) -> web.Response:
-        self.open, self.calls = self.open + 1, self.calls + 1
-        self.most = max(self.most, self.open)
+        self.open_requests += 1
+        self.calls += 1
+        self.most_open_requests = max(self.most_open_requests, self.open_requests)
         body = await request.json()
         self.bodies.append(body)
         try:
@@ -73,7 +82,7 @@ class Server:
                 return web.Response(text=special, content_type="application/json")
             return web.json_response({"scores": [float(len(r)) for r in body["responses"]]})
         finally:
-            self.open -= 1
+            self.open_requests -= 1
 
     @contextlib.asynccontextmanager
     async def running(self):
@@ -99,11 +108,9 @@ def ask(
     async def main() -> list[float]:
         async with server.running() as url:
             cfg = Config()
-            (
-                cfg.reward_model.url,
-                cfg.reward_model.request_size,
-                cfg.reward_model.max_concurrency,
-            ) = url, 4, 2
+            cfg.reward_model.url = url
+            cfg.reward_model.request_size = 4
+            cfg.reward_model.max_concurrency = 2
             for name, value in changes.items():
                 setattr(cfg.reward_model, name, value)
             model = RemoteRewardModel(cfg, PROMPTS.get)
@@ -116,7 +123,8 @@ def test_scores_come_back_in_order_and_few_requests_are_open(monkeypatch):
     server = Server()
     samples = [sample(row, text="x" * (row + 1)) for row in range(18)]
     assert ask(server, samples, monkeypatch) == [float(row + 1) for row in range(18)]
-    assert server.calls == 5 and server.most == 2
+    assert server.calls == 5
+    assert server.most_open_requests == 2
     whole = {
         k: [x for body in server.bodies for x in body[k]]
         for k in ("prompts", "responses", "ground_truths")
@@ -150,15 +158,16 @@ def test_after_the_last_try_it_says_which_step_and_server(monkeypatch):
 
 @pytest.mark.parametrize("on_error", ["zero", "drop"])
 def test_one_request_that_fails_for_good_costs_only_its_own_samples(monkeypatch, on_error):
-    server, cfg = Server(), Config()
-    server.answers, cfg.reward.on_error = [500, 500], on_error
+    server = Server()
+    cfg = Config()
+    server.answers = [500, 500]
+    cfg.reward.on_error = on_error
     samples = [sample(row, reward=1.0) for row in range(8)]
     samples[0].extra = {"fault": "reward/timeouts", "error": "the function's"}
     mix(samples, ask(server, samples, monkeypatch, retries=0), cfg)
     bad = [s for s in samples if "error" in s.extra]
-    assert len(bad) in (8, 4, 5) and all(
-        s.reward == (1.0 if s in bad[1:] else s.reward) for s in samples
-    )
+    assert len(bad) in (8, 4, 5)
+    assert all(s.reward == (1.0 if s in bad[1:] else s.reward) for s in samples)
     assert samples[0].extra["error"] == "the function's", "the first cause stays"
     assert all("500" in s.extra["error"] and s.extra["fault"] == "reward/errors" for s in bad[1:])
     assert all(math.isfinite(s.reward) for s in samples)
@@ -170,8 +179,11 @@ def test_the_error_of_a_sample_shows_no_secret(tmp_path, monkeypatch, on_error):
     monkeypatch.setattr(
         "one_step_off.training.reward_models.asyncio.sleep", lambda s: real_sleep(min(s, 0.01))
     )
-    cfg, samples, out = Config(), [sample(0)], io.StringIO()
-    cfg.reward.on_error, cfg.reward_model.retries = on_error, 0
+    cfg = Config()
+    samples = [sample(0)]
+    out = io.StringIO()
+    cfg.reward.on_error = on_error
+    cfg.reward_model.retries = 0
     cfg.reward_model.url = "http://me:hunter2pass@127.0.0.1:9/v1?token=s3cr3tvalue"
     batch = Batch(3, samples, (0, 0))
     mix(samples, asyncio.run(RemoteRewardModel(cfg, PROMPTS.get).rewards(batch)), cfg)
@@ -180,7 +192,8 @@ def test_the_error_of_a_sample_shows_no_secret(tmp_path, monkeypatch, on_error):
     SampleDump(tmp_path, PROMPTS.get).write(LogEntry({}, 3, False, samples))
     RunConsole(out).print_line(f"warning: the first: {samples[0].extra['error']}")
     written = [p.read_text() for p in tmp_path.rglob("*.jsonl")]
-    assert len(written) == 2 and all("token=***" in text for text in (*written, out.getvalue()))
+    assert len(written) == 2
+    assert all("token=***" in text for text in (*written, out.getvalue()))
     assert not any(
         secret in text
         for text in (*written, out.getvalue())
@@ -191,9 +204,11 @@ def test_the_error_of_a_sample_shows_no_secret(tmp_path, monkeypatch, on_error):
 def test_a_server_that_hangs_is_not_waited_for(monkeypatch):
     server = Server()
     server.answers = [12.0]
-    begin, samples = time.perf_counter(), [sample(0)]
+    begin = time.perf_counter()
+    samples = [sample(0)]
     assert math.isnan(*ask(server, samples, monkeypatch, timeout_s=0.3, retries=0))
-    assert "Timeout" in samples[0].extra["error"] and time.perf_counter() - begin < 10
+    assert "Timeout" in samples[0].extra["error"]
+    assert time.perf_counter() - begin < 10
 
 
 def test_the_same_tokenizer_reads_the_policys_own_tokens():
@@ -223,7 +238,8 @@ def test_another_tokenizer_reads_the_chat_anew():
 
 def test_rewards_are_mixed_by_weight_and_keep_their_parts():
     cfg = Config()
-    cfg.reward.weight, cfg.reward_model.weight = 2.0, 0.5
+    cfg.reward.weight = 2.0
+    cfg.reward_model.weight = 0.5
     samples = [sample(0, reward=1.0), sample(1, reward=0.0)]
     mix(samples, [3.0, -1.0], cfg)
     assert [s.reward for s in samples] == [3.5, -0.5]
@@ -241,16 +257,15 @@ def test_rewards_are_mixed_by_weight_and_keep_their_parts():
 def test_a_score_too_large_to_be_mixed_is_an_error_of_its_sample(score):
     """Left alone, weight times score, or a group's sum, would be infinite, and no policy of errors
     would catch that."""
-    cfg, samples = Config(), [sample(0, reward=1.0), sample(1, reward=0.5)]
-    cfg.reward_model.weight, cfg.reward.on_error = 1e6, "zero"
+    cfg = Config()
+    samples = [sample(0, reward=1.0), sample(1, reward=0.5)]
+    cfg.reward_model.weight = 1e6
+    cfg.reward.on_error = "zero"
     mix(samples, [score, 1e-6], cfg)
-    assert [s.reward for s in samples] == [1.0, 1.5] and samples[0].extra[
-        "fault"
-    ] == "reward/errors"
-    assert (
-        "of prompt (0, 0), sample 0 is " in samples[0].extra["error"]
-        and "error" not in samples[1].extra
-    )
+    assert [s.reward for s in samples] == [1.0, 1.5]
+    assert samples[0].extra["fault"] == "reward/errors"
+    assert "of prompt (0, 0), sample 0 is " in samples[0].extra["error"]
+    assert "error" not in samples[1].extra
     cfg.reward.on_error = "stop"
     with pytest.raises(RoleError, match=r"prompt \(0, 0\), sample 0 is .*1e\+30"):
         mix([sample(0)], [score], cfg)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from one_step_off.distributed_util import bind_rendezvous_to_its_host, open_store
 from one_step_off.training.fsdp_workers import WORKERS
-from tests.unit.training.test_fsdp_workers import config, free_port, start
+from tests.unit.training.fsdp_helpers import config, free_port, start
 
 LOOPBACK = "127.0.0.1"
 

@@ -95,7 +95,7 @@ def run_rank(rank: int, cfg, port: int, inbox, outbox, folder: str, syncs: int) 
         thread.start()
         for sample in batch.samples:
             sample.versions[:] = version
-        batch.expected = (0, version)
+        batch.expected_stamp = (0, version)
         if not cfg.weight_sync.overlap:
             thread.join()
         # An update has FSDP's collectives, and those of the gradients' norm.
