@@ -321,7 +321,7 @@ MACHINE = [
     ("flash attention without GPUs", ["model.attn_implementation=flash_attention_2"], ["needs GPUs", "use auto"]),
     ("offloading without GPUs", ["actor.param_offload=true"], ["actor.param_offload=true", "on CPU"]),
     ("hub model while offline", ["model.path=some/model"], ["model.path=some/model", "HF_HUB_OFFLINE"]),
-    ("hub model of no name", ["model.path=some/model/of/mine"], ["some/model/of/mine", "no hub id", "check"]),
+    ("hub model of no name", ["model.path=some/model/of/mine"], ["some/model/of/mine", "not a hub id", "check"]),
     ("a file for a model", [f"model.path={__file__}"], ["model.path=", "no such directory", "check"]),
     ("heads that cannot be divided", ["rollout.tensor_parallel_size=3", "placement.pools.rollout=[3]"], ["4 attention heads"]),
     ("too long sequences", ["data.max_response_length=99999999"], ["data.max_prompt_length + data.max_response", "lower"]),
