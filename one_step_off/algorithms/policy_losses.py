@@ -2,9 +2,9 @@
 
 Formulas and sources: docs/concepts/algorithms.md.
 
-The PPO clip loss is `ppo_clip`, registered as "vanilla". To add a loss, write one function here with `@register("name")`:
-`algorithm.policy_loss` then knows it. A policy loss takes `LossInputs`, and its own settings by
-keyword. It returns
+The PPO clip loss is `ppo_clip`, registered as "vanilla". To add a loss, write one function here with
+`@register("name")`: `algorithm.policy_loss` then knows it. A policy loss takes `LossInputs`, and its
+own settings by keyword. It returns
 
     the loss [n], to be minimized, before its aggregation weight, and
     bool [n]: the tokens that the method held back, which the metric clip_frac counts.
