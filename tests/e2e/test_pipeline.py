@@ -359,7 +359,7 @@ def test_a_run_goes_on_after_the_death_of_its_trainer(models, tmp_path):
     events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
     works = [(e["cat"], e["name"]) for e in events if e["ph"] == "X"]
     assert {("checkpoint", "stall 2"), ("checkpoint write", "write 2")} <= set(works), (
-        "both lives are in it"
+        "both attempts are in it"
     )
     assert works.count(("actor", "update 0")) == 1
     assert ("actor", "update 8") in works

@@ -137,7 +137,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(models, tmp_path):
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 130, said
     assert "checkpoint of step" in said
-    assert "the same command goes on" in said
+    assert "the same command resumes from" in said
     assert "Traceback" not in said
     assert_all_gone(family)
     done = len(rows(tmp_path, "metrics.jsonl"))
