@@ -1,4 +1,5 @@
-"""A real run goes on when its processes are killed, and leaves nothing behind. `python -m tests.chaos` goes further."""
+"""A real run goes on when its processes are killed, and leaves nothing behind. `python -m
+tests.chaos` goes further."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def run_with(tmp_path: Path, kills: int, kinds: str, points: str) -> dict:
         f"{tmp_path}/c",
     ]
     found = run_with_kills(parse_arguments(args), resume_after=False)
-    assert found["wrong"] == [] and found["hit"] == kills, json.dumps(found, indent=1)
+    assert found["wrong"] == []
+    assert found["hit"] == kills, json.dumps(found, indent=1)
     assert found["starts"] == 1, "the run itself never ended"
     return found
 
@@ -41,7 +43,8 @@ def run_with(tmp_path: Path, kills: int, kinds: str, points: str) -> dict:
 def test_an_engine_dies_between_two_buckets_and_the_run_goes_on(tmp_path: Path):
     """What this takes is the start of a run and of an engine: there is one kill."""
     (kill,) = run_with(tmp_path, 1, "engine", "between buckets")["kills"]
-    assert kill["step"] >= 1 and kill["recovered_s"] > 0
+    assert kill["step"] >= 1
+    assert kill["recovered_s"] > 0
 
 
 @pytest.mark.slow
@@ -102,7 +105,8 @@ def test_everything_dies(tmp_path: Path):
 def test_a_failed_sync_in_mid_run_ends_the_command_by_name(
     tmp_path: Path, kind, point, action, words
 ):
-    """The sync is beside the update of step 2, whose ranks wait for it before their optimiser step."""
+    """The sync is beside the update of step 2, whose ranks wait for it before their optimiser
+    step."""
     command = Command(tmp_path, settings(tmp_path / "run", 50, ranks=2))
     wish = {"id": 0, "kind": kind, "point": point, "skip": 0, "signal": action, "version": 2}
     (tmp_path / "armed").write_text(json.dumps(wish))
@@ -118,7 +122,8 @@ def test_a_failed_sync_in_mid_run_ends_the_command_by_name(
         assert (tmp_path / "hit_0").exists(), command.log.read_text()
         code = command.process.wait(30)  # from the fault on
         said = command.log.read_text()
-        assert code == 1 and re.search(words, said), said
+        assert code == 1
+        assert re.search(words, said), said
         assert command.steps() == 1, "nothing is trained with weights of which the sync failed"
         assert left_behind(command) == []
     finally:
@@ -128,7 +133,8 @@ def test_a_failed_sync_in_mid_run_ends_the_command_by_name(
 @pytest.mark.slow
 @pytest.mark.ci
 def test_syncs_broken_in_every_way_end_soon(tmp_path: Path):
-    """Some of `python -m tests.chaos --syncs`: an exception, a wrong sum, a hang and a death, of each process in it."""
+    """Some of `python -m tests.chaos --syncs`: an exception, a wrong sum, a hang and a death, of
+    each process in it."""
     faults = [
         "engine: joining the sync: SIGKILL",
         "engine: after the last bucket: corrupt",
@@ -139,7 +145,8 @@ def test_syncs_broken_in_every_way_end_soon(tmp_path: Path):
     chosen = [word for fault in faults for word in ("--faults", fault)]
     which = ["--syncs", "--all", "--layouts", "2x2", "--versions", "middle"]
     found = break_syncs(parse_arguments([*which, *chosen, "--out", f"{tmp_path}/s"]))
-    assert found["wrong"] == [] and found["hit"] == 2 * len(faults), json.dumps(found, indent=1)
+    assert found["wrong"] == []
+    assert found["hit"] == 2 * len(faults), json.dumps(found, indent=1)
 
 
 @pytest.mark.slow
@@ -147,4 +154,5 @@ def test_stopped_anywhere_and_resumed_are_the_same_bits(tmp_path: Path):
     found = compare_stopped_runs(
         parse_arguments(["--kills", "4", "--exact", "--seed", "2", "--out", f"{tmp_path}/c"])
     )
-    assert found["wrong"] == [] and len(found["stops"]) == 4, json.dumps(found, indent=1)
+    assert found["wrong"] == []
+    assert len(found["stops"]) == 4, json.dumps(found, indent=1)

@@ -1,4 +1,5 @@
-"""The Megatron back end with real Ray, gloo and vLLM: its shards into the engine, and a whole run as FSDP makes it."""
+"""The Megatron back end with real Ray, gloo and vLLM: its shards into the engine, and a whole run
+as FSDP makes it."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_engine_equals_hf_after_sync(models, tmp_path, kind, tied, layout):
-    other, mine = models(kind, tied=tied, seed=1), models(kind, tied=tied, seed=2)
+    other = models(kind, tied=tied, seed=1)
+    mine = models(kind, tied=tied, seed=2)
     pools = {"rollout": [1], "actor": [2]}
     sync_and_compare(
         other, mine, tmp_path, {"placement.pools": pools, "actor.backend": "megatron", **layout}
@@ -45,7 +47,8 @@ def test_engine_equals_hf_after_sync(models, tmp_path, kind, tied, layout):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_learns_as_fsdp_does_and_goes_on_in_another_layout(tmp_path):
-    """The tiny run with one seed on both back ends, and then the checkpoint of two shards on two stages."""
+    """The tiny run with one seed on both back ends, and then the checkpoint of two shards on two
+    stages."""
     found = {}
     pools = "placement.pools={rollout: [1], actor: [2]}"
     megatron = ["actor.backend=megatron", pools]
@@ -72,9 +75,11 @@ def test_learns_as_fsdp_does_and_goes_on_in_another_layout(tmp_path):
         ]
     fsdp, megatron, resumed = found.values()
     rewards, same = ([row["reward/mean"] for row in rows] for rows in (megatron, fsdp))
-    assert len(rewards) == len(same) == 20 and rewards[:5] == pytest.approx(same[:5], abs=1e-3)
+    assert len(rewards) == len(same) == 20
+    assert rewards[:5] == pytest.approx(same[:5], abs=1e-3)
     assert len(set(same[:5])) > 1
-    # What rounding does to the rest is chance: a sample that falls on the other side of a random number.
+    # What rounding does to the rest is chance: a sample that falls on the other side of a random
+    # number.
     assert rewards == pytest.approx(same, abs=0.1)
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
     for folder in ("fsdp", "megatron"):
@@ -87,5 +92,6 @@ def test_learns_as_fsdp_does_and_goes_on_in_another_layout(tmp_path):
         assert fsdp[0][name] == pytest.approx(megatron[0][name], rel=1e-3, abs=1e-6), name
     assert len(resumed) == 22, "the run of two stages went on where that of two shards had stopped"
     for row in resumed[20:]:
-        assert row["canary/logprob_diff_max"] < 1e-4 and row["actor/grad_norm"] > 0
+        assert row["canary/logprob_diff_max"] < 1e-4
+        assert row["actor/grad_norm"] > 0
         assert row["reward/mean"] > np.mean(rewards[:5]) + 0.2

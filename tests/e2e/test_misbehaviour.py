@@ -1,4 +1,5 @@
-"""Real processes: reward workers that die, a run with rewards and updates that misbehave, and a replay."""
+"""Real processes: reward workers that die, a run with rewards and updates that misbehave, and a
+replay."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,8 +89,8 @@ def test_reward_workers_die_and_come_back():
 
 
 def moody(response: str, ground_truth: str, flag: str, **_: object) -> float:
-    """For an answer that three divides it raises, hangs or is no number, by the response; the first two calls, that before
-    the start and one in the run, kill their process."""
+    """For an answer that three divides it raises, hangs or is no number, by the response; the first
+    two calls, that before the start and one in the run, kill their process."""
     with open(flag, "a") as f:
         if f.tell() < 2:
             f.write("x")
@@ -115,63 +117,70 @@ def broken_once(t, o):
     return values
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_and_a_skipped_update_is_replayed(models, tmp_path, capfd):
-    from one_step_off import main_ppo
-    from one_step_off.runtime import launch
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
-    out, flag = tmp_path / "run", tmp_path / "flag"
-    cfg = tiny_config(
-        models(),
-        str(out),
-        **{
-            "reward.function": f"{__name__}:moody",
-            "reward.kwargs": {"flag": str(flag)},
-            "reward.timeout_s": 0.3,
-            "reward.on_error": "drop",
-            "algorithm.adv_estimator": f"{__name__}:broken_once",
-            "data.val_files": "",
-            "data.train_batch_size": 8,
-            "trainer.save_freq": 1,
-            "trainer.save_hf_model": False,
-        },
-    )
-    assert launch.run(cfg) == 0
-    rows, ledger = (
-        [json.loads(x) for x in (out / f"{n}.jsonl").read_text().splitlines()]
-        for n in ("metrics", "ledger")
-    )
-    skipped = [row["actor/skipped_updates"] for row in rows]
-    assert skipped == [0, 1, 0], (
-        "of the two mini-batches of one step the one that has the advantage that is no number"
-    )
-    assert sum(row["samples/dropped_groups"] for row in rows) > 0 and flag.read_text() == "xx"
-    for row, consumed in zip(rows, ledger, strict=True):
-        gone = consumed.get("dropped", [])
-        assert len(consumed["prompts"]) == 8 and len(gone) == row["samples/dropped_groups"]
-        assert row["samples"] == 4 * (8 - len(gone)) and row["reward/errors"] + row[
-            "reward/timeouts"
-        ] == 4 * len(gone)
-        dumped = [
-            json.loads(x)
-            for x in (out / f"samples/step_{row['step']:06d}.jsonl").read_text().splitlines()
-        ]
-        assert len(dumped) == 32 and sum("error" in s for s in dumped) == 4 * len(gone)
-        assert all(
-            (int(s["ground_truth"]) % 3 == 0) == ("error" in s) == ("dropped" in s) for s in dumped
-        )
+
+def assert_groups_were_dropped(out: Path) -> None:
+    """Each group with a sample that was not scored is left out, counted, and marked in the dump."""
+    metrics = read_rows(out / "metrics.jsonl")
+    ledger = read_rows(out / "ledger.jsonl")
+    assert sum(row["samples/dropped_groups"] for row in metrics) > 0
+    for row, consumed in zip(metrics, ledger, strict=True):
+        dropped = consumed.get("dropped", [])
+        assert len(consumed["prompts"]) == 8
+        assert len(dropped) == row["samples/dropped_groups"]
+        assert row["samples"] == 4 * (8 - len(dropped))
+        assert row["reward/errors"] + row["reward/timeouts"] == 4 * len(dropped)
+        samples = read_rows(out / f"samples/step_{row['step']:06d}.jsonl")
+        assert len(samples) == 32
+        assert sum("error" in sample for sample in samples) == 4 * len(dropped)
+        for sample in samples:
+            fails = int(sample["ground_truth"]) % 3 == 0
+            assert fails == ("error" in sample) == ("dropped" in sample)
+
+
+def assert_replay(out: Path, capfd: pytest.CaptureFixture) -> None:
+    """The skipped update is repeated, with the reason, and the run stays as it was."""
+    from one_step_off import main_ppo
+
     folder = out / "skipped" / "step_000001"
-    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
-    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     capfd.readouterr()
     assert main_ppo.main([f"config={out / 'config.yaml'}", "--replay", str(folder)]) == 0
-    said = capfd.readouterr().out
-    assert re.search(r"step 1 again, with the weights of \S+checkpoints/step_000001", said), said
-    assert re.search(
-        r"advantages: \d+ of \d+ trained tokens are not finite\s+nan at prompt", said
-    ), said
-    assert re.search(r"ratio: 0 of \d+ trained tokens are not finite", said), said
-    assert re.search(
-        r"actor: .*actor/loss nan, .*actor/skipped_updates 1,", said.replace("\n", " ")
-    ), said
-    assert {p: p.read_bytes() for p in before} == before, "a replay changes nothing of the run"
+    printed = capfd.readouterr().out
+    one_line = printed.replace("\n", " ")
+    for words in (
+        r"step 1 again, with the weights of \S+checkpoints/step_000001",
+        r"advantages: \d+ of \d+ trained tokens are not finite\s+nan at prompt",
+        r"ratio: 0 of \d+ trained tokens are not finite",
+        r"actor: .*actor/loss nan, .*actor/skipped_updates 1,",
+    ):
+        assert re.search(words, one_line), printed
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_and_a_skipped_update_is_replayed(models, tmp_path, capfd):
+    from one_step_off.runtime import launch
+
+    out = tmp_path / "run"
+    flag = tmp_path / "flag"
+    changes = {
+        "reward.function": f"{__name__}:moody",
+        "reward.kwargs": {"flag": str(flag)},
+        "reward.timeout_s": 0.3,
+        "reward.on_error": "drop",
+        "algorithm.adv_estimator": f"{__name__}:broken_once",
+        "data.val_files": "",
+        "data.train_batch_size": 8,
+        "trainer.save_freq": 1,
+        "trainer.save_hf_model": False,
+    }
+    assert launch.run(tiny_config(models(), str(out), **changes)) == 0
+    skipped = [row["actor/skipped_updates"] for row in read_rows(out / "metrics.jsonl")]
+    assert skipped == [0, 1, 0], "the mini-batch with the advantage that is no number, alone"
+    assert flag.read_text() == "xx"
+    assert_groups_were_dropped(out)
+    assert_replay(out, capfd)

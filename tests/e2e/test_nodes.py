@@ -1,4 +1,5 @@
-"""Two hosts, which are two network namespaces with a cable between them, as a Ray cluster: runs over both, and cuts."""
+"""Two hosts, which are two network namespaces with a cable between them, as a Ray cluster: runs
+over both, and cuts."""
 
 from __future__ import annotations
 
@@ -28,8 +29,11 @@ ROOT = Path(__file__).parents[2]
 ADDRESS = {"a": "10.213.7.1", "b": "10.213.7.2"}  # of nothing but these two hosts
 CABLE = "cable"  # what both call their end of it
 PORT = 6379
-START_S, SYNC_S = 90, 10  # limits of a run here
-# A sync that breaks (its limit, the other ends', a ping), what is started anew, in a few attempts, and the run's end.
+# limits of a run here
+START_S = 90
+SYNC_S = 10
+# A sync that breaks (its limit, the other ends', a ping), what is started anew, in a few attempts,
+# and the run's end.
 BOUND_S = 3 * SYNC_S + 3 * START_S + 60
 
 
@@ -57,7 +61,8 @@ def sweep() -> None:
 
 
 class Hosts:
-    """Hosts `a` and `b`. They share files and the name of the machine, which either takes for its loopback."""
+    """Hosts `a` and `b`. They share files and the name of the machine, which either takes for its
+    loopback."""
 
     def __init__(self) -> None:
         self.space = {host: f"oso{os.getpid()}{host}" for host in ADDRESS}
@@ -78,7 +83,8 @@ class Hosts:
             raise
 
     def cable(self, state: str) -> None:
-        """Plug it in at both ends (up) or pull it out of `b` (down): connections stay, and what is sent over them vanishes."""
+        """Plug it in at both ends (up) or pull it out of `b` (down): connections stay, and what is
+        sent over them vanishes."""
         for space in self.space.values() if state == "up" else [self.space["b"]]:
             ip("-n", space, "link", "set", CABLE, state)
 
@@ -202,10 +208,12 @@ def steps_of(folder: Path) -> list[int]:
     ],
 )
 def test_a_run_over_the_cable(hosts, models, tmp_path, seats, actor, where):
-    """Either role on a host of its own; and a trainer whose ranks are on both, so that its own collectives cross too."""
+    """Either role on a host of its own; and a trainer whose ranks are on both, so that its own
+    collectives cross too."""
     for host, cpus in zip("ab", seats, strict=True):
         hosts.ray(host, cpus)
-    before, begin = hosts.carried(), time.monotonic()
+    before = hosts.carried()
+    begin = time.monotonic()
     pools = f"placement.pools={{rollout: [1], actor: {actor}}}"
     run = hosts.run(tmp_path, pools, **{"model.path": models(), "trainer.total_steps": 4})
     said, _ = run.communicate(timeout=400)
@@ -217,17 +225,22 @@ def test_a_run_over_the_cable(hosts, models, tmp_path, seats, actor, where):
     assert [r["sync/bytes"] for r in metrics] == [
         0,
         *[whole := metrics[-1]["sync/full_bytes"]] * 3,
-    ] and whole > 3e6
-    # And the first one, before the first step. With ranks on both, half of the model may stay on its host.
+    ]
+    assert whole > 3e6
+    # And the first one, before the first step. With ranks on both, half of the model may stay on
+    # its host.
     assert hosts.carried() - before >= 4 * whole / len(actor)
     assert all(r["canary/logprob_diff_max"] < 1e-4 for r in metrics)
 
 
 def cut_in_a_sync(hosts: Hosts, run: subprocess.Popen, folder: Path, size: int) -> None:
-    """Pull the cable out while weights are on it, after the first checkpoint. `size`: of the model, in bytes."""
-    deadline, seen = time.monotonic() + 200, deque([hosts.carried()], maxlen=10)
+    """Pull the cable out while weights are on it, after the first checkpoint. `size`: of the model,
+    in bytes."""
+    deadline = time.monotonic() + 200
+    seen = deque([hosts.carried()], maxlen=10)
     while not (folder / "checkpoints" / "step_000002").is_dir() or seen[-1] - seen[0] < size / 4:
-        assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=1)[0]
+        assert run.poll() is None
+        assert time.monotonic() < deadline, run.communicate(timeout=1)[0]
         time.sleep(0.02)
         seen.append(hosts.carried())
     assert seen[-1] - seen[0] < size * 3 / 4, "the sync is over; nothing was cut"
@@ -240,9 +253,10 @@ def cut_in_a_sync(hosts: Hosts, run: subprocess.Popen, folder: Path, size: int) 
     ids=["rollout", "actor", "for_a_while"],
 )
 def test_a_cable_cut_in_a_sync(hosts, models, tmp_path, far, back_s):
-    """The run ends in bounded time by an error that names the sync or the role; with the cable back, and Ray on that host
-    anew, the same command goes on from the checkpoint to the end. `back_s`: the cable comes back by itself, before Ray
-    gives the host up; then the run may as well survive."""
+    """The run ends in bounded time by an error that names the sync or the role; with the cable
+    back, and Ray on that host anew, the same command goes on from the checkpoint to the end.
+    `back_s`: the cable comes back by itself, before Ray gives the host up; then the run may as well
+    survive."""
     seats = {"rollout": (2, 1), "actor": (1, 2)}[far]  # two ranks fit one host only
     for host, cpus in zip("ab", seats, strict=True):
         hosts.ray(host, cpus)
@@ -283,7 +297,9 @@ def go_on(hosts: Hosts, cpus: int, folder: Path, keys: dict[str, object]) -> Non
     hosts.cable("up")
     hosts.end("b")
     hosts.ray("b", cpus)
-    begin, run = time.monotonic(), hosts.run(folder, **keys)
+    begin = time.monotonic()
+    run = hosts.run(folder, **keys)
     said, _ = run.communicate(timeout=400)
     print(said, f"{time.monotonic() - begin:.0f} s from the checkpoint to the end")
-    assert run.returncode == 0 and re.search(r"resuming from step [246] of 8", said), said
+    assert run.returncode == 0
+    assert re.search(r"resuming from step [246] of 8", said), said

@@ -57,8 +57,9 @@ VARIED = {
     ],
 )
 def test_synchronous_ratio_is_one(models, tmp_path, kind, tied, temperature, estimator):
-    """With fresh samples and one mini-batch theta is mu, so the engine's log-probs must equal the trainer's. Two of the
-    estimators need more than a reward per sample: squared probabilities, and rewards in parts."""
+    """With fresh samples and one mini-batch theta is mu, so the engine's log-probs must equal the
+    trainer's. Two of the estimators need more than a reward per sample: squared probabilities, and
+    rewards in parts."""
     from one_step_off.runtime import launch
 
     cfg = tiny_config(
@@ -81,7 +82,8 @@ def test_synchronous_ratio_is_one(models, tmp_path, kind, tied, temperature, est
 
 
 def evaluate_only(model: str, folder: Path) -> None:
-    """An evaluation alone, with another set and sampling of its own, in the folder of a run of 4 steps."""
+    """An evaluation alone, with another set and sampling of its own, in the folder of a run of 4
+    steps."""
     from one_step_off.runtime import launch
 
     only = tiny_config(
@@ -106,15 +108,18 @@ def evaluate_only(model: str, folder: Path) -> None:
     )
     assert json.loads((folder / "val_only" / "summary.json").read_text())["steps"] == 0
     (last,) = rows(folder / "val_only", "evaluations.jsonl")
-    assert last["val/version"] == 0 and last["val/samples"] == last["val/other/samples"] == 16
-    assert last["val/pass@1"] <= last["val/pass@4"] and last["val/other/response_length"] <= 24
+    assert last["val/version"] == 0
+    assert last["val/samples"] == last["val/other/samples"] == 16
+    assert last["val/pass@1"] <= last["val/pass@4"]
+    assert last["val/other/response_length"] <= 24
 
 
 @contextlib.contextmanager
 def listeners() -> Iterator[dict[str, set[str]]]:
     """At which addresses this process and all below it listen meanwhile, and who."""
     found: dict[str, set[str]] = {}
-    over, me = threading.Event(), psutil.Process()
+    over = threading.Event()
+    me = psutil.Process()
     before = {
         c.laddr for c in me.net_connections("inet") if c.status == psutil.CONN_LISTEN
     }  # inherited ones, say
@@ -139,23 +144,21 @@ def listeners() -> Iterator[dict[str, set[str]]]:
 
 
 def assert_watched(folder: Path) -> None:
-    """The report, the timeline, torch's profile of step 2; the dashboard asks for nothing that a run does not have."""
+    """The report, the timeline, torch's profile of step 2; the dashboard asks for nothing that a
+    run does not have."""
     data = re.search(
         r'<script type="application/json" id="data">(.*?)</script>',
         (folder / "report.html").read_text(),
     )
     found = json.loads(data[1])
-    assert (
-        found["columns"]["step"] == [0, 1, 2, 3]
-        and found["ended"] == ""
-        and len(found["evaluations"]) == 3
-    )
-    assert (
-        found["summary"] == [json.loads((folder / "summary.json").read_text())]
-        and found["samples"][0]["response"]
-    )
+    assert found["columns"]["step"] == [0, 1, 2, 3]
+    assert found["ended"] == ""
+    assert len(found["evaluations"]) == 3
+    assert found["summary"] == [json.loads((folder / "summary.json").read_text())]
+    assert found["samples"][0]["response"]
     events = json.loads((folder / "timeline.json").read_text().rstrip().rstrip(",") + "]")
-    assert len(events) == len(found["events"]) and not found["cut"]
+    assert len(events) == len(found["events"])
+    assert not found["cut"]
     works = {(e["cat"], e["name"]) for e in events if e["ph"] == "X"}
     names = "rollout 0/generate 3, rollout 0 evaluation/evaluate 2, sync/weights 3, actor/update 3, sync rollout 0/load 2"
     names += ", sync trainer 0/wire 2, evaluation/evaluate 4"
@@ -171,75 +174,104 @@ def assert_watched(folder: Path) -> None:
     assert dashboard_names() <= {"one_step_off_" + re.sub(r"\W", "_", name) for name in known}
 
 
-def test_one_step_off_run_and_what_it_leaves(models, tmp_path):
-    """Staleness 1 by version stamps; the run folder; and its hf_model starts the next run (transformers and vLLM)."""
+def assert_staleness_and_ledger(folder: Path) -> None:
+    """Step N trains on samples of version N-1, and no prompt is used twice."""
+    metrics = rows(folder, "metrics.jsonl")
+    ledger = rows(folder, "ledger.jsonl")
+    assert [row["step"] for row in metrics] == [row["step"] for row in ledger] == [0, 1, 2, 3]
+    assert [row["weight_version"] for row in metrics] == [0, 1, 2, 3]
+    staleness = [(row["staleness/min"], row["staleness/max"]) for row in metrics]
+    assert staleness == [(0, 0), (1, 1), (1, 1), (1, 1)]
+    prompts = [tuple(prompt) for row in ledger for prompt in row["prompts"]]
+    assert len(prompts) == len(set(prompts)) == 16
+    assert all(row["sync/bytes"] > 1e6 for row in metrics[1:])
+    evaluations = rows(folder, "evaluations.jsonl")
+    assert [row["val/version"] for row in evaluations] == [0, 2, 4]
+    assert metrics[-1]["val/version"] == 4
+
+
+def assert_summary(folder: Path) -> None:
+    """Steps, evaluations, memory and FLOPs; there is no MFU on CPUs."""
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert summary["overlap_ratio"] > 0
+    assert summary["val/versions"] == [0, 2, 4]
+    assert summary["memory/trainer_peak_bytes"] > 1e8
+    assert summary["memory/rollout_peak_bytes"] > 1e8
+    assert summary["flops_per_s/trainer"] > 0
+    assert summary["mfu/trainer"] is None
+
+
+def assert_files(folder: Path) -> None:
+    """The config, the samples of a step and of an evaluation, and the events of TensorBoard."""
+    metrics = rows(folder, "metrics.jsonl")
+    assert {"config.yaml", "versions.json"} <= {path.name for path in folder.iterdir()}
+    samples = rows(folder, "samples/step_000003.jsonl")
+    assert len(samples) == metrics[3]["samples"]
+    assert samples[0]["prompt"]
+    assert samples[0]["versions"] == [2]
+    mean_reward = np.mean([sample["reward"] for sample in samples])
+    assert mean_reward == pytest.approx(metrics[3]["reward/mean"])
+    held_out = rows(folder, "samples/val_v000002.jsonl")
+    assert [sample["prompt_id"][0] for sample in held_out] == [-1] * 8
+    assert len(list((folder / "tensorboard").glob("events.out.tfevents.*"))) == 1
+
+
+def assert_model_was_trained(before: str, after: Path) -> None:
     from transformers import AutoModelForCausalLM
 
+    trained = AutoModelForCausalLM.from_pretrained(after).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(before).state_dict()
+    assert all((trained[name] != start[name]).any() for name in start)
+
+
+def train_further(model: Path, folder: Path) -> list[dict]:
+    """Another run that starts from a model which the first one wrote; returns its metrics."""
+    from one_step_off.runtime import launch
+
+    changes = {
+        "algorithm.old_log_probs": "recompute",
+        "algorithm.rollout_correction": "tis",
+        "algorithm.kl_coef": 0.01,
+        "placement.roles": {"rollout": "rollout", "actor": "actor", "ref": "actor"},
+        "model.dtype": "bfloat16",
+    }
+    cfg = tiny_config(str(model), str(folder), **VARIED, **changes)
+    assert launch.run(cfg) == 0
+    return rows(folder, "metrics.jsonl")
+
+
+def test_one_step_off_run_and_what_it_leaves(models, tmp_path):
+    """Staleness 1 by version stamps; the run folder; and its hf_model starts the next run
+    (transformers and vLLM)."""
     from one_step_off.runtime import launch
 
     first = tmp_path / "first"
-    watched = {"trainer.profile_step": 2, "logging.prometheus_port": free_port()}
-    cfg = tiny_config(
-        models(),
-        str(first),
-        **VARIED,
-        **{"trainer.test_freq": 2, "trainer.total_steps": 4},
-        **watched,
-    )
-    with listeners() as found:
+    changes = {
+        "trainer.test_freq": 2,
+        "trainer.total_steps": 4,
+        "trainer.profile_step": 2,
+        "logging.prometheus_port": free_port(),
+    }
+    cfg = tiny_config(models(), str(first), **VARIED, **changes)
+    with listeners() as addresses:
         assert launch.run(cfg) == 0
-    assert "127.0.0.1" in found and found.keys() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, found
+    assert "127.0.0.1" in addresses
+    assert addresses.keys() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, addresses
     assert_watched(first)
-    metrics, ledger = rows(first, "metrics.jsonl"), rows(first, "ledger.jsonl")
-    assert [r["step"] for r in metrics] == [r["step"] for r in ledger] == [0, 1, 2, 3]
-    assert [r["weight_version"] for r in metrics] == [0, 1, 2, 3]
-    assert [(r["staleness/min"], r["staleness/max"]) for r in metrics] == [(0, 0)] + [(1, 1)] * 3
-    seen = [tuple(p) for r in ledger for p in r["prompts"]]
-    assert len(seen) == len(set(seen)) == 16
-    assert [r["val/version"] for r in rows(first, "evaluations.jsonl")] == [0, 2, 4]
-    assert metrics[-1]["val/version"] == 4
-    assert all(r["sync/bytes"] > 1e6 for r in metrics[1:])
-    summary = json.loads((first / "summary.json").read_text())
-    assert (
-        summary["steps"] == 4
-        and summary["overlap_ratio"] > 0
-        and summary["val/versions"] == [0, 2, 4]
-    )
-    assert {"config.yaml", "versions.json"} <= {p.name for p in first.iterdir()}
-    samples = rows(first, "samples/step_000003.jsonl")
-    assert (
-        len(samples) == metrics[3]["samples"]
-        and samples[0]["prompt"]
-        and samples[0]["versions"] == [2]
-    )
-    assert np.mean([s["reward"] for s in samples]) == pytest.approx(metrics[3]["reward/mean"])
-    assert [s["prompt_id"][0] for s in rows(first, "samples/val_v000002.jsonl")] == [-1] * 8
-    assert len(list((first / "tensorboard").glob("events.out.tfevents.*"))) == 1
-    assert summary["memory/trainer_peak_bytes"] > 1e8 and summary["memory/rollout_peak_bytes"] > 1e8
-    assert summary["flops_per_s/trainer"] > 0 and summary["mfu/trainer"] is None
+    assert_staleness_and_ledger(first)
+    assert_summary(first)
+    assert_files(first)
     evaluate_only(models(), first)
-    trained = AutoModelForCausalLM.from_pretrained(first / "hf_model").state_dict()
-    start = AutoModelForCausalLM.from_pretrained(models()).state_dict()
-    assert all((trained[n] != start[n]).any() for n in start)
+    assert_model_was_trained(models(), first / "hf_model")
 
-    again = tmp_path / "again"
-    cfg = tiny_config(
-        str(first / "hf_model"),
-        str(again),
-        **VARIED,
-        **{
-            "algorithm.old_log_probs": "recompute",
-            "algorithm.rollout_correction": "tis",
-            "algorithm.kl_coef": 0.01,
-            "placement.roles": {"rollout": "rollout", "actor": "actor", "ref": "actor"},
-            "model.dtype": "bfloat16",
-        },
-    )
-    assert launch.run(cfg) == 0
-    metrics = rows(again, "metrics.jsonl")
-    assert len(metrics) == 3 and all(np.isfinite(r["actor/loss"]) for r in metrics)
-    assert all(r["actor/kl"] >= 0 for r in metrics) and metrics[-1]["actor/kl"] > 0
-    assert all(0 < r["canary/logprob_diff_max"] < 1.0 for r in metrics)
+    metrics = train_further(first / "hf_model", tmp_path / "again")
+    assert len(metrics) == 3
+    for row in metrics:
+        assert np.isfinite(row["actor/loss"])
+        assert row["actor/kl"] >= 0
+        assert 0 < row["canary/logprob_diff_max"] < 1.0
+    assert metrics[-1]["actor/kl"] > 0
 
 
 def start_run(models, folder: Path, **changes: object) -> subprocess.Popen:
@@ -293,12 +325,14 @@ def test_ctrl_c_ends_the_run_and_every_process(models, tmp_path):
     os.kill(run.pid, signal.SIGINT)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 130, said
-    assert "interrupted" in said and "Traceback" not in said
+    assert "interrupted" in said
+    assert "Traceback" not in said
     assert_all_gone(family)
 
 
 def test_a_run_goes_on_after_the_death_of_its_trainer(models, tmp_path):
-    """kill -9 of a rank: another incarnation from the last checkpoint; the rows and the prompts are those of one run."""
+    """kill -9 of a rank: another incarnation from the last checkpoint; the rows and the prompts are
+    those of one run."""
     run = start_run(
         models,
         tmp_path,
@@ -314,18 +348,21 @@ def test_a_run_goes_on_after_the_death_of_its_trainer(models, tmp_path):
     assert re.search(
         r"its process died \(pid \d+\).*; resuming from .*step_0000\d\d as incarnation 1", said
     ), said
-    metrics, ledger = rows(tmp_path, "metrics.jsonl"), rows(tmp_path, "ledger.jsonl")
+    metrics = rows(tmp_path, "metrics.jsonl")
+    ledger = rows(tmp_path, "ledger.jsonl")
     assert [r["step"] for r in metrics] == [r["step"] for r in ledger] == list(range(9))
-    assert metrics[0]["restarts/trainer"] == 0 and metrics[-1]["restarts/trainer"] == 1
+    assert metrics[0]["restarts/trainer"] == 0
+    assert metrics[-1]["restarts/trainer"] == 1
     assert all(r["staleness/max"] == min(1, r["step"]) for r in metrics)
     prompts = [tuple(p) for row in ledger for p in row["prompts"]]
     assert len(prompts) == len(set(prompts)) == 9 * 16
     events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
     works = [(e["cat"], e["name"]) for e in events if e["ph"] == "X"]
     assert {("checkpoint", "stall 2"), ("checkpoint write", "write 2")} <= set(works), (
-        "both lives are in it"
+        "both attempts are in it"
     )
-    assert works.count(("actor", "update 0")) == 1 and ("actor", "update 8") in works
+    assert works.count(("actor", "update 0")) == 1
+    assert ("actor", "update 8") in works
     assert '"restarts/trainer": [0, ' in (tmp_path / "report.html").read_text()
     assert "Traceback" not in said
     assert_all_gone(family)
@@ -335,7 +372,8 @@ def test_a_run_goes_on_after_the_death_of_its_trainer(models, tmp_path):
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_default_run_learns(tmp_path, seed):
-    """The promise of the default CPU run: the reward of the last 5 steps is 0.2 above that of the first 5."""
+    """The promise of the default CPU run: the reward of the last 5 steps is 0.2 above that of the
+    first 5."""
     command = [sys.executable, "-m", "one_step_off.main_ppo", "config=config/gsm8k_tiny_cpu.yaml"]
     done = subprocess.run(
         [*command, f"trainer.seed={seed}", f"trainer.output_dir={tmp_path}"],

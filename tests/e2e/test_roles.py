@@ -1,4 +1,5 @@
-"""Full PPO with real Ray, vLLM, FSDP2 and gloo: every role in the pool it is given, at once or in turns."""
+"""Full PPO with real Ray, vLLM, FSDP2 and gloo: every role in the pool it is given, at once or in
+turns."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ COLOCATED = {
 
 @pytest.fixture(scope="module")
 def judge(models, tmp_path_factory) -> str:
-    """A reward model of another architecture than the policy, with a head that tells samples apart."""
+    """A reward model of another architecture than the policy, with a head that tells samples
+    apart."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     path = models("qwen3", True)
@@ -84,13 +86,15 @@ def span(row: dict, name: str) -> tuple[float, float]:
 
 
 def overlap(row: dict, one: str, other: str) -> bool:
-    (a, b), (c, d) = span(row, one), span(row, other)
+    (a, b) = span(row, one)
+    (c, d) = span(row, other)
     return a < d and c < b
 
 
 @pytest.mark.slow
 def test_roles_apart_work_at_once_and_learn_the_same(models, judge, tmp_path):
-    """At staleness 0, with all in one pool, with rollout apart, and with a pool for each: same numbers, other times."""
+    """At staleness 0, with all in one pool, with rollout apart, and with a pool for each: same
+    numbers, other times."""
     from one_step_off.runtime import launch
 
     for name, where in (("together", TOGETHER), ("apart", APART), ("colocated", COLOCATED)):
@@ -128,7 +132,8 @@ def test_roles_apart_work_at_once_and_learn_the_same(models, judge, tmp_path):
 
 
 def test_colocated_replicas_read_every_ranks_shards_out_of_shared_memory(models, tmp_path, capfd):
-    """Two seats, each with a replica and an FSDP rank; evaluations of each version wait for their turn."""
+    """Two seats, each with a replica and an FSDP rank; evaluations of each version wait for their
+    turn."""
     from one_step_off.runtime import launch
 
     changes = {
@@ -140,9 +145,8 @@ def test_colocated_replicas_read_every_ranks_shards_out_of_shared_memory(models,
     }
     assert launch.run(tiny_config(models(), str(tmp_path / "run"), **VARIED | changes)) == 0
     found = rows(tmp_path / "run", "metrics.jsonl")
-    assert [row["weight_version"] for row in found] == [0, 1, 2] and all(
-        row["staleness/max"] == 0 for row in found
-    )
+    assert [row["weight_version"] for row in found] == [0, 1, 2]
+    assert all(row["staleness/max"] == 0 for row in found)
     assert all(0 < row["canary/logprob_diff_max"] < 1e-4 for row in found), (
         "both replicas hold the trainer's weights"
     )
@@ -171,13 +175,16 @@ def test_colocated_replicas_read_every_ranks_shards_out_of_shared_memory(models,
 
 @pytest.mark.slow  # test_e2e_resume.py has a shorter one
 def test_full_ppo_one_step_off_resumes_exactly(models, judge, tmp_path):
-    """Actor, critic and the adapted KL coefficient come back; the first step trains the critic alone."""
+    """Actor, critic and the adapted KL coefficient come back; the first step trains the critic
+    alone."""
     from one_step_off.runtime import launch
 
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     assert launch.run(ppo(models(), judge, whole, **TOGETHER, **{"trainer.save_freq": 2})) == 0
     first, *others = rows(whole, "metrics.jsonl")
-    assert "actor/loss" not in first and first["critic/loss"] > 0, "the critic warms up alone"
+    assert "actor/loss" not in first
+    assert first["critic/loss"] > 0, "the critic warms up alone"
     assert all(row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in others)
     assert len({row["kl/coef"] for row in others}) == 3, "the coefficient adapts"
     assert [row["staleness/max"] for row in others] == [1, 1, 1]
@@ -201,10 +208,13 @@ def test_full_ppo_one_step_off_resumes_exactly(models, judge, tmp_path):
 
 @pytest.mark.slow  # test_save_before_first_step.py has the workers alone
 def test_a_checkpoint_in_the_critics_warm_up_changes_nothing(models, judge, tmp_path):
-    """The weights after the actor's first step are those of a run without the checkpoint, and of one resumed from it."""
+    """The weights after the actor's first step are those of a run without the checkpoint, and of
+    one resumed from it."""
     from one_step_off.runtime import launch
 
-    whole, saving, resumed = tmp_path / "whole", tmp_path / "saving", tmp_path / "resumed"
+    whole = tmp_path / "whole"
+    saving = tmp_path / "saving"
+    resumed = tmp_path / "resumed"
     changes = {**TOGETHER, "trainer.critic_warmup": 2, "trainer.total_steps": 3}
     assert launch.run(ppo(models(), judge, whole, **changes)) == 0
     assert launch.run(ppo(models(), judge, saving, **changes, **{"trainer.save_freq": 1})) == 0

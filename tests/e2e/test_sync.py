@@ -1,4 +1,5 @@
-"""Weight sync with real Ray, FSDP2, gloo and vLLM, over layouts chosen so that every pair of choices occurs."""
+"""Weight sync with real Ray, FSDP2, gloo and vLLM, over layouts chosen so that every pair of
+choices occurs."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.rollout.sampling import Sampling
 from tests.conftest import tiny_config
@@ -39,7 +41,8 @@ def test_layouts_cover_all_pairs():
 
 
 def prompts() -> list[Prompt]:
-    # Longer than two blocks of the KV cache (32 tokens), so that blocks of older weights could be found again.
+    # Longer than two blocks of the KV cache (32 tokens), so that blocks of older weights could be
+    # found again.
     return [Prompt((0, i), np.arange(5 + i, 85 + 3 * i, dtype=np.int32), "", "1") for i in range(6)]
 
 
@@ -69,7 +72,8 @@ def batch_for_update() -> Batch:
 def hf_answers(
     path: str, sequences: list[np.ndarray], new_tokens: int
 ) -> list[tuple[list[int], np.ndarray]]:
-    """Greedy continuation and its log-probs by transformers, without a cache: the plainest reference there is."""
+    """Greedy continuation and its log-probs by transformers, without a cache: the plainest
+    reference there is."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -90,8 +94,10 @@ def hf_answers(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("tied", "tp", "replicas", "ranks"), LAYOUTS)
 def test_engine_equals_hf_after_sync(models, tmp_path, tied, tp, replicas, ranks):
-    """The engine starts from other weights than the trainer; after a sync it must answer as the trainer's model."""
-    other, mine = models(tied=tied, seed=1), models(tied=tied, seed=2)
+    """The engine starts from other weights than the trainer; after a sync it must answer as the
+    trainer's model."""
+    other = models(tied=tied, seed=1)
+    mine = models(tied=tied, seed=2)
     pools = {"rollout": [replicas * tp], "actor": [ranks]}
     sync_and_compare(
         other, mine, tmp_path, {"placement.pools": pools, "rollout.tensor_parallel_size": tp}
@@ -101,7 +107,8 @@ def test_engine_equals_hf_after_sync(models, tmp_path, tied, tp, replicas, ranks
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_engine_equals_hf_with_adapters(models, tmp_path):
-    """LoRA: the engine loads the merged weights that the trainer streams, and answers as the merged model it saves."""
+    """LoRA: the engine loads the merged weights that the trainer streams, and answers as the merged
+    model it saves."""
     changes = {"model.lora_rank": 4, "actor.lr": 1e-2}
     sync_and_compare(
         models(tied=True, seed=1), models(tied=True, seed=2), tmp_path, changes, "proj.weight"
@@ -111,8 +118,9 @@ def test_engine_equals_hf_with_adapters(models, tmp_path):
 def sync_and_compare(
     other: str, mine: str, tmp_path: Path, changes: dict, trained: str = ""
 ) -> None:
-    """From `other` in the engine to `mine`, an update, and again: after each sync the engine answers as transformers.
-    `trained`: what stands in the names of the weights that an update moves."""
+    """From `other` in the engine to `mine`, an update, and again: after each sync the engine
+    answers as transformers. `trained`: what stands in the names of the weights that an update
+    moves."""
     import ray
 
     from one_step_off.runtime import launch
@@ -184,7 +192,8 @@ def moved(before: str, after: str, trained: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_sync_whose_canary_fails_stops_the_run(models, tmp_path):
-    """A trainer whose layers compute something else than the engine's: same names, same bytes, other rope base."""
+    """A trainer whose layers compute something else than the engine's: same names, same bytes,
+    other rope base."""
     import json
 
     from one_step_off.cluster.errors import SyncError
@@ -246,7 +255,8 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
 
 def kill_at_third_bucket(worker, pid: int) -> None:
     """On a trainer rank: end another process while this one packs."""
-    honest, packed = worker.sender._pack, []
+    honest = worker.sender._pack
+    packed = []
 
     def pack(*args):
         packed.append(1)
@@ -257,40 +267,58 @@ def kill_at_third_bucket(worker, pid: int) -> None:
     worker.sender._pack = pack
 
 
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
+
+
+def assert_ended(processes: list) -> None:
+    """The child processes of a replica, as (pid, start time), have ended."""
+    assert processes
+    left = [pid for pid, _ in processes if is_running(pid)]
+    assert not left, "the engine of the killed replica must not live on"
+
+
+def two_replicas_config(models, folder: Path, extension: str | None) -> Config:
+    """A run of two replicas that begin with another model's weights. `extension`: a module with a
+    worker extension that loads into the parameters themselves."""
+    model = models(tied=True, seed=2)
+    engine = {"model": models(tied=True, seed=1), "tokenizer": model, "max_model_len": 160}
+    if extension:
+        engine["worker_extension_cls"] = f"{extension}.SyncWorkerExtension"
+    changes = {
+        "placement.pools": {"rollout": [2], "actor": [1]},
+        "rollout.engine_kwargs": engine,
+        "rollout.sampling_kwargs": {"ignore_eos": True},
+        "weight_sync.bucket_mb": 1,
+        "weight_sync.mode": "delta",
+        "weight_sync.timeout_s": 30.0,
+    }
+    return tiny_config(model, str(folder), **changes)
+
+
 @pytest.mark.slow  # test_e2e_chaos.py has a shorter one
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("extension", [None, "tests.unpacked_engine"])
 def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_path, extension):
-    """kill -9 between two buckets. The other one receives everything again without a restart, also where the broken sync has
-    written into its parameters (`extension`); the lost one is started anew beside it, and takes part from the next sync on."""
+    """kill -9 between two buckets. The other replica receives everything again without a restart,
+    also where the broken sync has written into its parameters (`extension`). The killed one is
+    restarted meanwhile, and takes part from the next sync on."""
     import ray
 
     from one_step_off.runtime import launch
     from one_step_off.runtime.processes import RunProcesses
 
-    mine, said = models(tied=True, seed=2), []
-    own = {"worker_extension_cls": f"{extension}.SyncWorkerExtension"} if extension else {}
-    engine = {"model": models(tied=True, seed=1), "tokenizer": mine, "max_model_len": 160, **own}
-    cfg = tiny_config(
-        mine,
-        str(tmp_path / "run"),
-        **{
-            "placement.pools": {"rollout": [2], "actor": [1]},
-            "rollout.engine_kwargs": engine,
-            "rollout.sampling_kwargs": {"ignore_eos": True},
-            "weight_sync.bucket_mb": 1,
-            "weight_sync.mode": "delta",
-            "weight_sync.timeout_s": 30.0,
-        },
-    )
+    cfg = two_replicas_config(models, tmp_path / "run", extension)
+    messages: list[str] = []
 
     async def check() -> None:
         roles = RunProcesses(launch.prepare(cfg, lambda line: None)).roles
-        roles.rollout.on_message = said.append
+        roles.rollout.on_message = messages.append
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         first = await roles.sync((0, 0))
-        assert first["sync/bytes"] >= 3 << 20 and first["sync/in_place"] == bool(extension)
+        assert first["sync/bytes"] >= 3 << 20
+        assert first["sync/in_place"] == bool(extension)
         await roles.actor.update(batch_for_update())
         survivor = roles.rollout.replicas[0]
         pid = await roles.rollout.replicas[1].__ray_call__.remote(lambda replica: os.getpid())
@@ -298,22 +326,20 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
         await roles.actor.ranks[0].__ray_call__.remote(kill_at_third_bucket, pid)
         begin = time.monotonic()
         await roles.sync((0, 1))
-        assert time.monotonic() - begin < 60, "nobody waits for the dead"
+        assert time.monotonic() - begin < 60, "no rank waits for the killed replica"
         assert roles.rollout.active == [0]
-        assert len(said) == 1 and "rollout 1" in said[0]
+        assert len(messages) == 1
+        assert "rollout 1" in messages[0]
         saved = str(tmp_path / "after")
         await roles.actor.save_hf(saved)
         await compare(roles, saved)
-        await roles.actor.update(
-            batch_for_update()
-        )  # the trainer goes on meanwhile: what was sent is kept
+        # The trainer trains meanwhile: what was sent is kept.
+        await roles.actor.update(batch_for_update())
         await roles.rollout.supervisor.restart_tasks[1]
-        assert roles.rollout.active == [0, 1] and roles.rollout.replicas[0] is survivor
+        assert roles.rollout.active == [0, 1]
+        assert roles.rollout.replicas[0] is survivor
         assert await roles.rollout.supervisor.wait_for_healthy() == [0, 1]
-        left = [
-            p for p, _ in former if psutil.pid_exists(p) and psutil.Process(p).status() != "zombie"
-        ]
-        assert former and not left, "the engine of the dead one must not live on"
+        assert_ended(former)
         await compare(roles, saved)
         await roles.rollout.stop()
 

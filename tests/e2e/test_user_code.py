@@ -1,4 +1,5 @@
-"""Code of the user's own in real processes: where its output goes, and what is said when it fails."""
+"""Code of the user's own in real processes: where its output goes, and what is said when it
+fails."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def start(folder: Path, model: str, *argv: str) -> subprocess.CompletedProcess:
 
 
 def test_output_parts_and_columns_of_ones_own_code(models, tmp_path):
-    """Two reward functions by data_source, one in parts; a loop that scales them; a tool that fails."""
+    """Two reward functions by data_source, one in parts; a loop that scales them; a tool that
+    fails."""
     done = start(
         tmp_path,
         models(),
@@ -111,20 +113,22 @@ def test_output_parts_and_columns_of_ones_own_code(models, tmp_path):
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
     reward, rollout = ((run / f"logs/{name}_0.log").read_text() for name in ("reward", "rollout"))
-    assert "judging even 0" in reward and "from a child of the function" in reward
-    assert "the loop speaks" in rollout and "the tool was called" in rollout
-    assert (
-        "KeyError: 'Ulm'" in rollout
-        and f'my_code.py", line {line_of("return {}[city]")}, in broken' in rollout
-    )
-    assert "speaks" not in done.stdout and "judging" not in done.stdout
+    assert "judging even 0" in reward
+    assert "from a child of the function" in reward
+    assert "the loop speaks" in rollout
+    assert "the tool was called" in rollout
+    assert "KeyError: 'Ulm'" in rollout
+    assert f'my_code.py", line {line_of("return {}[city]")}, in broken' in rollout
+    assert "speaks" not in done.stdout
+    assert "judging" not in done.stdout
     rows, evaluations = (
         [json.loads(x) for x in (run / f"{n}.jsonl").read_text().splitlines()]
         for n in ("metrics", "evaluations")
     )
     assert rows[0]["agent/failed/mean"] == 1.0
     for row in rows:
-        assert row["reward/right/mean"] <= 0.5 and 0 < row["reward/length/mean"] < 0.5
+        assert row["reward/right/mean"] <= 0.5
+        assert 0 < row["reward/length/mean"] < 0.5
     for found in evaluations:  # two of the four rows have no parts, and 0.125 each
         assert found["val/reward"] == pytest.approx(
             (found["val/reward/right"] + found["val/reward/length"] + 0.125) / 2
@@ -145,19 +149,18 @@ def test_a_reward_that_raises_in_mid_run_is_told_with_its_line(models, tmp_path)
     done = start(tmp_path, models(), "reward.function=my_code:raises_later", "data.val_files=")
     assert done.returncode == 1, done.stderr
     line = done.stderr.splitlines()[0]
-    assert line.startswith("error: the run ended by ") and "RewardError" in line
-    deepest, outer = line_of("return table[ground_truth]"), line_of("look_up({})")
-    assert (
-        f"raised KeyError at my_code.py:{deepest}: " in line and "the response begins " in line
-    ), line
+    assert line.startswith("error: the run ended by ")
+    assert "RewardError" in line
+    deepest = line_of("return table[ground_truth]")
+    outer = line_of("look_up({})")
+    assert f"raised KeyError at my_code.py:{deepest}: " in line
+    assert "the response begins " in line, line
     assert f"prompt (0, 2), sample 0, data row {tmp_path}/rows.jsonl:3: " in line.replace(
         "sample 1", "sample 0"
     ), line
     assert f"logs of the replicas and reward functions: {tmp_path}/run/logs" in done.stderr
     log = (tmp_path / "run" / "error.log").read_text()
-    assert (
-        f'my_code.py", line {outer}, in raises_later' in log
-        and f'my_code.py", line {deepest}, in look_up' in log
-    )
+    assert f'my_code.py", line {outer}, in raises_later' in log
+    assert f'my_code.py", line {deepest}, in look_up' in log
     assert "return table[ground_truth]" in log
     assert f'my_code.py", line {deepest}' in (tmp_path / "run/logs/reward_0.log").read_text()
