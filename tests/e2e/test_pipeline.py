@@ -83,8 +83,8 @@ def test_synchronous_ratio_is_one(models, tmp_path, kind, tied, temperature, est
     assert len({sample["advantage/mean"] for sample in samples}) > 4
 
 
-def listening_addresses(process: psutil.Process) -> set[tuple[str, int]]:
-    """Where a process listens, as (address, port)."""
+def listening_addresses(process: psutil.Process) -> set[Any]:
+    """Where a process listens. Each address has an `ip` and a `port`."""
     addresses = set()
     for connection in process.net_connections("inet"):
         if connection.status == psutil.CONN_LISTEN:
