@@ -53,7 +53,7 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
         "--warmup",
         type=int,
         default=0,
-        help="steps dropped from each run; what is generated beside them still counts later",
+        help="steps dropped from each run; what is generated meanwhile still counts later",
     )
     args, overrides = parser.parse(argv)
     check_run_flags(parser, args)

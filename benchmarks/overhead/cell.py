@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def fixed_s(self) -> float:
-        """Seconds of a step if the driver cost nothing: one step off, the sync beside training."""
+        """Seconds of a step if the driver cost nothing: one step off, the sync during training."""
         training = self.train_s
         if self.full:
             training += self.log_prob_s

@@ -47,7 +47,7 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
         nargs="*",
         choices=predicted,
         default=predicted,
-        help="the runs to predict, beside the two that calibrate",
+        help="the runs to predict, in addition to the two that calibrate",
     )
     args, overrides = parser.parse(argv)
     if args.rounds < 1 or args.batch < 4:

@@ -44,7 +44,7 @@ def driver_seconds_per_sample() -> float:
 
 
 def cluster_figures(gpus: int, sample_s: float) -> dict[str, str]:
-    """Figure -> its value on `gpus` GPUs, half of which train. `sample_s`: driver's cost of a
+    """Figure -> its value on `gpus` GPUs; half of them train. `sample_s`: driver's cost of a
     sample.
     """
     samples = SAMPLES_PER_GPU * gpus

@@ -65,7 +65,7 @@ def figures(rows: list[Row], arm: str) -> dict[str, list[float]]:
 
     Args:
         rows: the steps after the warm-up. The last one only tells how the step before it ended:
-            nothing is generated beside the last step, so its own times are not measured.
+            nothing is generated during the last step, so its own times are not measured.
         arm: name of the arm.
 
     Returns:
@@ -195,7 +195,7 @@ def table(result: dict[str, Any]) -> str:
         ranged = "the steps (of rates and shares there is one value)"
     lines.append(
         f"Medians over {runs} run(s) of each arm, the arms alternating (range of {ranged}). "
-        f"Dropped: the first {result['warmup']} steps of each run, and the last one, beside which "
+        f"Dropped: the first {result['warmup']} steps of each run, and the last one, during which "
         "nothing is generated. Exposed sync: how much longer the sync made the step. Idle: the "
         "share of the time in which a group neither generates nor trains; in the colocated arm, "
         "the share of all devices."

@@ -93,7 +93,7 @@ def run_once(
     if arm.startswith("ours"):
         arm_keys = ["pipeline.staleness=0"] if arm == "ours-sync" else []
         rows = run_arm(args.config, [*keys, *arm_keys], folder, [], cores=args.cores)
-        # Nothing is generated beside the last step, so it is shorter than the others.
+        # Nothing is generated during the last step, so it is shorter than the others.
         return rows[args.warmup : -1]
     flags = {
         "trl-1": ["--threads", "1"],

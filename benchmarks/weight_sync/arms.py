@@ -34,7 +34,7 @@ class Took:
         seconds: until the engines may generate again.
         split: phase -> seconds of the slowest receiver. The phases follow one another.
         sender: phase -> seconds of rank 0 (of the product: of the slowest sender).
-        extra: other figures; "wire": the product's seconds on the wire, beside the phases.
+        extra: other figures; "wire": the product's seconds on the wire, in parallel to the phases.
     """
 
     seconds: float

@@ -157,7 +157,7 @@ def total(machine: Machine, model: Model, layout: Layout) -> float:
     """Seconds of a whole sync: the longest stage, and the first bucket's way through the others.
 
     Not pipelined, the receiver loads a bucket before it receives the next one. Then receiving and
-    loading add up, and only packing runs beside them.
+    loading add up, and only packing runs in parallel.
     """
     stages = phases(machine, model, layout)
     if not layout.pipelined:
@@ -182,7 +182,7 @@ def step(generate: float, train: float, sync: float, overlap: bool) -> float:
     return sync + max(generate, train)
 
 
-# The link: 400 Gb/s, of which a broadcast is assumed to reach 85 %. The others: data sheets of an
+# The link: 400 Gb/s, where a broadcast is assumed to reach 85 %. The others: data sheets of an
 # H100, with a guess of which share of its memory speed copies and casts reach. tensor_s is the
 # least known.
 H100 = Machine(

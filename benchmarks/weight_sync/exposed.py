@@ -195,7 +195,7 @@ def measure(out: Path, repeats: int, steps: int, settings: list[str], against: l
         repeats: runs of each arm in each setting.
         steps: of each run.
         settings: names in SETTINGS.
-        against: the arms, beside the one without a sync.
+        against: the arms, in addition to the one without a sync.
     """
     all_arms, skipped = arms()
     runnable = {arm: run for arm, run in all_arms.items() if arm in (ZERO, *against)}

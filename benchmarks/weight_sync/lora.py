@@ -201,7 +201,7 @@ def run_ways(args: argparse.Namespace, folder: str) -> dict[str, dict[str, list[
     cfg.actor.log_prob_chunk = 128
     cfg.rollout.sampling_kwargs = {"ignore_eos": True}
     cfg.model.lora_rank = RANK
-    # Ray needs room for both ways; each of them has one process per pool.
+    # Ray needs resources for both ways; each of them has one process per pool.
     pools = {"rollout": [len(WAYS)], "actor": [len(WAYS)]}
     placement = dataclasses.replace(cfg.placement, pools=pools)
     launch.start_ray(dataclasses.replace(cfg, placement=placement))

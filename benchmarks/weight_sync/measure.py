@@ -26,7 +26,7 @@ class Settings:
     """What the flags set.
 
     Attributes:
-        arms: names of the arms, beside the raw broadcast.
+        arms: names of the arms, in addition to the raw broadcast.
         repeats: measured updates of each arm.
         changed: share of the elements that change between repeats.
         apart: one arm after the other, each with the raw broadcast alone; else all arms at once.

@@ -36,7 +36,7 @@ HEADINGS = [
     "seconds",
     "times raw",
     "of a receiver's time",
-    "wire, beside it",
+    "wire, in parallel",
     "of a sender's",
     "MB sent",
     "extra memory, MB: sender",
@@ -102,7 +102,7 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"Medians of {result['repeats']} repeats (range), each arm against the raw broadcast of",
         "the same repeat. A receiver's phases follow one another, each that of the slowest",
-        "receiver. If the wire is beside them, `wait` is the part of it that was not hidden.",
+        "receiver. If the wire runs in parallel, `wait` is the part of it that was not hidden.",
         "Memory: resident, in the largest process of a side, from before the arm's setup to the",
         "peak of its first update. A file in /dev/shm is not in it, the product's canary in the",
         "engine is. The canary checked every update but the raw one, and that an arm's first",
@@ -137,7 +137,7 @@ class _Bars:
                 left += seconds
         wire = arm["extra"].get("wire")
         if wire:
-            label = self._label("wire, beside")
+            label = self._label("wire, in parallel")
             color = PHASE_COLORS["wire"]
             self.axes.barh(y + 0.36, wire, 0.12, color=color, alpha=0.6, label=label)
         median = arm["seconds"]["median"]
