@@ -74,13 +74,13 @@ choose_venv() {
     unfinished="$venv/.setup-unfinished"
 }
 
-# What a finished venv was made from. The root is part of it, because the editable install points there.
+# The inputs of a finished venv. The root is one of them, because the editable install points to it.
 fingerprint() {
     echo "$extra"
     { echo "$root $extra ${PYTHON:-}"; cat setup.cfg pyproject.toml shell/setup.sh "constraints/$extra.txt"; } | cksum
 }
 
-# Megatron is asked for by itself: whoever does not want it has no need of another venv.
+# Megatron is installed only on request, into the same venv.
 is_done() {
     local wanted="torch vllm ray transformers datasets omegaconf pytest one_step_off"
     if [[ -n "${MEGATRON:-}" ]]; then
@@ -119,7 +119,7 @@ install_cpu_torch() {
     pip_install --index-url "$cpu_torch_index" "torch==$torch_version+cpu"
 }
 
-# Its wheel for Python 3.11 asks for 3.12, though all that is used here runs; and it must move none of vLLM's packages.
+# Its wheel requires Python 3.12, but what is used here runs on 3.11. --no-deps keeps vLLM's packages as they are.
 # triton is imported even on CPUs.
 install_megatron() {
     pip_install --no-deps --ignore-requires-python "megatron-core==$megatron_version"
@@ -128,7 +128,7 @@ install_megatron() {
     [[ "$extra" == cpu ]] || install_transformer_engine
 }
 
-# What it brings along must leave the versions alone that vLLM came with.
+# Its dependencies must not change the versions that vLLM requires.
 install_transformer_engine() {
     "$venv/bin/python" -m pip freeze --exclude-editable >"$venv/installed.txt"
     pip_install --no-build-isolation --constraint "$venv/installed.txt" "transformer-engine[core_cu13,pytorch]>=2.9,<3"
@@ -146,7 +146,7 @@ check_imports() {
 print("torch", torch.__version__, "vllm", vllm.__version__)')
 }
 
-# Two starts at once must not write into one venv. The lock lies beside it, because the venv may be removed.
+# Two setups must not write into one venv at the same time. The lock is beside the venv, which may be removed.
 take_lock() {
     command -v flock >/dev/null || return 0
     exec 9>"$venv.lock"
@@ -173,7 +173,7 @@ main() {
     fi
     local python
     python="$(find_python)"
-    # A setup that was cut off may have left packages half written, which pip takes for installed.
+    # An interrupted setup may have left incomplete packages, which pip considers installed.
     if [[ -e "$venv" ]] && { [[ -e "$unfinished" ]] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; }; then
         echo "setup: $venv is incomplete; creating it again"
         rm -rf "$venv"

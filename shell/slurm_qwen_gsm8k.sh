@@ -65,7 +65,7 @@ args=("config=${CONFIG:-config/qwen_gsm8k_fsdp.yaml}" "placement.pools=${POOLS:-
 head="${nodes[0]}"
 read -r ip _ < <(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address)
 export RAY_ADDRESS="$ip:${RAY_PORT:-6379}"
-# A cluster of this job alone. Left unset, Ray's head asks for a token wherever its user has one, and nobody else gives it.
+# A cluster for this job only. By default, Ray's head requires a token if its user has one, which the workers lack.
 export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
 export RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
 
@@ -109,7 +109,7 @@ def within_limit(what):
     time.sleep(2)
 
 
-while True:  # ray.init would try for minutes, and not be stopped, where nobody answers yet
+while True:  # ray.init would retry for minutes, without a way to stop it, while the head does not answer
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
         break

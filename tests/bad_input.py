@@ -85,7 +85,9 @@ def refused(
     out, err = capsys.readouterr()
     assert code == 2, f"exit code {code}: {err}"
     line = err.removesuffix("\n")
-    assert line.startswith("error: ") and "\n" not in line and len(line) < 600, err
+    assert line.startswith("error: "), err
+    assert "\n" not in line, err
+    assert len(line) < 600, err
     assert "Traceback" not in out + err
     for part in parts:
         assert part.replace("TMP", str(folder)) in line, f"{part!r} is not in: {line}"
@@ -107,7 +109,8 @@ def refused(
 def without_privileges() -> Iterator[None]:
     """Root, too, is refused what a file's mode refuses: without the capabilities to read, write and search everything."""
     libc = ctypes.CDLL(None, use_errno=True)
-    header, saved = struct.pack("Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
+    header = struct.pack("Ii", 0x20080522, 0)
+    saved = ctypes.create_string_buffer(24)
     assert libc.capget(header, saved) == 0
     low_effective, *rest = struct.unpack("6I", saved.raw)
     fewer = struct.pack(

@@ -1,4 +1,7 @@
-"""Environments for the tests, in a module that imports little: each run of one imports it in a process of its own."""
+"""Environments for the tests.
+
+The module imports little, because each run of an environment imports it in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import time
 
 import numpy as np
 
-WRONG = {
+UNUSABLE_ANSWERS = {
     "none": (None, 0.0, False),
     "bytes": (b"x", 0.0, False),
     "set": ({1}, 0.0, False),
@@ -19,29 +22,30 @@ WRONG = {
 
 
 class Moody:
-    """An environment that does what it is told to."""
+    """Does what the action says."""
 
     def reset(self, ground_truth: str) -> str:
         assert ground_truth != "bad", "no such row"
         return "?"
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        how = action.strip()
-        if how == "sleep":
+        action = action.strip()
+        if action == "sleep":
             time.sleep(60)
-        if how == "spin":
+        if action == "spin":
             9**9**9**9
-        if how == "die":
+        if action == "die":
             os._exit(1)
-        if how == "raise":
+        if action == "raise":
             raise KeyError("mood")
-        if how in WRONG:
-            return WRONG[how]
-        return how, np.float32("nan" if how == "nan" else 0.5), how == "end"
+        if action in UNUSABLE_ANSWERS:
+            return UNUSABLE_ANSWERS[action]
+        reward = np.float32("nan" if action == "nan" else 0.5)
+        return action, reward, action == "end"
 
 
 class Busy(Moody):
-    """Works a while before it begins."""
+    """Computes for a quarter of a second before it begins."""
 
     confined = True
 
@@ -56,7 +60,7 @@ class Busy(Moody):
 
 
 class Runs(Moody):
-    """Runs what the model says."""
+    """Runs the action as code."""
 
     confined = True
 
@@ -66,7 +70,7 @@ class Runs(Moody):
 
 
 class Unmade(Moody):
-    """Cannot be made."""
+    """Its constructor raises."""
 
     confined = True
 

@@ -33,7 +33,7 @@ _TYPE_TEXTS: dict[Any, str] = {
     list[float]: "a list of numbers, as [0.9, 0.999]",
     list[int]: "a list of whole numbers, as [4, 4]",
     dict[str, list[int]]: "a mapping of lists of whole numbers, as {rollout: [1], actor: [1]}",
-    dict[str, str]: "a mapping of names, as {rollout: rollout, actor: actor}",
+    dict[str, str]: "a mapping of names, as {name: value}",
     dict[str, Any]: "a mapping, as {name: value}",
 }
 

@@ -94,7 +94,7 @@ class PlacementConfig:
     """Which role runs on which processes."""
 
     pools: dict[str, list[int]] = config_key(
-        {"rollout": [1], "actor": [1]}, "pool name: processes (GPUs) on each node, as [4, 4]"
+        {"rollout": [1], "actor": [1]}, "pool name: processes (GPUs) on each node, e.g. [4, 4]"
     )
     roles: dict[str, str] = config_key(
         {"rollout": "rollout", "actor": "actor"}, "role name: pool name"
@@ -151,7 +151,7 @@ class RolloutConfig:
     )
     oversample: float = config_key(
         1.0,
-        "partial_rollout: batches of prompts in progress; the first to complete form the batch",
+        "partial_rollout: batches of prompts in progress; the prompts that complete first form the batch",
         low=1.0,
     )
     heartbeat_s: float = config_key(
@@ -184,7 +184,7 @@ class AlgorithmConfig:
         "grpo",
         "advantage estimator: a name from docs/concepts/algorithms.md, or your own as module:function",
     )
-    adv_kwargs: dict[str, Any] = config_key({}, "settings of the estimator, as {pass_k: 4}")
+    adv_kwargs: dict[str, Any] = config_key({}, "settings of the estimator, e.g. {pass_k: 4}")
     norm_adv_by_std: bool = config_key(
         True, "GRPO, pass@k, GDPO: divide by the group's standard deviation"
     )
@@ -197,7 +197,7 @@ class AlgorithmConfig:
         "vanilla",
         "policy loss: a name from docs/concepts/algorithms.md, or your own as module:function",
     )
-    policy_loss_kwargs: dict[str, Any] = config_key({}, "settings of the loss, as {tau_pos: 1.0}")
+    policy_loss_kwargs: dict[str, Any] = config_key({}, "settings of the loss, e.g. {tau_pos: 1.0}")
     clip_ratio: float = config_key(0.2, "PPO clip range, on both sides", low=0.0, high=10.0)
     clip_ratio_low: Optional[float] = config_key(
         None, "lower PPO clip range; null: clip_ratio", low=0.0, high=1.0
@@ -207,7 +207,7 @@ class AlgorithmConfig:
     )
     clip_ratio_c: Optional[float] = config_key(
         None,
-        "dual clip: bound of the ratio where the advantage is negative, as 3; null: no dual clip",
+        "dual clip: bound of the ratio where the advantage is negative, e.g. 3; null: no dual clip",
         above=1.0,
     )
     loss_agg: str = config_key(
@@ -270,7 +270,7 @@ class RewardConfig:
     timeout_s: float = config_key(10.0, "time limit for scoring one sample", above=0.0)
     kwargs: dict[str, Any] = config_key({}, "extra arguments for your reward function(s)")
     functions: dict[str, str] = config_key(
-        {}, "instead of function: one for each data_source, as {openai/gsm8k: gsm8k}"
+        {}, "instead of function: one for each data_source, e.g. {openai/gsm8k: gsm8k}"
     )
     workers: int = config_key(
         1, "number of scoring processes; a slow function needs several", low=1
@@ -305,7 +305,7 @@ class AgentConfig:
         "a loop from docs/tutorials/your_own_agent.md, or your own as module:Class; a data row may name another",
     )
     loop_kwargs: dict[str, Any] = config_key(
-        {}, "settings of loops by name, as {tool: {format: llama}}"
+        {}, "settings of loops by name, e.g. {tool: {format: llama}}"
     )
     tools: str = config_key(
         "",
@@ -361,7 +361,9 @@ class WeightSyncConfig:
         "full: send all weights; delta: only the elements whose bits changed",
         choices="full delta",
     )
-    full_every: int = config_key(50, "delta: every so many syncs send all weights", low=1)
+    full_every: int = config_key(
+        50, "delta: number of syncs from one that sends all weights to the next", low=1
+    )
     sender: str = config_key(
         "sharded",
         "sharded: each rank sends its own shard; gather: rank 0 gathers and sends (for comparison)",
@@ -407,7 +409,7 @@ class TrainerConfig:
     save_freq: int = config_key(-1, "steps between checkpoints; -1: none", low=1, also=-1)
     keep_checkpoints: int = config_key(3, "number of newest checkpoints to keep", low=1)
     keep_best: Optional[str] = config_key(
-        None, "also keep the checkpoint that is best by this metric, as val/reward; null: off"
+        None, "also keep the checkpoint that is best by this metric, e.g. val/reward; null: off"
     )
     resume: str = path_key(
         "auto",
@@ -425,7 +427,7 @@ class TrainerConfig:
     save_hf_model: bool = config_key(True, "write hf_model/ at the end")
     max_restarts: int = config_key(
         3,
-        "restarts from the last checkpoint after failures, counted until a new step completes",
+        "largest number of restarts after failures in a row without completing a new step",
         low=0,
     )
     max_skipped_updates: int = config_key(

@@ -174,12 +174,12 @@ def build(
     return path
 
 
-def _make_rows(count: int, kind: str = "") -> list[word_problems.Row]:
+def _make_rows(count: int, kind: str = "") -> list[word_problems.QuestionRow]:
     make = word_problems.make_products if kind == "tools" else word_problems.make
     return make("train", count, RECIPE.data_seed)
 
 
-def _expression_of(row: word_problems.Row) -> str:
+def _expression_of(row: word_problems.QuestionRow) -> str:
     """The product in a row of tiny:tools, such as "12 * 13"."""
     return row["answer"].partition(" = ")[0]
 

@@ -16,6 +16,8 @@ from one_step_off.config.text import mask_secrets
 from one_step_off.monitoring.loggers import STEP_PREFIX, sample_files
 from one_step_off.monitoring.summary import Row, speed_summary
 
+TEMPLATE = Path(__file__).with_suffix(".html")
+SCRIPT = Path(__file__).with_suffix(".js")  # it draws the page out of the data
 MAX_TIMELINE_BYTES = 4 << 20
 SHOWN_SAMPLES = 8
 SHOWN_CHARACTERS = 2000  # of each text of a sample
@@ -126,7 +128,7 @@ def write(folder: Path, error: str = "") -> Path:
     """Write `report.html` of a run's folder; returns its path. Raises OSError."""
     # "<" is escaped, or a sample could end the script that holds the data.
     data = json.dumps(collect(folder, error), allow_nan=False).replace("<", "\\u003c")
-    page = Path(__file__).with_suffix(".html").read_text("utf-8")
+    page = TEMPLATE.read_text("utf-8").replace("{{script}}", SCRIPT.read_text("utf-8"))
     path = folder / "report.html"
     path.write_text(page.replace("{{data}}", data), "utf-8")
     return path

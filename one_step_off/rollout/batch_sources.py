@@ -23,7 +23,7 @@ from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.rollout.timeline import RolloutActivity
 
 Generated = tuple[list[Sample], float]
-"""PackedSamples, and the seconds that they took."""
+"""Samples, and the seconds that they took."""
 
 
 @dataclass

@@ -245,7 +245,7 @@ class ModelWorker(UsageProbe, ABC):
 
     @ray.method(concurrency_group="control")
     def alive(self) -> None:
-        """TokenOutputs, however busy the worker is: its process is there and runs."""
+        """Answers, however busy the worker is: its process is there and runs."""
 
     def peak_memory_bytes(self) -> int:
         """Most memory used so far, in bytes: allocated on the GPU, or resident in this process."""

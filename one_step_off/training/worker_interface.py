@@ -39,7 +39,7 @@ class ModelInterface(Protocol):
         ConfigError."""
 
     def alive(self) -> None:
-        """TokenOutputs at once, also during another call."""
+        """Answers at once, also during another call."""
 
     def peak_memory_bytes(self) -> int:
         """Most memory used so far, in bytes: of the GPU, or resident in this process."""

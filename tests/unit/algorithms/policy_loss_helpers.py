@@ -23,7 +23,8 @@ def run(name, x, **own):
     """Loss, clipped, and the gradient of the summed loss by each log-prob."""
     loss, clipped = POLICY_LOSSES[name].function(x, **own)
     (gradient,) = torch.autograd.grad((loss * x.weight).sum(), x.log_probs)
-    assert loss.shape == clipped.shape == x.advantage.shape and clipped.dtype == torch.bool
+    assert loss.shape == clipped.shape == x.advantage.shape
+    assert clipped.dtype == torch.bool
     return loss.detach(), clipped.tolist(), gradient
 
 

@@ -30,7 +30,8 @@ from tests.unit.algorithms.advantage_helpers import (
 def test_order_does_not_matter(name, seed):
     t = some(seed)
     order = np.random.default_rng(seed).permutation(len(t.groups))
-    base, moved = estimate_advantages(name, t)[0], estimate_advantages(name, take(t, order))[0]
+    base = estimate_advantages(name, t)[0]
+    moved = estimate_advantages(name, take(t, order))[0]
     for i, a in zip(order, moved, strict=True):
         np.testing.assert_allclose(a, base[i], rtol=1e-4, atol=1e-5)
 
@@ -43,7 +44,9 @@ def test_what_is_not_trained_does_not_matter(name, seed):
     t = some(seed)
     base = estimate_advantages(name, t)[0]
     for a, m in zip(base, t.masks, strict=True):
-        assert a.dtype == np.float32 and a.shape == m.shape and (a[~m] == 0).all()
+        assert a.dtype == np.float32
+        assert a.shape == m.shape
+        assert (a[~m] == 0).all()
     rng = np.random.default_rng(seed)
     keep = [np.flatnonzero(m) for m in t.masks]
     places = [np.sort(rng.choice(len(k) * 2 + 3, len(k), replace=False)) for k in keep]
@@ -76,7 +79,8 @@ def test_what_is_not_trained_does_not_matter(name, seed):
 @quick
 def test_shift_and_scale_of_the_reward(name, rewards, shift, scale):
     """A shift changes nothing; a scale nothing where it is divided out, and else scales the advantages."""
-    r, n = np.array(rewards, dtype=float), len(rewards)
+    r = np.array(rewards, dtype=float)
+    n = len(rewards)
     more = {"log_probs": [np.array([-1.0])] * n, "prob_squares": [np.array([0.5])] * n}
     t, moved = (outcome(x, [0] * n, parts={"all": x}, **more) for x in (r, r * scale + shift))
     normalised = name in ("grpo", "grpo_passk", "gdpo", "reinforce_plus_plus_baseline")
@@ -127,9 +131,8 @@ def test_whitening(seed):
         )
         np.testing.assert_allclose(after, adv.standardize(before.astype(float)), atol=1e-6)
         if len(after) > 2 and before.std() > 1e-2:
-            assert after.mean() == pytest.approx(0, abs=1e-5) and after.std(
-                ddof=1
-            ) == pytest.approx(1, abs=1e-3)
+            assert after.mean() == pytest.approx(0, abs=1e-5)
+            assert after.std(ddof=1) == pytest.approx(1, abs=1e-3)
 
 
 def test_gae_of_a_constant_critic_and_reward_is_reinforce():

@@ -107,14 +107,16 @@ def test_gae_goes_from_one_trained_token_to_the_next(seed, gamma, lam):
     found = estimate_advantages("gae", t, Options(gamma=gamma, lam=lam), whiten=False)
     for i, mask in enumerate(t.masks):
         at = np.flatnonzero(mask)
-        ahead, value = 0.0, 0.0
+        ahead = 0.0
+        value = 0.0
         for j in at[::-1]:
             reward = float(t.token_rewards[i][j]) + (t.rewards[i] if j == at[-1] else 0.0)
             ahead = reward + gamma * value - float(t.values[i][j]) + gamma * lam * ahead
             value = float(t.values[i][j])
             assert found[0][i][j] == pytest.approx(ahead, abs=1e-5)
             assert found[1][i][j] == pytest.approx(ahead + value, abs=1e-5)
-        assert (found[0][i][~mask] == 0).all() and (found[1][i][~mask] == 0).all()
+        assert (found[0][i][~mask] == 0).all()
+        assert (found[1][i][~mask] == 0).all()
 
 
 def test_gae_ends():
@@ -199,6 +201,5 @@ def test_optimal_token_baseline_has_the_least_variance():
     def cost(b):
         return ((to_go - b) ** 2 * weight).sum()
 
-    assert weight.sum() > 0 and cost(best) < min(
-        cost(best + 0.01), cost(best - 0.01), cost(to_go.mean() + 1e-3)
-    )
+    assert weight.sum() > 0
+    assert cost(best) < min(cost(best + 0.01), cost(best - 0.01), cost(to_go.mean() + 1e-3))

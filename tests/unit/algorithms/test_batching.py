@@ -63,7 +63,8 @@ def test_a_sequence_above_the_budget_stands_alone():
 def test_virtual_stages_keep_the_budget_when_all_are_padded_alike(case):
     lengths, ranks, budget, _ = case
     plan = batching.plan_micro_batches(lengths, ranks, budget, packed=False, rounds=2)
-    assert len({len(micros) for micros in plan}) == 1 and len(plan[0]) % 2 == 0
+    assert len({len(micros) for micros in plan}) == 1
+    assert len(plan[0]) % 2 == 0
     for micros in plan:
         rows = max((len(micro) for micro in micros), default=0)
         widest = max((lengths[i] for micro in micros for i in micro), default=0)
@@ -91,26 +92,26 @@ def test_mini_batches_properties(prompts, size):
 
 
 def test_collate_points_at_the_position_before_each_wanted_token():
-    sequences, wanted = [np.array([5, 6, 7]), np.array([8, 9])], [np.array([1, 2]), np.array([1])]
+    sequences = [np.array([5, 6, 7]), np.array([8, 9])]
+    wanted = [np.array([1, 2]), np.array([1])]
     padded = batching.collate(sequences, wanted, packed=False)
     assert padded.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]]
-    assert (
-        padded.logit_index.tolist() == [0, 1, 3]
-        and padded.tokens.tolist() == [6, 7, 9]
-        and padded.counts == [2, 1]
-    )
+    assert padded.logit_index.tolist() == [0, 1, 3]
+    assert padded.tokens.tolist() == [6, 7, 9]
+    assert padded.counts == [2, 1]
     assert padded.position_ids is None
     packed = batching.collate(sequences, wanted, packed=True)
-    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]] and packed.position_ids.tolist() == [
-        [0, 1, 2, 0, 1]
-    ]
-    assert packed.logit_index.tolist() == [0, 1, 3] and packed.tokens.tolist() == [6, 7, 9]
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+    assert packed.logit_index.tolist() == [0, 1, 3]
+    assert packed.tokens.tolist() == [6, 7, 9]
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_collate_edges(packed):
     empty = batching.collate([], [], packed)
-    assert empty.input_ids.shape == (1, 2) and len(empty.logit_index) == len(empty.tokens) == 0
+    assert empty.input_ids.shape == (1, 2)
+    assert len(empty.logit_index) == len(empty.tokens) == 0
     with pytest.raises(ValueError, match="first token"):
         batching.collate([np.array([1, 2])], [np.array([0])], packed)
 

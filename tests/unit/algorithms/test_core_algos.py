@@ -26,13 +26,15 @@ def test_token_weights_by_hand():
     st.sampled_from(["token-mean", "sequence-mean"]),
 )
 def test_token_weights_sum_to_one_however_the_batch_is_cut(lengths, agg):
-    total, alive = sum(lengths), sum(n > 0 for n in lengths)
+    total = sum(lengths)
+    alive = sum(n > 0 for n in lengths)
     parts = [ca.token_weights([n], agg, total, alive)[0] * n for n in lengths]
     assert sum(parts) == pytest.approx(1.0 if total else 0.0)
 
 
 def test_kl_by_hand():
-    log_p, log_q = torch.zeros(1), torch.tensor([math.log(2.0)])
+    log_p = torch.zeros(1)
+    log_q = torch.tensor([math.log(2.0)])
     assert ca.kl(log_p, log_q, "k1").item() == pytest.approx(-math.log(2))
     assert ca.kl(log_p, log_q, "k2").item() == pytest.approx(math.log(2) ** 2 / 2)
     assert ca.kl(log_p, log_q, "k3").item() == pytest.approx(1 - math.log(2))
@@ -49,7 +51,8 @@ def test_k1_and_k3_are_unbiased(seed):
         assert (p.exp() * ca.kl(p, q, estimator)).sum().item() == pytest.approx(
             exact.item(), abs=1e-9
         )
-    assert (ca.kl(p, q, "k3") >= 0).all() and (ca.kl(p, q, "k2") >= 0).all()
+    assert (ca.kl(p, q, "k3") >= 0).all()
+    assert (ca.kl(p, q, "k2") >= 0).all()
 
 
 STRAIGHT_THROUGH = ("k1+", "k3+", "abs+")
@@ -60,10 +63,8 @@ STRAIGHT_THROUGH = ("k1+", "k3+", "abs+")
 def test_the_expected_gradient_of_k2_and_of_the_straight_through_estimators_is_that_of_the_kl(seed):
     """Over all tokens, each as likely as p has it: k1's is zero, k3's is that of the other KL."""
     g = torch.Generator().manual_seed(seed)
-    logits, q = (
-        torch.randn(6, generator=g, dtype=torch.float64),
-        torch.randn(6, generator=g, dtype=torch.float64),
-    )
+    logits = torch.randn(6, generator=g, dtype=torch.float64)
+    q = torch.randn(6, generator=g, dtype=torch.float64)
     logits.requires_grad_()
     p, q = logits.log_softmax(-1), q.log_softmax(-1)
     (want,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
@@ -75,7 +76,8 @@ def test_the_expected_gradient_of_k2_and_of_the_straight_through_estimators_is_t
 
 
 def test_the_value_of_a_straight_through_estimator_is_the_plain_ones():
-    log_p, log_q = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -0.5])
+    log_p = torch.tensor([-1.0, -2.0])
+    log_q = torch.tensor([-1.5, -0.5])
     for estimator in STRAIGHT_THROUGH:
         torch.testing.assert_close(
             ca.kl(log_p, log_q, estimator), ca.kl(log_p, log_q, estimator[:-1])
@@ -90,7 +92,8 @@ def test_log_probs_and_entropy():
     torch.testing.assert_close(
         entropy, torch.tensor([-0.75 * math.log(0.75) - 0.25 * math.log(0.25), 0.0])
     )
-    assert log_probs.requires_grad and not entropy.requires_grad
+    assert log_probs.requires_grad
+    assert not entropy.requires_grad
     assert ca.log_probs_and_entropy(logits, torch.tensor([1, 0]))[1] is None
     half = ca.log_probs_and_entropy(logits, torch.tensor([1, 0]), temperature=0.5, entropy="grad")
     torch.testing.assert_close(half[0][0], torch.tensor(math.log(0.9)))
@@ -98,21 +101,24 @@ def test_log_probs_and_entropy():
 
 
 def test_token_stats():
-    theta, mu = torch.log(torch.tensor([0.2, 0.6])), torch.log(torch.tensor([0.4, 0.3]))
+    theta = torch.log(torch.tensor([0.2, 0.6]))
+    mu = torch.log(torch.tensor([0.4, 0.3]))
     sums, maxima = ca.token_stats(theta, mu, torch.tensor([True, False]))
-    assert sums["ratio"].item() == pytest.approx(2.5, rel=1e-6) and maxima[
-        "ratio"
-    ].item() == pytest.approx(2)
-    assert sums["clip"].item() == 1 and maxima["logprob_diff"].item() == pytest.approx(math.log(2))
+    assert sums["ratio"].item() == pytest.approx(2.5, rel=1e-6)
+    assert maxima["ratio"].item() == pytest.approx(2)
+    assert sums["clip"].item() == 1
+    assert maxima["logprob_diff"].item() == pytest.approx(math.log(2))
     # k3 of KL(mu || theta), r = theta / mu: (.5 - 1 - ln .5) + (2 - 1 - ln 2)
     assert sums["approx_kl"].item() == pytest.approx(0.5, rel=1e-5)
     sums, maxima = ca.token_stats(theta[:0], mu[:0], torch.zeros(0, dtype=torch.bool))
-    assert sums["ratio"] == 0 and maxima["ratio"] == 0
+    assert sums["ratio"] == 0
+    assert maxima["ratio"] == 0
 
 
 def test_value_loss_by_hand():
     values = torch.tensor([1.0, 3.0, 3.0, -1.0], requires_grad=True)
-    old, returns = torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.tensor([2.0, 0.0, 3.0, -1.0])
+    old = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    returns = torch.tensor([2.0, 0.0, 3.0, -1.0])
     loss, clipped = ca.value_loss(values, old, returns, 0.5)
     # 1: unmoved, (1-2)^2/2. 2: clip(3) = 1.5, but (3-0)^2 is larger, so it counts and pulls back.
     # 3: 3 is right, yet 1.5 is as far as it may go: (1.5-3)^2/2, no gradient. 4: clip(-1) = -0.5, (0.5)^2/2.
@@ -126,7 +132,8 @@ def test_value_loss_by_hand():
 
 
 def test_kl_controllers():
-    fixed, adaptive = ca.KLController(0.1), ca.KLController(0.1, target=6.0, horizon=1000)
+    fixed = ca.KLController(0.1)
+    adaptive = ca.KLController(0.1, target=6.0, horizon=1000)
     fixed.update(100.0, 50)
     assert fixed.value == 0.1
     adaptive.update(6.6, 50)  # 10 % too much: 1 + 0.1 * 50 / 1000
@@ -141,10 +148,8 @@ def test_learning_rate():
     assert [ca.learning_rate(s, None, 1.0, warmup=4) for s in (0, 3, 4, 99)] == [0.25, 1, 1, 1]
     for schedule in ("cosine", "linear"):
         at = [ca.learning_rate(s, 12, 2.0, schedule, 1, 0.1) for s in range(12)]
-        assert (
-            at[0] == at[1] == 2.0
-            and at[11] == pytest.approx(0.2)
-            and at[1:] == sorted(at[1:], reverse=True)
-        )
+        assert at[0] == at[1] == 2.0
+        assert at[11] == pytest.approx(0.2)
+        assert at[1:] == sorted(at[1:], reverse=True)
         assert at[6] == pytest.approx(1.1)
         assert ca.learning_rate(50, 12, 2.0, schedule, 1, 0.1) == pytest.approx(0.2)

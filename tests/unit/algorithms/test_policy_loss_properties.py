@@ -84,7 +84,8 @@ def far_out(log_ratio):
 def test_the_gradient_of_an_extreme_log_ratio(name, log_ratio, advantage):
     """One token, alone in its sequence: its gradient is bounded, and zero where the loss follows the ratio."""
     theta, mu = far_out(log_ratio)
-    log_probs, old = torch.tensor([theta], requires_grad=True), torch.tensor([mu])
+    log_probs = torch.tensor([theta], requires_grad=True)
+    old = torch.tensor([mu])
     x = LossInputs(log_probs, old, torch.tensor([advantage]), torch.tensor([0]), torch.ones(1))
     loss, _, gradient = run(name, x)
     close(gradient, [BEYOND_THE_LIMIT[name](log_ratio > 0, advantage)])
@@ -122,7 +123,8 @@ def gradient_beside(name, up, advantage):
 def test_the_gradient_beside_an_extreme_log_ratio(name, log_ratio, advantage):
     """Two tokens of one sequence, the second on the old policy."""
     theta, mu = far_out(log_ratio)
-    log_probs, old = torch.tensor([theta, -1.0], requires_grad=True), torch.tensor([mu, -1.0])
+    log_probs = torch.tensor([theta, -1.0], requires_grad=True)
+    old = torch.tensor([mu, -1.0])
     x = LossInputs(log_probs, old, torch.full((2,), advantage), torch.tensor([0, 0]), torch.ones(2))
     extreme, beside = run(name, x)[2].tolist()
     up = log_ratio > 0
@@ -140,7 +142,8 @@ def test_an_extreme_correction_weight_bounds_the_gradient(name, log_ratio, mode)
     """proximal / mu beyond every cap, theta at proximal: at most cap times the policy gradient, and no gradient of the
     weight itself."""
     theta, mu = far_out(log_ratio)
-    log_probs, proximal = torch.tensor([theta], requires_grad=True), torch.tensor([theta])
+    log_probs = torch.tensor([theta], requires_grad=True)
+    proximal = torch.tensor([theta])
     sequence = torch.tensor([0])
     weight = pl.correction_weights(log_probs, torch.tensor([mu]), sequence, mode, 2.0)
     want = (
@@ -162,7 +165,8 @@ def test_an_empty_micro_batch(name):
         torch.zeros(0, requires_grad=True), empty, empty, empty.long(), empty, clip_c=3.0
     )
     loss, clipped, gradient = run(name, x)
-    assert loss.shape == gradient.shape == (0,) and clipped == []
+    assert loss.shape == gradient.shape == (0,)
+    assert clipped == []
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.endswith("_cov")])
@@ -173,7 +177,8 @@ def test_cutting_the_micro_batch_changes_nothing(name, seed):
     g = torch.Generator().manual_seed(seed)
     old = -torch.rand(8, generator=g) * 3 - 0.1
     log_probs = (old + 0.4 * torch.randn(8, generator=g)).clamp(max=-0.01).requires_grad_()
-    advantage, sequence = torch.randn(8, generator=g), torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
+    advantage = torch.randn(8, generator=g)
+    sequence = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
     whole = run(name, LossInputs(log_probs, old, advantage, sequence, torch.ones(8)))
     parts = []
     for part in (slice(0, 3), slice(3, 8)):

@@ -47,7 +47,8 @@ def test_gspo_by_hand():
 @quick
 def test_gspo_gradient_is_that_of_its_sequence_form(seed):
     g = torch.Generator().manual_seed(seed)
-    old, sequence = -torch.rand(9, generator=g) - 1, torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 2])
+    old = -torch.rand(9, generator=g) - 1
+    sequence = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 2])
     log_probs = (old + 0.3 * torch.randn(9, generator=g)).requires_grad_()
     per_sequence = torch.randn(3, generator=g)
     lengths = torch.tensor([4.0, 2.0, 3.0])
@@ -75,7 +76,8 @@ def test_gmpo_by_hand():
     )
     loss, clipped, gradient = run("gmpo", x)
     # A > 0: only above is clipped: (.4 - .5) / 2 = -.05. A < 0: .9 is not clipped above.
-    g, h = math.exp(-0.05), math.exp(0.9)
+    g = math.exp(-0.05)
+    h = math.exp(0.9)
     close(loss, [-2 * g, -2 * g, h])
     assert clipped == [True, False, False]
     # the mean over two tokens halves each one's share, and the sum over two tokens doubles it
@@ -120,7 +122,8 @@ def test_dro_by_hand():
 
 def test_dro_settles_where_the_log_ratio_is_the_advantage_over_beta():
     """The minimum of its quadratic: the policy tilted by exp(A / beta), as the paper's closed form has it."""
-    log_probs, old = torch.full((1,), -3.0, requires_grad=True), torch.full((1,), -3.0)
+    log_probs = torch.full((1,), -3.0, requires_grad=True)
+    old = torch.full((1,), -3.0)
     for _ in range(200):
         x = LossInputs(log_probs, old, torch.tensor([0.8]), torch.tensor([0]), torch.ones(1))
         (slope,) = torch.autograd.grad(
@@ -132,7 +135,8 @@ def test_dro_settles_where_the_log_ratio_is_the_advantage_over_beta():
 
 def test_dppo_tv_by_hand():
     # probabilities old -> theta: .5 -> .8 and .5 -> .6 for a good token; .5 -> .2 and .01 -> .001 for a bad one
-    p, q = [0.8, 0.6, 0.2, 0.001, 0.2], [0.5, 0.5, 0.5, 0.01, 0.5]
+    p = [0.8, 0.6, 0.2, 0.001, 0.2]
+    q = [0.5, 0.5, 0.5, 0.01, 0.5]
     advantage = [1.0, 1.0, -1.0, -1.0, 1.0]
     x = of([a / b for a, b in zip(p, q, strict=True)], advantage, old=[math.log(b) for b in q])
     loss, clipped, gradient = run("dppo_tv", x)
@@ -148,7 +152,8 @@ def test_dppo_tv_by_hand():
 
 
 def test_dppo_kl_by_hand():
-    p, q = [0.8, 0.6, 0.2, 0.001, 0.2], [0.5, 0.5, 0.5, 0.01, 0.5]
+    p = [0.8, 0.6, 0.2, 0.001, 0.2]
+    q = [0.5, 0.5, 0.5, 0.01, 0.5]
     kl = [
         b * math.log(b / a) + (1 - b) * math.log((1 - b) / (1 - a))
         for a, b in zip(p, q, strict=True)
@@ -180,7 +185,8 @@ def test_clip_cov_by_hand():
     for seed in range(20):
         torch.manual_seed(seed)
         loss, clipped, gradient = run("clip_cov", x)
-        assert sum(clipped) == 1 and clipped.index(True) in (0, 1)  # one of the two within (1, 5)
+        assert sum(clipped) == 1
+        assert clipped.index(True) in (0, 1)  # one of the two within (1, 5)
         seen.add(clipped.index(True))
         torch.testing.assert_close(gradient, vanilla * ~torch.tensor(clipped))
         close(loss, [-2.0, 2.0, -1.0, 1.0])
@@ -200,7 +206,8 @@ def test_kl_cov_by_hand():
     loss, clipped, gradient = run("kl_cov", x, coef=0.5)
     # means: A 0, log-prob about -3; covariances about 4.2, 4.2, 0, the first a little larger
     top = int(pl._covariance(x).argmax())
-    want, slope = [-2.2, 1.8, 0.0], [-2.2, 1.8, 0.0]
+    want = [-2.2, 1.8, 0.0]
+    slope = [-2.2, 1.8, 0.0]
     want[top] += 0.5 * abs(math.log([1.1, 0.9][top]))
     slope[top] += 0.5 * (1 if top == 0 else -1)
     close(loss, want)
@@ -216,7 +223,8 @@ def squared(x, *, power=2.0):
 def test_a_loss_of_ones_own():
     x = of([1.0], [1.0], old=[-3.0])
     entry = POLICY_LOSSES.find(f"{__name__}:squared")
-    assert entry.function(x)[0].tolist() == [9.0] and entry.settings() == {"power": 2.0}
+    assert entry.function(x)[0].tolist() == [9.0]
+    assert entry.settings() == {"power": 2.0}
     with pytest.raises(ConfigError, match="algorithm.policy_loss.*unknown.*vanilla, gspo"):
         POLICY_LOSSES.find("nothing")
     with pytest.raises(ValueError, match="exists already"):

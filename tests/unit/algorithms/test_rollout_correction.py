@@ -11,7 +11,8 @@ from tests.unit.algorithms.policy_loss_helpers import quick
 
 
 def test_correction_weights_by_hand():
-    proximal, mu = torch.log(torch.tensor([0.5, 1.0, 3.0, 1.0, 2.1])), torch.zeros(5)
+    proximal = torch.log(torch.tensor([0.5, 1.0, 3.0, 1.0, 2.1]))
+    mu = torch.zeros(5)
     proximal.requires_grad_()
     sequence = torch.tensor([0, 0, 0, 1, 2])
     # products of the sequences: 1.5, 1, 2.1; geometric means: 1.1447, 1, 2.1
@@ -50,7 +51,8 @@ def test_correction_weights_by_hand():
 
 
 def test_decoupled_equals_plain_where_proximal_is_mu():
-    mu, sequence = torch.randn(9), torch.arange(9) // 3
+    mu = torch.randn(9)
+    sequence = torch.arange(9) // 3
     for mode in AlgorithmConfig.__dataclass_fields__["rollout_correction"].metadata["choices"]:
         assert pl.correction_weights(mu, mu, sequence, mode, 2.0).tolist() == [1.0] * 9
 

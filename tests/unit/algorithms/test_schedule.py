@@ -37,7 +37,9 @@ def test_the_rate_never_jumps_however_often_a_run_is_resumed(
 ):
     """At the step at which it goes on, and in each after it: no further than the decay's own steps; and the run's last
     step has the lowest rate. `resumes`: trainer steps made, those to come, and optimizer steps in each from then on."""
-    plan, step, trainer_step = DecayPlan(kind, total, 0, per_step), 0, 0
+    plan = DecayPlan(kind, total, 0, per_step)
+    step = 0
+    trainer_step = 0
     decay = schedule.new_decay(plan, warmup)
     for made, to_come, now_per_step in resumes:
         trainer_step += made
@@ -112,7 +114,8 @@ def test_checkpoints_of_earlier_versions():
 
 
 def test_what_is_kept_is_read():
-    decay, made_for = Decay(2**31, 7, 0.1), plan(2**31, "cosine", 9, 4)
+    decay = Decay(2**31, 7, 0.1)
+    made_for = plan(2**31, "cosine", 9, 4)
     counters = {"optimizer_steps": np.array(12), "version": np.array(5)}
     assert schedule.from_arrays(schedule.to_arrays(decay, made_for) | counters) == SavedSchedule(
         12, 5, decay, made_for
@@ -123,7 +126,8 @@ def test_a_worker_goes_on_with_the_rate_that_it_had(model_folders, start_single,
     """Saved in a run of 10 steps (as `start` has it) and loaded in one of 40; the one that is not is told the old rate."""
     cfg = config(model_folders["tied"], actor__lr=1e-3, actor__lr_schedule="linear")
     cfg.trainer.total_steps = 10
-    worker, batch = start_single(cfg), make_batch(model_folders["tied"])
+    worker = start_single(cfg)
+    batch = make_batch(model_folders["tied"])
     for _ in range(3):
         worker.update(batch)
     os.makedirs(tmp_path / "saved")
@@ -161,12 +165,14 @@ def resumed_from(folder, start_single, cfg):
 
 def test_constant_then_cool_down(model_folders, start_single, tmp_path):
     """The decay begins where it is asked for, at the peak, however many constant steps there were; and it is not refused."""
-    cfg, said = config(model_folders["tied"], actor__lr=1e-3), []
+    cfg = config(model_folders["tied"], actor__lr=1e-3)
+    said = []
     cfg.trainer.total_steps = 4
     batch = make_batch(model_folders["tied"])
     worker = started(start_single, cfg)
     assert saved_after(worker, batch, 4, tmp_path / "constant") == [1e-3] * 4
-    cfg.actor.lr_schedule, cfg.trainer.total_steps = "linear", 9
+    cfg.actor.lr_schedule = "linear"
+    cfg.trainer.total_steps = 9
     schedule.report_resumed_schedules(cfg, tmp_path / "constant", 9, said.append)
     assert said == ["actor.lr_schedule=linear: was constant; the decay begins at step 4, with a rate of 0.001, and ends "
                     "at step 8 with 0"]  # fmt: skip
@@ -191,14 +197,14 @@ def test_other_mini_batches_from_a_resume_on(first, then, model_folders, start_s
     batch = make_batch(model_folders["tied"])
     worker = started(start_single, cfg)
     saved_after(worker, batch, 3, tmp_path / "saved")
-    done, per_step = 3 * 4 // first, 4 // then
+    done = 3 * 4 // first
+    per_step = 4 // then
     rate_there = 1e-3 * (1 - done / (2 * done - 1))
-    cfg.actor.ppo_mini_batch_size, said = then, []
+    cfg.actor.ppo_mini_batch_size = then
+    said = []
     schedule.report_resumed_schedules(cfg, tmp_path / "saved", 6, said.append)
-    assert (
-        len(said) == 1
-        and f"was for {2 * done} optimizer steps, and is for {done + 3 * per_step} now" in said[0]
-    )
+    assert len(said) == 1
+    assert f"was for {2 * done} optimizer steps, and is for {done + 3 * per_step} now" in said[0]
     worker = resumed_from(tmp_path / "saved", start_single, cfg)
     assert worker.decay == Decay(done + 3 * per_step, done, pytest.approx(done / (2 * done - 1)))
     step = worker.decay
@@ -206,10 +212,8 @@ def test_other_mini_batches_from_a_resume_on(first, then, model_folders, start_s
         done, step.total, 1e-3, "linear", 0, 0.0, step.begin, step.done
     ) == pytest.approx(rate_there)
     rates = [worker.update(batch)["actor/lr"] for _ in range(3)]
-    assert (
-        all(a > b for a, b in zip(rates, rates[1:], strict=False))
-        and worker.optimizer_steps == worker.decay.total
-    )
+    assert all(a > b for a, b in zip(rates, rates[1:], strict=False))
+    assert worker.optimizer_steps == worker.decay.total
     last = core_algos.learning_rate(
         worker.optimizer_steps - 1, step.total, 1e-3, "linear", 0, 0.0, step.begin, step.done
     )
@@ -222,7 +226,8 @@ def test_a_longer_critic_warmup_and_more_epochs(model_folders, start_single, tmp
     cfg.trainer.total_steps = 10
     worker = started(start_single, cfg)
     saved_after(worker, make_batch(model_folders["tied"]), 2, tmp_path / "saved")
-    cfg.trainer.critic_warmup, cfg.actor.ppo_epochs = 4, 3
+    cfg.trainer.critic_warmup = 4
+    cfg.actor.ppo_epochs = 3
     assert resumed_from(tmp_path / "saved", start_single, cfg).decay == Decay(
         2 + 6 * 3, 2, pytest.approx(2 / 9)
     )
@@ -239,15 +244,14 @@ def test_steps_that_made_fewer_optimizer_steps_do_not_bend_the_decay(
         actor__ppo_mini_batch_size=2,
     )
     cfg.trainer.total_steps = 6
-    whole, fewer = make_batch(model_folders["tied"]), make_batch(model_folders["tied"], prompts=1)
+    whole = make_batch(model_folders["tied"])
+    fewer = make_batch(model_folders["tied"], prompts=1)
     worker = started(start_single, cfg)
     saved_after(worker, fewer, 2, tmp_path / "saved")
     unbroken = [worker.update(whole)["actor/lr"] for _ in range(2)]
     again = resumed_from(tmp_path / "saved", start_single, cfg)
-    assert (
-        again.optimizer_steps == 2
-        and [again.update(whole)["actor/lr"] for _ in range(2)] == unbroken
-    )
+    assert again.optimizer_steps == 2
+    assert [again.update(whole)["actor/lr"] for _ in range(2)] == unbroken
 
 
 def saved_at(folder, step: int, decay: Decay | None, made_for: DecayPlan | None = None) -> None:
@@ -261,7 +265,9 @@ def saved_at(folder, step: int, decay: Decay | None, made_for: DecayPlan | None 
 
 def test_what_is_said(tmp_path):
     cfg = Config()
-    cfg.actor.lr, cfg.actor.lr_schedule, said = 1e-4, "linear", []
+    cfg.actor.lr = 1e-4
+    cfg.actor.lr_schedule = "linear"
+    said = []
     saved_at(tmp_path / "at", 5, Decay(11, 0), plan(11))
     schedule.report_resumed_schedules(cfg, tmp_path / "at", 11, said.append)
     assert said == [], "of the same length"
@@ -281,10 +287,8 @@ def test_what_is_said(tmp_path):
     )
     saved_at(tmp_path / "old", 5, None)
     schedule.report_resumed_schedules(cfg, tmp_path / "old", 21, said.append)
-    assert (
-        re.search("warning: .* does not record its length; the rate may jump", said[2])
-        and len(said) == 3
-    )
+    assert re.search("warning: .* does not record its length; the rate may jump", said[2])
+    assert len(said) == 3
     cfg.actor.lr_schedule = "constant"
     schedule.report_resumed_schedules(cfg, tmp_path / "at", 21, said.append)
     assert len(said) == 3
@@ -292,10 +296,12 @@ def test_what_is_said(tmp_path):
     saved_at(tmp_path / "untold", 5, Decay(11, 0))
     for total in (11, 21):
         schedule.report_resumed_schedules(cfg, tmp_path / "untold", total, said.append)
-    assert len(said) == 5 and all(
+    assert len(said) == 5
+    assert all(
         "does not record its schedule, which is taken to be linear" in line for line in said[3:]
     )
-    cfg.actor.min_lr_ratio, cfg.actor.ppo_epochs = 0.0, 2
+    cfg.actor.min_lr_ratio = 0.0
+    cfg.actor.ppo_epochs = 2
     schedule.report_resumed_schedules(cfg, tmp_path / "end", 11, said.append)
     assert len(said) == 5, "a run that is over takes no further step, and is not refused"
 
@@ -308,7 +314,9 @@ def test_a_run_says_it_before_any_engine_starts(
         models(), str(tmp_path), **{"trainer.total_steps": 21, "actor.lr_schedule": "cosine"}
     )
     cfg.trainer.val_only = val_only
-    path, prepare, ran = tmp_path / "checkpoints" / f"step_{step:06d}", launch.prepare, []
+    path = tmp_path / "checkpoints" / f"step_{step:06d}"
+    prepare = launch.prepare
+    ran = []
     saved_at(path, step, Decay(11, 0), plan(11, "cosine"))
     state = {"step": step, "evaluations": [], "unwritten": {}, "has_samples": False}
     own_dir = cfg.trainer.output_dir
@@ -330,7 +338,9 @@ def test_a_run_says_it_before_any_engine_starts(
             match="actor.lr_schedule=cosine: was for 11 optimizer steps, and is for 21 now",
         ):
             launch.run(cfg)
-        assert not ran and not os.path.exists(f"{own_dir}/config.yaml")
+        assert not ran
+        assert not os.path.exists(f"{own_dir}/config.yaml")
         return
-    assert launch.run(cfg) == 0 and len(ran) == 1
+    assert launch.run(cfg) == 0
+    assert len(ran) == 1
     assert ("and is for 21 now" in " ".join(capsys.readouterr().out.split())) == (not val_only)

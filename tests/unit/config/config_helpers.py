@@ -34,7 +34,9 @@ def fault(*argv: str, num_gpus: int = 0, base: tuple[str, ...] = GOOD) -> str:
     with pytest.raises(ConfigError) as caught:
         validate(load_config([*base, *argv]), num_gpus)
     line = str(caught.value)
-    assert line and len(line.splitlines()) == 1 and len(line) < 400, line
+    assert line, line
+    assert len(line.splitlines()) == 1, line
+    assert len(line) < 400, line
     return line
 
 

@@ -78,7 +78,8 @@ def settle(argv: list[str], folder: Path) -> None:
         validate(cfg)
     except ConfigError as e:
         line = str(e)
-        assert line and len(line.splitlines()) == 1, repr(line)
+        assert line, repr(line)
+        assert len(line.splitlines()) == 1, repr(line)
         line.encode()  # it can be shown
 
 

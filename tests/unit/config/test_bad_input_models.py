@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.bad_input import base, refused, write
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 NORM = "model.norm.weight"
 
 

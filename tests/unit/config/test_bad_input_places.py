@@ -123,9 +123,8 @@ def test_a_disk_that_fills_up_in_the_run_ends_it_in_one_line(models, tmp_path, c
     monkeypatch.setattr(Path, "write_text", full)
     said = report_failure(Config(), RuntimeError("what happened"))
     assert said.startswith("error: the run ended by RuntimeError: what happened\n")
-    assert "error.log" not in said and "No space left on device" in said, (
-        "a file that is not there is not named"
-    )
+    assert "error.log" not in said, "a file that is not there is not named"
+    assert "No space left on device" in said, "a file that is not there is not named"
     assert said.endswith("RuntimeError: what happened\n"), "the traceback itself is there instead"
 
 
@@ -160,14 +159,18 @@ def test_only_a_fault_of_the_runs_own_folder_asks_for_another(
     arguments = [*base(tmp_path, models()), f"trainer.output_dir={run}"]
     capsys.readouterr()  # the model may just have been written
     code = main(arguments)
-    err, log = capsys.readouterr().err, run / "error.log"
+    err = capsys.readouterr().err
+    log = run / "error.log"
     if said:
-        assert code == 2 and err.startswith(f"error: {tmp_path}/own_{said}") and not log.exists(), (
-            err
-        )
-        assert err.endswith("; name another folder\n") and err.count("\n") == 1
+        assert code == 2, err
+        assert err.startswith(f"error: {tmp_path}/own_{said}"), err
+        assert not log.exists(), err
+        assert err.endswith("; name another folder\n")
+        assert err.count("\n") == 1
     else:
-        assert code == 1 and "another folder" not in err and "Traceback" in log.read_text(), err
+        assert code == 1, err
+        assert "another folder" not in err, err
+        assert "Traceback" in log.read_text(), err
 
 
 def test_a_cache_that_may_not_be_written(models, tmp_path, capsys, monkeypatch):

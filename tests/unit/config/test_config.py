@@ -33,12 +33,11 @@ def test_values_are_read_as_meant(tmp_path: Path) -> None:
         [f"config={write(tmp_path / 'x.yaml', text)}", "actor.weight_decay=1e-2", "rollout.n=4.0"]
     )
     assert (cfg.actor.lr, cfg.actor.eps, cfg.actor.weight_decay) == (1e-6, 1e-8, 0.01)
-    assert (
-        isinstance(cfg.actor.grad_clip, float)
-        and cfg.rollout.n == 4
-        and cfg.rollout.seed_samples == "on"
-    )
-    assert cfg.trainer.total_steps is None and cfg.trainer.output_dir == "2026-01-01"
+    assert isinstance(cfg.actor.grad_clip, float)
+    assert cfg.rollout.n == 4
+    assert cfg.rollout.seed_samples == "on"
+    assert cfg.trainer.total_steps is None
+    assert cfg.trainer.output_dir == "2026-01-01"
     assert (
         good("data.instruction=Think: end with #### number").data.instruction
         == "Think: end with #### number"
@@ -124,14 +123,18 @@ def test_valid_combinations() -> None:
 
 def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    gpu, eight = "placement.device=cuda", "placement.pools={rollout: [2], actor: [6]}"
+    gpu = "placement.device=cuda"
+    eight = "placement.pools={rollout: [2], actor: [6]}"
     line = fault(gpu, eight, num_gpus=4)
-    assert "{rollout: [2], actor: [6]}" in line and "8 GPUs" in line and "has 4" in line
+    assert "{rollout: [2], actor: [6]}" in line
+    assert "8 GPUs" in line
+    assert "has 4" in line
     validate(good(gpu, eight), 8)
     nodes = "placement.pools={rollout: [2], actor: [8, 8]}"
     for device in (gpu, "placement.device=cpu"):
         line = fault(device, nodes, num_gpus=18)
-        assert "placement.pools.actor=[8, 8]: 2 nodes" in line and "RAY_ADDRESS" in line
+        assert "placement.pools.actor=[8, 8]: 2 nodes" in line
+        assert "RAY_ADDRESS" in line
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     validate(good(gpu, eight), 0)
     validate(good(gpu, nodes), 0)
@@ -179,7 +182,8 @@ def test_any_override_gives_a_config_or_one_line(pairs: list[tuple[str, str]]) -
         validate(cfg, 0)
         placement_text(cfg, [0, 1])
     except ConfigError as e:
-        assert str(e) and len(str(e).splitlines()) == 1
+        assert str(e)
+        assert len(str(e).splitlines()) == 1
 
 
 @settings(max_examples=100, deadline=None)
@@ -195,13 +199,15 @@ def test_any_file_gives_a_config_or_one_line(
     try:
         load_config([f"config={path}"])
     except ConfigError as e:
-        assert str(e) and len(str(e).splitlines()) == 1
+        assert str(e)
+        assert len(str(e).splitlines()) == 1
 
 
 def test_every_key_has_help() -> None:
     text = help_text()
     for key in KEYS.values():
-        assert key.metadata["help"].strip() and f"  {key.dotted}  (" in text
+        assert key.metadata["help"].strip()
+        assert f"  {key.dotted}  (" in text
 
 
 def test_the_checks_know_the_same_names_as_their_owners() -> None:
@@ -279,4 +285,5 @@ def test_placement(monkeypatch: pytest.MonkeyPatch) -> None:
     assert placement_text(colocated, [0, 1]) == "all [2] on cpu: rollout x 2, actor x 2; cores 0 1"
     gpu = good("placement.device=cuda", "placement.pools={rollout: [4, 4], actor: [8, 8]}")
     text = placement_text(gpu, [0, 1])
-    assert "rollout [4, 4] on cuda: rollout x 8" in text and "cores" not in text
+    assert "rollout [4, 4] on cuda: rollout x 8" in text
+    assert "cores" not in text

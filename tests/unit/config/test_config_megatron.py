@@ -49,7 +49,8 @@ def test_layouts_of_megatron(argv, words, monkeypatch):
     monkeypatch.setattr(packages, "is_installed", lambda package: package == "megatron.core")
     good("actor.backend=megatron", "placement.device=cpu")
     line = fault("actor.backend=megatron", "placement.device=cuda")
-    assert "transformer-engine" in line and "EXTRA=gpu MEGATRON=1 shell/setup.sh" in line
+    assert "transformer-engine" in line
+    assert "EXTRA=gpu MEGATRON=1 shell/setup.sh" in line
 
 
 def test_a_role_of_its_own_inherits_no_layout(monkeypatch):

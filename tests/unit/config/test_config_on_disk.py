@@ -70,7 +70,8 @@ def test_hub_and_tiny_models_pass(path: str) -> None:
 
 
 def test_data_files(tmp_path: Path) -> None:
-    one, two = tmp_path / "a.jsonl", tmp_path / "b.parquet"
+    one = tmp_path / "a.jsonl"
+    two = tmp_path / "b.parquet"
     one.write_text('{"question": "1+1", "answer": "#### 2"}\n')
     validate(good(f"data.train_files={one}, {one}", "data.val_files=openai/gsm8k:main"), 0)
     assert "b.parquet: no such file" in fault(f"data.train_files={one},{two}")
@@ -81,7 +82,8 @@ def test_paths_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     cfg = good(
         "model.path=~/m", "data.train_files=~/a.jsonl,openai/gsm8k", "trainer.output_dir=~/out"
     )
-    assert cfg.model.path == f"{tmp_path}/m" and cfg.trainer.output_dir == f"{tmp_path}/out"
+    assert cfg.model.path == f"{tmp_path}/m"
+    assert cfg.trainer.output_dir == f"{tmp_path}/out"
     assert cfg.data.train_files == f"{tmp_path}/a.jsonl,openai/gsm8k"
 
 

@@ -23,10 +23,14 @@ def test_plan_cores_shares_nothing_between_groups(
     rollout: int, trainer: int, cores: set[int]
 ) -> None:
     a, b = divide_cores(rollout, trainer, sorted(cores))
-    assert (len(a), len(b)) == (rollout, trainer) and all(a) and all(b)
-    mine, theirs = {c for p in a for c in p}, {c for p in b for c in p}
+    assert (len(a), len(b)) == (rollout, trainer)
+    assert all(a)
+    assert all(b)
+    mine = {c for p in a for c in p}
+    theirs = {c for p in b for c in p}
     assert mine | theirs == cores or rollout < len(mine) or trainer < len(theirs) or len(cores) == 1
-    assert mine | theirs <= cores and (len(cores) == 1 or not mine & theirs)
+    assert mine | theirs <= cores
+    assert len(cores) == 1 or not mine & theirs
     for group in (a, b):
         assert max(map(len, group)) - min(map(len, group)) <= 1
 

@@ -73,7 +73,8 @@ def test_the_answer(argument: str, answer: str) -> None:
 )
 def test_nothing_close_has_no_suggestion(key: str) -> None:
     line = said(f"{key}=1")
-    assert "did you mean" not in line and "(all keys: --help)" in line
+    assert "did you mean" not in line
+    assert "(all keys: --help)" in line
     assert not [name for name in KEYS if name in line], line
 
 
@@ -111,12 +112,11 @@ def test_what_is_recommended_exists() -> None:
 def test_the_distance_of_two_names(a: str, b: str) -> None:
     """Symmetric, zero for equals only, and 1 for one slip of each kind."""
     found = unknown_keys.distance(a, b)
-    assert found == unknown_keys.distance(b, a) and (found == 0) == (a == b)
+    assert found == unknown_keys.distance(b, a)
+    assert (found == 0) == (a == b)
     assert abs(len(a) - len(b)) <= found <= max(len(a), len(b))
-    assert (
-        unknown_keys.distance(a + "x" + b, a + b) == 1
-        and unknown_keys.distance(a + "x" + b, a + "%" + b) == 1
-    )
+    assert unknown_keys.distance(a + "x" + b, a + b) == 1
+    assert unknown_keys.distance(a + "x" + b, a + "%" + b) == 1
     assert unknown_keys.distance(a + "x%" + b, a + "%x" + b) == 1
 
 

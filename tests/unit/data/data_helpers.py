@@ -16,7 +16,8 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-BOS, EOS = 256, 257
+BOS = 256
+EOS = 257
 
 
 def make_tokenizer(template: str | None = None, adds_special: bool = False) -> Any:

@@ -16,7 +16,8 @@ from one_step_off.monitoring.summary import evaluation_text
 
 @given(st.integers(1, 7), st.data())
 def test_pass_at_k_is_the_share_of_subsets_with_a_pass(n, data):
-    passed, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    passed = data.draw(st.integers(0, n))
+    k = data.draw(st.integers(1, n))
     subsets = list(itertools.combinations([True] * passed + [False] * (n - passed), k))
     assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
@@ -49,8 +50,10 @@ def test_parts_of_rewards_stand_beside_them():
             {"reward_parts": parts} if parts else {"error": "why"} if parts is None else {}
         )
     found = evaluation_metrics(found, ["val", "hard"])
-    assert found["val/reward/right"] == 0.5 and found["val/reward/form"] == pytest.approx(1 / 3)
-    assert found["val/hard/reward/samples"] == 1.0 and "val/hard/reward/right" not in found
+    assert found["val/reward/right"] == 0.5
+    assert found["val/reward/form"] == pytest.approx(1 / 3)
+    assert found["val/hard/reward/samples"] == 1.0
+    assert "val/hard/reward/right" not in found
     assert evaluation_text({"val/version": 3.0} | found) == (
         "held-out reward of v3: 0.562 (right 0.500, form 0.333) over 4 samples, pass@2 0.500; "
         "hard 1.000 (samples 1.000) over 1 samples"
@@ -63,7 +66,8 @@ def test_figures_of_two_sets():
     )
     assert found["val/reward"] == found["val/avg@2"] == found["val/pass@1"] == 0.25
     assert found["val/pass@2"] == 0.5
-    assert found["val/hard/reward"] == 0.75 and found["val/hard/samples"] == 2
+    assert found["val/hard/reward"] == 0.75
+    assert found["val/hard/samples"] == 2
     assert "val/hard/pass@1" not in found, "one sample each says nothing that the reward does not"
     assert evaluation_text({"val/version": 3.0} | found) == (
         "held-out reward of v3: 0.250 over 4 samples, pass@2 0.500; hard 0.750 over 2 samples"

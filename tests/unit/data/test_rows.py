@@ -70,7 +70,8 @@ def test_bad_rows_are_named_and_counted(tmp_path: Path, row: Any, reason: str) -
     assert [r.id[1] for r in rows] == [0, 2]
     assert rows[1].where == f"{path}:4"
     ((where, why),) = report.bad
-    assert where == f"{path}:3" and reason in why
+    assert where == f"{path}:3"
+    assert reason in why
     assert "3 rows, 2 used" in report.lines()[0]
     assert f"skipped {path}:3" in report.lines()[1]
     with pytest.raises(ConfigError, match=rf"{path}:3: .*bad_rows=skip"):
@@ -101,7 +102,8 @@ def test_bad_chat_rows(tmp_path: Path, changes: dict[str, Any], reason: str) -> 
     path = write_jsonl(tmp_path / "d.jsonl", [chat_row(), chat_row(**changes)])
     report = DataReport("data")
     assert len(load_rows(path, "train", DataConfig(), 0, report)) == 1
-    assert report.bad[0][0] == f"{path}:2" and reason in report.bad[0][1]
+    assert report.bad[0][0] == f"{path}:2"
+    assert reason in report.bad[0][1]
 
 
 def test_the_other_columns_of_a_row(tmp_path: Path) -> None:
@@ -139,9 +141,8 @@ def test_a_rows_own_agent_loop(tmp_path: Path) -> None:
     found = load_rows(
         write_jsonl(tmp_path / "d.jsonl", rows), "train", DataConfig(), 0, DataReport("data")
     )
-    assert [row.agent_loop for row in found] == ["tool", ""] and found[0].extra == {
-        "agent_loop": {"a": 1}
-    }
+    assert [row.agent_loop for row in found] == ["tool", ""]
+    assert found[0].extra == {"agent_loop": {"a": 1}}
 
     def tools_of(name: str) -> None:
         if name:
@@ -199,17 +200,16 @@ def test_file_formats_agree(tmp_path: Path, ending: str, row: dict[str, Any]) ->
     else:
         write_jsonl(path, [row, row])
     rows = load_rows(str(path), "train", DataConfig(), 0, DataReport("data"))
-    assert len(rows) == 2 and rows[1].ground_truth == "2" and rows[1].id[1] == 1
+    assert len(rows) == 2
+    assert rows[1].ground_truth == "2"
+    assert rows[1].id[1] == 1
     if row is GOOD:
-        assert rows[0].messages[0]["content"] == GOOD["question"] and rows[0].data_source == str(
-            path
-        )
+        assert rows[0].messages[0]["content"] == GOOD["question"]
+        assert rows[0].data_source == str(path)
     else:
-        assert (
-            rows[0].messages == row["prompt"]
-            and rows[0].data_source == "my/set"
-            and rows[0].extra == {"index": 7}
-        )
+        assert rows[0].messages == row["prompt"]
+        assert rows[0].data_source == "my/set"
+        assert rows[0].extra == {"index": 7}
 
 
 def test_several_files_number_their_rows_on(tmp_path: Path) -> None:
@@ -237,7 +237,8 @@ def test_unusable_files(tmp_path: Path, content: str, message: str) -> None:
     path.write_text(content)
     with pytest.raises(ConfigError, match=message) as e:
         load_rows(str(path), "train", DataConfig(), 0, DataReport("data"))
-    assert str(path) in str(e.value) and "\n" not in str(e.value)
+    assert str(path) in str(e.value)
+    assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -299,9 +300,8 @@ def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_generator() -> None:
     cfg = DataConfig(generator_size=50)
     rows = load_rows("generator:word_problems", "train", cfg, 3, DataReport("data"))
-    assert len(rows) == 50 and rows == load_rows(
-        "generator:word_problems", "train", cfg, 3, DataReport("data")
-    )
+    assert len(rows) == 50
+    assert rows == load_rows("generator:word_problems", "train", cfg, 3, DataReport("data"))
     held_out = load_rows(
         "generator:word_problems", "test", DataConfig(val_size=20), 0, DataReport("data")
     )
@@ -327,7 +327,8 @@ def test_any_bytes_give_rows_or_a_config_error(
     path.write_bytes(json.dumps(GOOD).encode() + b"\n" + b"\n".join(lines))
     report = DataReport("data")
     rows = load_rows(str(path), "train", DataConfig(), 0, report)
-    assert len(rows) == 1 and report.rows == 1 + len(report.bad)
+    assert len(rows) == 1
+    assert report.rows == 1 + len(report.bad)
 
 
 GSM8K = os.environ.get("ONE_STEP_OFF_GSM8K", "")
@@ -346,7 +347,8 @@ def test_real_gsm8k() -> None:
         run_config(*files, max_prompt_length=2000, train_batch_size=64), make_tokenizer(TEMPLATE)
     )
     seconds = time.monotonic() - start
-    assert len(data.stream) == 7473 and len(data.val) == 1319
+    assert len(data.stream) == 7473
+    assert len(data.val) == 1319
     assert not any(report.bad or report.overlong for report in data.reports)
     assert data.stream.total_steps == 117
     for line, prompt in zip(Path(files[1]).read_text().splitlines(), data.val, strict=True):

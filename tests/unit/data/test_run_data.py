@@ -22,7 +22,8 @@ def test_build(tmp_path: Path) -> None:
     )
     val = write_jsonl(tmp_path / "val.jsonl", [{**GOOD, "question": f"q{i}"} for i in (3, 77, 78)])
     data = load_run_data(run_config(train, val, train_batch_size=4, val_size=2), PLAIN)
-    assert data.stream.total_steps == 3 and len(data.stream) == 10
+    assert data.stream.total_steps == 3
+    assert len(data.stream) == 10
     assert [p.id for p in data.val] == [(-1, 0), (-1, 1)]
     lines = "\n".join(data.lines())
     assert "training data: 11 rows, 10 used, 1 malformed skipped" in lines
@@ -35,7 +36,8 @@ def test_build_without_evaluation(val: str, val_size: int) -> None:
         "generator:word_problems", val, val_size=val_size, generator_size=8, train_batch_size=4
     )
     data = load_run_data(cfg, PLAIN)
-    assert data.val is None and data.stream.total_steps == 2
+    assert data.val is None
+    assert data.stream.total_steps == 2
 
 
 def test_build_with_the_generator() -> None:

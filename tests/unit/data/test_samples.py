@@ -54,26 +54,27 @@ def sent(what):
 
 @pytest.mark.parametrize("sizes", [(), (0,), (3,), (2, 0, 5), (1, 4, 0)])
 def test_samples_arrive_as_they_were_in_a_few_arrays(sizes):
-    ids, before = np.arange(2), []
+    ids = np.arange(2)
+    before = []
     for i, n in enumerate(sizes):
         before.append(sample([i] * n, index=i))
-        before[-1].prompt_ids, before[-1].extra, before[-1].response = (
-            ids,
-            {"baseline": float(i)},
-            f"so {i}",
-        )
+        before[-1].prompt_ids = ids
+        before[-1].extra = {"baseline": float(i)}
+        before[-1].response = f"so {i}"
     found, arrays = sent(PackedSamples(before))
-    assert type(found) is list and len(found) == len(sizes) and len(arrays) == (5 if sizes else 0)
+    assert type(found) is list
+    assert len(found) == len(sizes)
+    assert len(arrays) == (5 if sizes else 0)
     pairs: list[Any] = list(zip(before, found, strict=True))
     for old, new in pairs:
         for name, value in vars(old).items():
             if isinstance(value, np.ndarray):
-                assert value.dtype == getattr(new, name).dtype and np.array_equal(
-                    value, getattr(new, name)
-                )
+                assert value.dtype == getattr(new, name).dtype
+                assert np.array_equal(value, getattr(new, name))
             elif name != "reward":
                 assert value == getattr(new, name)
-        assert np.isnan(new.reward) and new.prompt_ids is found[0].prompt_ids
+        assert np.isnan(new.reward)
+        assert new.prompt_ids is found[0].prompt_ids
     shortened = PackedSamples(before)
     shortened.omitted_fields = "response", "extra"
     assert [(s.response, s.extra, s.index) for s in sent(shortened)[0]] == [
@@ -84,9 +85,8 @@ def test_samples_arrive_as_they_were_in_a_few_arrays(sizes):
 def test_a_sample_whose_arrays_disagree_arrives_so_and_is_found():
     torn = sample([3, 3], tokens=3)
     found = sent(PackedSamples([sample([3]), torn, sample([3])]))[0]
-    assert [len(s.versions) for s in found] == [1, 2, 1] and [
-        len(s.response_ids) for s in found
-    ] == [1, 3, 1]
+    assert [len(s.versions) for s in found] == [1, 2, 1]
+    assert [len(s.response_ids) for s in found] == [1, 3, 1]
     with pytest.raises(StalenessError, match="sample 0, token 0"):
         assert_staleness(Batch(4, found, expected_stamp=(0, 3)))
 
@@ -95,20 +95,27 @@ def test_arrays_and_shares_arrive_as_lists_and_dicts():
     given = {7: np.ones((2, 2)), 3: np.zeros((0, 2)), 5: np.arange(6.0).reshape(3, 2)}
     for before, kind in ((PackedArrays(given.values()), list), (PackedShares(given), dict)):
         found, arrays = sent(before)
-        assert type(found) is kind and len(arrays) == 1
+        assert type(found) is kind
+        assert len(arrays) == 1
         keys = given if kind is dict else range(3)
-        assert all(np.array_equal(found[key], before[key]) for key in keys) and len(found) == 3
-    assert sent(PackedArrays())[0] == [] and sent(PackedShares())[0] == {}
+        assert all(np.array_equal(found[key], before[key]) for key in keys)
+        assert len(found) == 3
+    assert sent(PackedArrays())[0] == []
+    assert sent(PackedShares())[0] == {}
 
 
 def test_what_was_generated_is_counted_in_all_parts_of_a_long_batch():
     """Tokens of others count nowhere, and a wrong stamp is found in whichever part it stands."""
     samples = [sample([3] * (1 + i % 3)) for i in range(600)]
-    samples[299].versions[:], samples[555].versions[1:] = -1, -1
-    samples[299].loss_mask[:], samples[555].loss_mask[1:] = False, False
-    samples[10].versions[:], samples[580].versions[:] = 2, 5
+    samples[299].versions[:] = -1
+    samples[555].versions[1:] = -1
+    samples[299].loss_mask[:] = False
+    samples[555].loss_mask[1:] = False
+    samples[10].versions[:] = 2
+    samples[580].versions[:] = 5
     counts, oldest, newest = generated_tokens(samples)
-    assert counts.tolist() == [sum(int(v) != -1 for v in s.versions) for s in samples] and (
+    assert counts.tolist() == [sum(int(v) != -1 for v in s.versions) for s in samples]
+    assert (
         oldest,
         newest,
     ) == (2, 5)
@@ -116,4 +123,5 @@ def test_what_was_generated_is_counted_in_all_parts_of_a_long_batch():
     with pytest.raises(StalenessError, match="version 5"):
         assert_staleness(Batch(4, samples, expected_stamp=(0, 4), max_version_lag=3))
     none = generated_tokens([sample([-1, -1]), sample([])])
-    assert none[0].tolist() == [0, 0] and np.isnan(none[1:]).all()
+    assert none[0].tolist() == [0, 0]
+    assert np.isnan(none[1:]).all()

@@ -14,17 +14,17 @@ from one_step_off.data.word_problems import (
     NAMES,
     OBJECTS,
     TEMPLATES,
-    Row,
+    QuestionRow,
     default_test_size,
     make,
     make_addition,
-    triples,
+    problems_of_split,
 )
 
-CAPACITY = len(triples("test")) * len(TEMPLATES["+"]) * len(NAMES) * len(OBJECTS)
+CAPACITY = len(problems_of_split("test")) * len(TEMPLATES["+"]) * len(NAMES) * len(OBJECTS)
 
 
-def _triple(row: Row) -> tuple[str, int, int]:
+def _triple(row: QuestionRow) -> tuple[str, int, int]:
     a, op, b, result, final = re.fullmatch(
         r"(\d+) ([+-]) (\d+) = (\d+)\n#### (\d+)", row["answer"]
     ).groups()
@@ -34,7 +34,7 @@ def _triple(row: Row) -> tuple[str, int, int]:
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_answers_are_right_and_belong_to_the_split(split: str) -> None:
-    space = set(triples(split))
+    space = set(problems_of_split(split))
     for row in make(split, 2000, seed=1):
         triple = _triple(row)
         assert triple in space
@@ -42,7 +42,8 @@ def test_answers_are_right_and_belong_to_the_split(split: str) -> None:
 
 
 def test_splits_are_disjoint_and_whole() -> None:
-    train, test = set(triples("train")), set(triples("test"))
+    train = set(problems_of_split("train"))
+    test = set(problems_of_split("test"))
     assert not train & test
     assert len(train | test) == 2 * 9 * 45  # 9 tens, 45 pairs of last digits, two operations
     assert 0.1 < len(test) / len(train | test) < 0.2
@@ -66,9 +67,9 @@ def test_the_same_in_another_process() -> None:
 
 
 def test_every_triple_once_before_any_twice() -> None:
-    count = len(triples("train"))
+    count = len(problems_of_split("train"))
     rows = [_triple(r) for r in make("train", 2 * count, seed=0)]
-    assert set(rows[:count]) == set(rows[count:]) == set(triples("train"))
+    assert set(rows[:count]) == set(rows[count:]) == set(problems_of_split("train"))
 
 
 def test_test_split_has_no_duplicates_and_refuses_more() -> None:
@@ -92,7 +93,8 @@ def test_zero_rows() -> None:
 
 
 def test_sums_of_two_splits_share_nothing_even_turned_round() -> None:
-    train, test = make_addition("train", 4096, 0), make_addition("test", 400, 1)
+    train = make_addition("train", 4096, 0)
+    test = make_addition("test", 400, 1)
     assert train == make_addition("train", 4096, 0) != make_addition("train", 4096, 1)
 
     def numbers(row: dict[str, Any]) -> tuple[int, int]:
@@ -105,8 +107,10 @@ def test_sums_of_two_splits_share_nothing_even_turned_round() -> None:
     assert not pairs(train) & pairs(test)
     for row in test:
         a, b = numbers(row)
-        assert 10 <= a < 100 and 10 <= b < 100 and row["reward_model"]["ground_truth"] == str(a + b)
+        assert 10 <= a < 100
+        assert 10 <= b < 100
+        assert row["reward_model"]["ground_truth"] == str(a + b)
 
 
 def test_default_test_size_is_one_per_triple() -> None:
-    assert default_test_size("word_problems") == len(triples("test"))
+    assert default_test_size("word_problems") == len(problems_of_split("test"))

@@ -151,23 +151,21 @@ def test_a_response_that_cannot_be_judged_in_time_stops_nothing() -> None:
 
 def test_a_reward_is_a_number_with_its_parts():
     reward = Reward.of({"right": 1.0, "form": 0.5})
-    assert (reward.total, reward.parts) == (1.5, {"right": 1.0, "form": 0.5}) and type(
-        reward.total
-    ) is float
-    assert (
-        reward * 2 == 3.0
-        and 1 + reward == 2.5
-        and reward > 1
-        and sum([reward, reward]) == 3.0
-        and bool(reward)
-    )
-    half, again = reward.scaled(0.5), pickle.loads(pickle.dumps(reward))
+    assert (reward.total, reward.parts) == (1.5, {"right": 1.0, "form": 0.5})
+    assert type(reward.total) is float
+    assert reward * 2 == 3.0
+    assert 1 + reward == 2.5
+    assert reward > 1
+    assert sum([reward, reward]) == 3.0
+    assert bool(reward)
+    half = reward.scaled(0.5)
+    again = pickle.loads(pickle.dumps(reward))
     assert (half.total, half.parts) == (0.75, {"right": 0.5, "form": 0.25})
-    assert (again.total, again.parts) == (reward.total, reward.parts) and json.dumps(
-        reward
-    ) == "1.5"
+    assert (again.total, again.parts) == (reward.total, reward.parts)
+    assert json.dumps(reward) == "1.5"
     assert (Reward.of(0.25).total, Reward.of(0.25).parts) == (0.25, {})
-    assert Reward.of(reward).parts == reward.parts and Reward.of(np.float32(0.5)).total == 0.5
+    assert Reward.of(reward).parts == reward.parts
+    assert Reward.of(np.float32(0.5)).total == 0.5
     for wrong in (
         None,
         "1",
@@ -281,7 +279,8 @@ def test_own_function(own: str, function: str, kwargs: dict[str, Any], reward: f
 def refused(match: str, own: str, what: RewardItem) -> str:
     """What the function `value` is refused with, as text."""
     (error,) = Scorer(RewardConfig(function=f"{own}:value")).score_batch([what])
-    assert isinstance(error, RewardError) and error.kind == "reward/errors"
+    assert isinstance(error, RewardError)
+    assert error.kind == "reward/errors"
     assert re.search(match, str(error)), str(error)
     return str(error)
 
@@ -292,15 +291,15 @@ def refused(match: str, own: str, what: RewardItem) -> str:
 def test_results_taken(own: str, result: str) -> None:
     (reward,) = Scorer(RewardConfig(function=f"{own}:value")).score_batch([item(result)])
     value = eval(result, {"np": np})
-    assert type(reward) is float and reward == float(
-        value["reward"] if isinstance(value, dict) else value
-    )
+    assert type(reward) is float
+    assert reward == float(value["reward"] if isinstance(value, dict) else value)
 
 
 @pytest.mark.parametrize("result", ["{'right': True, 'form': np.float32(.5)}", "{'right': 1}"])
 def test_parts_taken(own: str, result: str) -> None:
     (parts,) = Scorer(RewardConfig(function=f"{own}:value")).score_batch([item(result)])
-    assert parts == eval(result, {"np": np}) and all(type(part) is float for part in parts.values())
+    assert parts == eval(result, {"np": np})
+    assert all(type(part) is float for part in parts.values())
 
 
 @pytest.mark.parametrize(
@@ -374,11 +373,9 @@ def test_a_functions_error_shows_no_secret(own: str) -> None:
         own,
         item("open('http://me:hunter2pass@h/v1?token=s3cr3tvalue ' + 'x' * 3000)"),
     )
-    assert (
-        "http://***@h/v1?token=***" in said
-        and "hunter2pass" not in said
-        and "s3cr3tvalue" not in said
-    )
+    assert "http://***@h/v1?token=***" in said
+    assert "hunter2pass" not in said
+    assert "s3cr3tvalue" not in said
 
 
 @pytest.mark.parametrize(
@@ -386,14 +383,16 @@ def test_a_functions_error_shows_no_secret(own: str) -> None:
 )
 def test_a_result_that_misbehaves_itself_is_one_line(own: str, result: str) -> None:
     said = refused("own_rewards:value", own, item(result))
-    assert "\n" not in said and len(said) <= 1000
+    assert "\n" not in said
+    assert len(said) <= 1000
 
 
 def test_one_bad_item_leaves_the_others_their_rewards(own: str) -> None:
     found = Scorer(RewardConfig(function=f"{own}:value")).score_batch(
         [item("1.0"), item("1 / 0"), item("2.0")]
     )
-    assert (found[0], found[2]) == (1.0, 2.0) and isinstance(found[1], RewardError)
+    assert (found[0], found[2]) == (1.0, 2.0)
+    assert isinstance(found[1], RewardError)
 
 
 @pytest.mark.parametrize("function", ["spin", "swallow", "swallow_all"])
@@ -402,7 +401,8 @@ def test_the_limit_stops_any_python_code(own: str, function: str) -> None:
     (error,) = Scorer(RewardConfig(function=f"{own}:{function}", timeout_s=0.2)).score_batch(
         [item()]
     )
-    assert isinstance(error, RewardError) and error.kind == "reward/timeouts"
+    assert isinstance(error, RewardError)
+    assert error.kind == "reward/timeouts"
     assert re.search(
         rf"{function}.*prompt \(2, 17\), sample 0: took longer than .*=0.2 s", str(error)
     )
@@ -421,7 +421,9 @@ def test_what_no_alarm_ends_ends_with_its_process(own: str, tmp_path: Path, func
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], env=dict(os.environ, PYTHONPATH=f"{tmp_path}:{os.getcwd()}"),
                           capture_output=True, text=True, timeout=60)  # fmt: skip
-    assert done.returncode == 1 and "Timeout" in done.stderr and function in done.stderr
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert function in done.stderr
     assert time.monotonic() - start < 30
 
 
@@ -467,4 +469,5 @@ def test_no_alarm_is_left_behind(own: str) -> None:
 def test_resolve_refusals(own: str, function: str, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as e:
         RewardFunctions(RewardConfig(function=function, kwargs=kwargs))
-    assert "reward." in str(e.value) and "\n" not in str(e.value)
+    assert "reward." in str(e.value)
+    assert "\n" not in str(e.value)

@@ -150,7 +150,8 @@ def test_a_replay_scores_nothing_so_it_calls_no_function(models, own, monkeypatc
     write_batch(Batch(0, [sample], (0,)), own / "step_000000")
     ran = []
     monkeypatch.setattr(launch, "run_on_ray", lambda prepared, *_: ran.append(prepared))
-    assert replay(cfg, str(own / "step_000000")) == 0 and len(ran) == 1
+    assert replay(cfg, str(own / "step_000000")) == 0
+    assert len(ran) == 1
 
 
 @pytest.mark.parametrize("on_error", ["zero", "drop"])
@@ -190,7 +191,8 @@ def test_built_in_functions_are_not_tried_and_rows_without_a_function_are_refuse
     begin = time.monotonic()
     cfg = config(own, models(), **{"reward.functions": {"sums": "gsm8k", "products": "math"}})
     launch.prepare(cfg, lambda line: None)
-    assert "one_step_off.rewards.trial_call" in sys.modules and time.monotonic() - begin < 60
+    assert "one_step_off.rewards.trial_call" in sys.modules
+    assert time.monotonic() - begin < 60
     argv = [
         *base(own, models()),
         f"data.train_files={own}/rows.jsonl",

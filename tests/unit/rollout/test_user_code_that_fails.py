@@ -280,13 +280,13 @@ def test_slow_generation_and_slow_scoring_are_not_the_loops_time(on_error):
 
 def test_the_wait_for_a_slot_is_not_the_loops_time():
     replica: Any = replica_of("fine", "stop")
-    replica.cfg.agent.timeout_s = 0.02
-    replica.cfg.agent.tool_timeout_s = 0.02
+    replica.cfg.agent.timeout_s = 0.1
+    replica.cfg.agent.tool_timeout_s = 0.1
     replica.limiter = ConcurrencyLimiter(1)
     generate = replica._generate
 
     async def generate_slowly(*args):
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.3)
         return await generate(*args)
 
     replica._generate = generate_slowly
