@@ -114,9 +114,9 @@ def find(cfg: Config, announce: Callable[[str], None] = lambda line: None) -> Pa
         if path == candidates[-1]:
             raise ConfigError(
                 f"trainer.resume={cfg.trainer.resume}: checkpoint {path}: {fault}; "
-                f"name a good one, or {RESTART}"
+                f"name an intact one, or {RESTART}"
             )
-        announce(f"warning: checkpoint {path}: {fault}; the one before it is taken")
+        announce(f"warning: checkpoint {path}: {fault}; the one before it is used")
     return None
 
 
@@ -136,7 +136,7 @@ def _check_fixed_keys(cfg: Config, path: Path) -> None:
         made_with_value = made_with.get(key, "none")
         if made_with_value != value:
             raise ConfigError(
-                f"{key}={value}: checkpoint {path} was made with {made_with_value}; "
+                f"{key}={value}: checkpoint {path} was written with {made_with_value}; "
                 f"resume with it, or {RESTART}"
             )
 

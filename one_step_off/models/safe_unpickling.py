@@ -48,7 +48,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type:
         if f"{module}.{name}" not in _ALLOWED_NAMES:
             raise pickle.UnpicklingError(
-                f"names {module}.{name}, which has no place there; nothing of it was run"
+                f"names {module}.{name}, which is not allowed there; nothing in it was executed"
             )
         return super().find_class(module, name)
 

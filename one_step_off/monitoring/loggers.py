@@ -335,7 +335,7 @@ class Loggers:
         except Exception as error:
             self.live.pop(name, None)
             reason = f"{type(error).__name__}: {error}"
-            self.print_line(f"warning: {name} failed and is left out from now on: {reason}")
+            self.print_line(f"warning: {name} failed and is disabled: {reason}")
 
 
 def _finite(figures: dict[str, Any]) -> dict[str, float]:

@@ -158,7 +158,7 @@ def main(argv: list[str]) -> int:
             f"{folder}: no run has written config.yaml there; name the trainer.output_dir of one"
         )
     with as_config_error(
-        f"{folder}: no report", "free the disk, or copy the run's folder", OSError
+        f"{folder}: no report", "free disk space, or copy the run's folder", OSError
     ):
         print(write(folder))
     return 0

@@ -137,7 +137,7 @@ def by_runs(folders: list[str]) -> Any:
             runs.append(_measured(Path(folder), cfg))
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as e:
             raise ConfigError(
-                f"--from {folder}: is no trainer.output_dir of a synchronous run: {e}; "
+                f"--from {folder}: is not the trainer.output_dir of a synchronous run: {e}; "
                 "name the folder of a finished run with pipeline.staleness=0"
             ) from None
     return fit_work(runs, lengths)
@@ -194,7 +194,7 @@ def by_times(cfg: Config, text: str) -> Any:
     except ValueError:
         raise ConfigError(
             f"--times {text}: must be GEN,TRAIN,SYNC[,TAIL] in seconds, TAIL at most GEN "
-            "(what the longest response takes alone), as 458,445,6,60"
+            "(the part of GEN in which only the longest response runs), such as 458,445,6,60"
         ) from None
     n = cfg.rollout.n
     longest = cfg.data.max_response_length

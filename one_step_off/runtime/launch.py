@@ -89,7 +89,7 @@ def _is_complete(prepared: Prepared, print_line: Callable[[str], None]) -> bool:
         return False
     print_line(
         f"{resume_point.path} is at step {resume_point.step} of {total_steps}: "
-        "nothing is left to do; "
+        "nothing left to do; "
         "raise trainer.total_steps, or start over with trainer.resume=never trainer.overwrite=true"
     )
     return True

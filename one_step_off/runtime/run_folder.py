@@ -89,7 +89,7 @@ def replaced_by(cfg: Config) -> str | None:
     if saved:
         ways = f"resume it with trainer.resume=auto, {OTHER_WAYS}"
     else:
-        no_checkpoint = "it cannot be resumed, for it has no checkpoint"
+        no_checkpoint = "it cannot be resumed, because it has no checkpoint"
         ways = f"{OTHER_WAYS}; {no_checkpoint} (trainer.save_freq=10 writes one every 10 steps)"
     return f"trainer.output_dir={folder}: holds {content}, which this one would replace; {ways}"
 

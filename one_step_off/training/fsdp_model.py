@@ -161,7 +161,7 @@ def _load(
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     if was_tied != _is_tied(model):
-        raise RuntimeError("embedding and head were tied and came apart while loading")
+        raise RuntimeError("embedding and head were tied and are not tied any more after loading")
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
