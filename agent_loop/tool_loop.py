@@ -1,4 +1,4 @@
-"""Function calling: the model calls tools in the form of its family, and reads their answers."""
+"""Function calling: the model calls tools in the format of its family, and reads their output."""
 
 import asyncio
 import json

@@ -1,4 +1,7 @@
-"""What every bad input must come to: exit code 2, one line that names the thing and the fix, and nothing started or lost."""
+"""What every bad input must lead to: exit code 2, and one line that names the fault and its fix.
+
+Nothing is started, and no file of an earlier run is changed.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,12 @@ FIX_WORDS = re.compile(
     r"\b(add|ask|change|check|choose|did you mean|do without|fix|free|give|install|lower|make|must|name|needs|pass|put|"
     r"quote|raise|remove|rename|resume|run|send|set|start|unset|use|write)\b"
 )
+# The files of an earlier run, and their content.
 EARLIER = {
     "metrics.jsonl": '{"step": 0}\n',
     "summary.json": "{}\n",
     "config.yaml": "{}\n",
     "error.log": "an error\n",
-}
-EARLIER |= {
     "samples/step_000000.jsonl": "{}\n",
     "tensorboard/events": "x",
     "hf_model/config.json": "{}",
@@ -47,8 +49,9 @@ def base(folder: Path, model: str) -> list[str]:
 
 
 def names_a_fix(line: str) -> bool:
-    """Whether a line says what to do. The name of a file does not, though it be called run."""
-    return bool(FIX_WORDS.search(re.sub(r"[\w.~=-]*/[^\s;,)]*", "", line)))
+    """Whether a line says what to do. The names of files do not count: one may be called run."""
+    without_paths = re.sub(r"[\w.~=-]*/[^\s;,)]*", "", line)
+    return bool(FIX_WORDS.search(without_paths))
 
 
 def write(folder: Path, files: dict[str, str | bytes]) -> None:
@@ -64,7 +67,7 @@ def write(folder: Path, files: dict[str, str | bytes]) -> None:
 
 @contextlib.contextmanager
 def no_engines() -> Iterator[None]:
-    """Ray must not even be asked for."""
+    """Fail if the program gets as far as starting Ray."""
 
     def started(cfg: object) -> str:
         raise AssertionError("bad input went as far as Ray")
@@ -77,7 +80,9 @@ def no_engines() -> Iterator[None]:
 def refused(
     argv: Sequence[str], parts: Sequence[str], folder: Path, capsys: pytest.CaptureFixture
 ) -> str:
-    """Run the program with these arguments, and check that they are refused as they must be; returns the line."""
+    """Run the program with these arguments, and check that they are refused as they must be;
+    returns the line.
+    """
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     capsys.readouterr()
     with no_engines():
@@ -96,26 +101,26 @@ def refused(
     assert not left, f"left running: {left}"
     run = folder / "run"
     if run.is_dir():
-        found = {
+        result = {
             str(path.relative_to(run)): path.read_text()
             for path in run.rglob("*")
             if path.is_file()
         }
-        assert found == EARLIER, "an earlier run's folder was changed"
+        assert result == EARLIER, "an earlier run's folder was changed"
     return line
 
 
 @contextlib.contextmanager
 def without_privileges() -> Iterator[None]:
-    """Root, too, is refused what a file's mode refuses: without the capabilities to read, write and search everything."""
+    """Let file modes apply to root too: take its capabilities to read, write and search everything."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = struct.pack("Ii", 0x20080522, 0)
     saved = ctypes.create_string_buffer(24)
     assert libc.capget(header, saved) == 0
     low_effective, *rest = struct.unpack("6I", saved.raw)
-    fewer = struct.pack(
-        "6I", low_effective & ~0b1110, *rest
-    )  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER
+    # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH and CAP_FOWNER
+    file_capabilities = 0b1110
+    fewer = struct.pack("6I", low_effective & ~file_capabilities, *rest)
     assert libc.capset(header, fewer) == 0
     try:
         yield

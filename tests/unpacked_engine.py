@@ -1,5 +1,8 @@
-"""A worker extension for engines whose linears use their parameters as they were loaded, as on a GPU: vLLM packs them for
-every CPU kernel but torch's own, which it takes where there is no other."""
+"""A vLLM worker extension whose engine uses its parameters as they were loaded, as on a GPU.
+
+On CPUs vLLM packs the parameters of linear layers for every kernel except torch's own, which it uses
+where no other kernel is available. So this module hides the others.
+"""
 
 import hashlib
 
@@ -14,12 +17,13 @@ utils.check_cpu_sgl_kernel = lambda *args: False
 
 
 class SyncWorkerExtension(vllm_receiver.SyncWorkerExtension):
+    """The product's extension, and a hash of the engine's parameters."""
+
     def fingerprint(self) -> str:
-        """Of the bits of all parameters."""
+        """The hash of the names and the bits of all parameters."""
         digest = hashlib.blake2b()
         for name, tensor in self.weight_transfer_engine.model.named_parameters():
-            digest.update(
-                name.encode()
-                + tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            )
+            flat_bytes = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            digest.update(name.encode())
+            digest.update(flat_bytes.numpy().tobytes())
         return digest.hexdigest()

@@ -104,7 +104,7 @@ def _check_named_function(
         raise key_error(
             cfg,
             "rollout.n",
-            f"{spec} compares the samples of one prompt, so a single one teaches nothing; use at least 2",
+            f"{spec} compares the samples of one prompt, so a single sample has no advantage; use at least 2",
         )
     known = entry.settings()
     for name, value in kwargs.items():
@@ -121,11 +121,11 @@ def _check_named_function(
 def _check_needs(cfg: Config, key: str, entry: Entry) -> None:
     """Check that the run has the inputs of an estimator."""
     if "values" in entry.needs and "critic" not in cfg.placement.roles:
-        raise key_error(cfg, key, f"needs {NEEDS['values']}, or use grpo, rloo or another one")
+        raise key_error(cfg, key, f"needs {NEEDS['values']}, or use another, such as grpo or rloo")
     if "parts" not in entry.needs:
         return
     if _has_single_reward(cfg):
-        raise key_error(cfg, key, f"needs {NEEDS['parts']}, or use grpo, rloo or another one")
+        raise key_error(cfg, key, f"needs {NEEDS['parts']}, or use another, such as grpo or rloo")
     if cfg.algorithm.kl_in_reward or cfg.reward.overlong_buffer:
         raise key_error(
             cfg,

@@ -1,4 +1,5 @@
-"""Which checkpoints a run has, which one it resumes from, and which must make way for a new run."""
+"""Which checkpoints a run has, which one it resumes from, and which are moved aside for a new
+run."""
 
 import json
 import shutil

@@ -65,13 +65,13 @@ def _check_source(key: str, source: str) -> None:
 
 
 def _check_rewards(cfg: Config) -> None:
-    wanted = f"must be gsm8k, math, or your own as {USER_FUNCTION_FORM}"
+    problem = f"must be gsm8k, math, or your own as {USER_FUNCTION_FORM}"
     if not _is_reward(cfg.reward.function):
-        raise key_error(cfg, "reward.function", wanted)
+        raise key_error(cfg, "reward.function", problem)
     for source, name in cfg.reward.functions.items():
         if not _is_reward(name):
             raise ConfigError(
-                f"reward.functions.{format_value(source)}={format_value(name)}: {wanted}"
+                f"reward.functions.{format_value(source)}={format_value(name)}: {problem}"
             )
     if cfg.reward.functions and cfg.reward.function != RewardConfig.function:
         raise key_error(

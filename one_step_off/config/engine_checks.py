@@ -90,9 +90,9 @@ def check_sampling(cfg: Config) -> None:
             raise ConfigError(
                 f"{location}: only fields that keep the sampled distribution may be set; {fix}"
             )
-        wanted, is_valid = ALLOWED_SAMPLING_FIELDS[name]
+        type_text, is_valid = ALLOWED_SAMPLING_FIELDS[name]
         if not is_valid(value):
-            raise ConfigError(f"{location}: must be {wanted}")
+            raise ConfigError(f"{location}: must be {type_text}")
 
 
 def check_engine(cfg: Config, device: str) -> None:

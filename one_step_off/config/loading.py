@@ -218,29 +218,29 @@ _SCALARS: dict[Any, tuple[Callable[[Any], bool], Callable[[Any], Any]]] = {
 }
 
 
-def _convert(location: str, wanted: Any, value: Any, type_text: str | None = None) -> Any:
-    """The value as the wanted type. Raises ConfigError: it is of another type."""
+def _convert(location: str, target_type: Any, value: Any, type_text: str | None = None) -> Any:
+    """The value as the target type. Raises ConfigError: it is of another type."""
     given = value
-    if isinstance(value, str) and wanted not in (str, Any):
+    if isinstance(value, str) and target_type not in (str, Any):
         # Environment variables arrive as text.
         with contextlib.suppress(*YAML_ERRORS):
             value, _ = parse_yaml(value)
-    origin = get_origin(wanted)
+    origin = get_origin(target_type)
     if origin is list and isinstance(value, list):
-        (item_type,) = get_args(wanted)
+        (item_type,) = get_args(target_type)
         return [_convert(f"{location}[{i}]", item_type, item) for i, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):
-        _, item_type = get_args(wanted)
+        _, item_type = get_args(target_type)
         converted = {}
         for name, item in value.items():
             converted[str(name)] = _convert(f"{location}.{format_value(name)}", item_type, item)
         return converted
-    if wanted in _SCALARS:
-        fits, convert = _SCALARS[wanted]
+    if target_type in _SCALARS:
+        fits, convert = _SCALARS[target_type]
         if fits(value):
             return convert(value)
     raise ConfigError(
-        f"{location}={format_value(given)}: must be {type_text or _TYPE_TEXTS[wanted]}"
+        f"{location}={format_value(given)}: must be {type_text or _TYPE_TEXTS[target_type]}"
     )
 
 

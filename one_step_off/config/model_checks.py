@@ -61,8 +61,8 @@ def check_model_path(key: str, path: str) -> None:
     is_hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)
     if os.path.exists(path) or not is_hub_id:
         raise ConfigError(
-            f"{location}: no such directory, and not a hub id such as Qwen/Qwen3-0.6B; check the "
-            "path"
+            f"{location}: no such directory, and not a hub id such as "
+            "Qwen/Qwen2.5-0.5B-Instruct; check the path"
         )
 
 

@@ -257,10 +257,10 @@ def check_hardware(cfg: Config, device: str, num_gpus: int) -> None:
                 f"placement.pools.{format_value(name)}={format_value(gpus_per_node)}: "
                 f"{len(gpus_per_node)} nodes, but this machine is one; use [{sum(gpus_per_node)}], {fix}"
             )
-    wanted = sum(map(sum, pools.values()))
-    if device == "cuda" and wanted > num_gpus:
+    gpus_needed = sum(map(sum, pools.values()))
+    if device == "cuda" and gpus_needed > num_gpus:
         raise key_error(
             cfg,
             "placement.pools",
-            f"{wanted} GPUs, but this machine has {num_gpus}; use placement.device=cpu, {fix}",
+            f"{gpus_needed} GPUs, but this machine has {num_gpus}; use placement.device=cpu, {fix}",
         )

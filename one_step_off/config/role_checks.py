@@ -71,11 +71,18 @@ def check_roles(cfg: Config, device: str) -> None:
     roles = cfg.placement.roles
     if device == "cpu":
         _check_no_offload(cfg)
-    if ("ref" in roles) != (cfg.algorithm.kl_coef > 0):
+    has_kl = cfg.algorithm.kl_coef > 0
+    if has_kl and "ref" not in roles:
         raise key_error(
             cfg,
             "algorithm.kl_coef",
-            "needs a reference policy; set placement.roles.ref=actor and kl_coef above 0, or neither",
+            "needs a reference policy; set placement.roles.ref=actor, or this to 0",
+        )
+    if "ref" in roles and not has_kl:
+        raise key_error(
+            cfg,
+            "algorithm.kl_coef",
+            "placement.roles.ref has no use without a KL; set this above 0, or remove the role",
         )
     _check_critic_warmup(cfg)
     _check_reward_model(cfg)

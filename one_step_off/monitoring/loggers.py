@@ -1,7 +1,7 @@
-"""Where people look at a run: TensorBoard, Weights & Biases, Prometheus, and the sample files.
+"""The loggers of a run: TensorBoard, Weights & Biases, Prometheus, and the sample files.
 
-All of it happens in one thread beside the pipeline. A logger that fails is named once and left out
-from then on: a broken dashboard must not end a run of days."""
+All of it happens in one thread beside the pipeline. A logger that fails is named once and disabled:
+a broken dashboard must not end a run that has worked for days."""
 
 import json
 import math

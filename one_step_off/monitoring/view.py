@@ -1,6 +1,7 @@
 """Read a run's samples: python -m one_step_off.view OUTPUT_DIR [--step N | --val V] [--best K] ...
 
-Without a choice it shows the 3 best, the 3 worst and the longest sample of the last step.
+Without --best, --worst and --longest it shows the 3 best, the 3 worst and the longest sample of the
+last step.
 """
 
 import argparse

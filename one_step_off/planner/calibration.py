@@ -3,7 +3,7 @@
     generation = decode_s * longest + sequence_s * tokens / replicas
     training   = train_fixed_s + train_token_s * tokens / ranks
 
-They are fitted to the medians of the runs (of one run the fixed parts are next to nothing), then
+They are fitted to the medians of the runs (with a single run the fixed parts are almost zero), then
 scaled so that a simulation of the first run takes as long as it did. Response lengths are drawn
 from those of the first run; with given times those of a prompt are spread evenly up to
 data.max_response_length.

@@ -2,8 +2,8 @@
 [options]
 
 Without --from and --times it runs a few synchronous steps of the config, with the whole batch and
-with a quarter of it, and calibrates by those. Then it simulates every split. The model of a step is
-`simulation.Work`; how its constants are fitted is in `calibration.py`.
+with a quarter of it, and calibrates its model of a step with those. Then it simulates every split.
+The model is `simulation.Work`; `calibration.py` fits its constants.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """A run from its config to its last file: read model and data, start Ray, train, write the summary.
 
 Its parts: `prepare.py` (before any engine starts), `attempts.py` (training, and restarts after
-failures), `run_folder.py` (may the run have its folder, and what it writes there first),
+failures), `run_folder.py` (whether a run may use its folder, and the first files in it),
 `interrupts.py` (Ctrl-C).
 """
 

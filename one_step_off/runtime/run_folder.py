@@ -1,7 +1,7 @@
-"""The run folder, `trainer.output_dir`: may the run have it, and what it writes there first.
+"""The run folder, `trainer.output_dir`: whether a run may use it, and the first files in it.
 
-Whether a run may have its folder is checked before anything slow is imported or read, so that a
-command that is given twice is refused at once."""
+Whether a run may use its folder is checked before anything slow is imported or read, so that a
+command that is run twice is refused at once."""
 
 import contextlib
 import json

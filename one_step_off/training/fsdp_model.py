@@ -1,8 +1,8 @@
-"""A Hugging Face model under FSDP2: built, sharded, loaded, and asked for log-probs, or for a
-number per token.
+"""A Hugging Face model under FSDP2: built, sharded and loaded; it computes log-probs, or a number
+per token.
 
-A tie of embedding and head that comes apart while loading would train silently wrong, so it is
-checked at start.
+If embedding and head lost their tie while loading, training would be silently wrong, so the tie is
+checked at the start.
 """
 
 import functools

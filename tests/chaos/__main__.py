@@ -322,17 +322,17 @@ def differing(one: Path, two: Path) -> list[str]:
     """What is not the same, bit for bit, in the folders of two runs with equally many steps."""
     import torch
 
-    from tests.e2e.test_resume import learnt, weights
+    from tests.e2e.run_folder import learned_metrics, model_weights
 
     if not (two / "hf_model").exists():
         return ["everything: it did not end well"]
     names = []
     if real.rows(one, "ledger.jsonl") != real.rows(two, "ledger.jsonl"):
         names.append("ledger.jsonl")
-    if learnt(one) != learnt(two):
+    if learned_metrics(one) != learned_metrics(two):
         names.append("metrics.jsonl (without clock times)")
-    weights_one = weights(one)
-    weights_two = weights(two)
+    weights_one = model_weights(one)
+    weights_two = model_weights(two)
     same_names = set(weights_one) == set(weights_two)
     if not same_names or any(
         not torch.equal(weights_one[name], weights_two[name]) for name in weights_one

@@ -1,103 +1,159 @@
-"""weight_sync.mode=delta through real engines: changes written straight into the parameters, and by way of a mirror."""
+"""weight_sync.mode=delta through real engines. An engine applies the changes directly to its
+parameters, or, where vLLM packs these, to a copy from which it loads them."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from one_step_off.rollout.sampling import Sampling
+from one_step_off.config.schema import Config
+from one_step_off.ray_trainer import Roles
 from tests.conftest import tiny_config
-from tests.e2e.test_sync import compare, prompts
+from tests.e2e.sync_checks import (
+    GREEDY,
+    assert_engines_equal_transformers,
+    make_prompts,
+    run_with_ray,
+    start_roles,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
+FULL_EVERY = 20
+
 
 def perturb(worker: Any) -> None:
-    """What a small learning rate does to the weights of a rank: a few of each tensor move a little."""
+    """Move a few elements of each tensor of a rank a little, as a small learning rate does."""
     import torch
 
     with torch.no_grad():
         for parameter in worker.model.parameters():
-            own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            own.mul_(1 + 0.01 * torch.randn_like(own) * (torch.rand_like(own) < 0.01))
+            shard = parameter
+            if hasattr(parameter, "to_local"):
+                shard = parameter.to_local()
+            chosen = torch.rand_like(shard) < 0.01
+            shard.mul_(1 + 0.01 * torch.randn_like(shard) * chosen)
     worker.version += 1
 
 
-async def answers(roles: Any) -> list[tuple[list[int], list[float]]]:
-    """Greedy tokens and their log-probs, one prompt at a time: a batch's size may move the last bit."""
-    out = []
-    for prompt in prompts():
-        samples, _ = await roles.rollout.generate([prompt], "test", Sampling(1, 0.0, None))
-        out.append((samples[0].response_ids.tolist(), samples[0].log_probs.tolist()))
-    return out
+@dataclass
+class EngineState:
+    """What an engine's weights compute, and their bits.
+
+    Attributes:
+        token_ids: the greedy response to each prompt.
+        log_probs: of these tokens.
+        fingerprint: the hash of all parameters, by worker; None where vLLM packs them.
+    """
+
+    token_ids: list[list[int]]
+    log_probs: list[list[float]]
+    fingerprint: Any
 
 
+async def engine_state(roles: Roles, is_packed: bool) -> EngineState:
+    """Ask for one prompt at a time: the size of a batch may move the last bit."""
+    token_ids = []
+    log_probs = []
+    for prompt in make_prompts():
+        samples, _ = await roles.rollout.generate([prompt], "test", GREEDY)
+        token_ids.append(samples[0].response_ids.tolist())
+        log_probs.append(samples[0].log_probs.tolist())
+    fingerprint = None
+    if not is_packed:
+        fingerprint = await roles.rollout.replicas[0]._call_workers.remote("fingerprint")
+    return EngineState(token_ids, log_probs, fingerprint)
+
+
+def delta_config(models: Any, folder: Path, is_packed: bool, dtype: str) -> Config:
+    """One engine and two trainer ranks that start from different weights, with delta syncs.
+
+    Args:
+        models: the fixture that builds tiny models.
+        folder: the run's folder.
+        is_packed: whether vLLM packs the parameters for its CPU kernels.
+        dtype: of the model.
+    """
+    trainer_model = models(tied=True, seed=2)
+    engine_kwargs = {
+        "model": models(tied=True, seed=1),
+        "tokenizer": trainer_model,
+        "max_model_len": 160,
+    }
+    if not is_packed:
+        engine_kwargs["worker_extension_cls"] = "tests.unpacked_engine.SyncWorkerExtension"
+    settings = {
+        "model.dtype": dtype,
+        "placement.pools": {"rollout": [1], "actor": [2]},
+        "rollout.engine_kwargs": engine_kwargs,
+        "rollout.sampling_kwargs": {"ignore_eos": True},
+        "weight_sync.mode": "delta",
+        "weight_sync.full_every": FULL_EVERY,
+    }
+    return tiny_config(trainer_model, str(folder), **settings)
+
+
+async def sync_perturbed_weights(roles: Roles, version: int) -> dict[str, float]:
+    """Move the weights of all ranks, and sync them. Returns the metrics of the sync."""
+    await asyncio.gather(*(rank.__ray_call__.remote(perturb) for rank in roles.actor.ranks))
+    return await roles.sync((0, version))
+
+
+def assert_full_syncs(syncs: list[dict[str, float]], is_packed: bool) -> None:
+    """All syncs load in the same way, and every FULL_EVERY-th one sends all weights."""
+    assert {metrics["sync/in_place"] for metrics in syncs} == {float(not is_packed)}
+    full_bytes = syncs[0]["sync/full_bytes"]
+    full_syncs = []
+    for index, metrics in enumerate(syncs):
+        if metrics["sync/bytes"] >= full_bytes:
+            full_syncs.append(index)
+    assert full_syncs == list(range(0, len(syncs), FULL_EVERY))
+
+
+async def assert_a_full_sync_changes_nothing(
+    roles: Roles, version: int, full_bytes: float, is_packed: bool
+) -> None:
+    """Send all weights of this version again: the engine loads them layer by layer."""
+    before = await engine_state(roles, is_packed)
+    await roles.sync._regroup([0])  # after it the next sync is full
+    metrics = await roles.sync((0, version))
+    assert metrics["sync/bytes"] >= full_bytes
+    assert metrics["sync/in_place"] == float(not is_packed)
+    assert await engine_state(roles, is_packed) == before
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("packed", "dtype", "syncs"),
-    [
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in ((False, "float32", 8), *((p, "bfloat16", 50) for p in (False, True)))
-    ],
+    ("is_packed", "dtype", "sync_count"),
+    [(False, "float32", 8), (False, "bfloat16", 50), (True, "bfloat16", 50)],
 )
-def test_changes_leave_an_engine_as_a_full_sync_would(models, tmp_path, packed, dtype, syncs):
-    import ray
-
-    from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import RunProcesses
-
-    mine = models(tied=True, seed=2)
-    engine = {"model": models(tied=True, seed=1), "tokenizer": mine, "max_model_len": 160}
-    if not packed:
-        engine["worker_extension_cls"] = "tests.unpacked_engine.SyncWorkerExtension"
-    cfg = tiny_config(
-        mine,
-        str(tmp_path),
-        **{
-            "model.dtype": dtype,
-            "placement.pools": {"rollout": [1], "actor": [2]},
-            "rollout.engine_kwargs": engine,
-            "rollout.sampling_kwargs": {"ignore_eos": True},
-            "weight_sync.mode": "delta",
-            "weight_sync.full_every": 20,
-        },
-    )
+def test_changes_leave_an_engine_as_a_full_sync_would(
+    models, tmp_path, is_packed, dtype, sync_count
+):
+    cfg = delta_config(models, tmp_path, is_packed, dtype)
+    updated_model = str(tmp_path / "after")
 
     async def check() -> None:
-        roles = RunProcesses(launch.prepare(cfg, lambda line: None)).roles
-        await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
-        await roles.sync.connect()
-        found = [await roles.sync((0, 0))]
-        first = await answers(roles)
-        for version in range(1, syncs + 1):
-            await asyncio.gather(*(rank.__ray_call__.remote(perturb) for rank in roles.actor.ranks))
-            found.append(await roles.sync((0, version)))
-        assert {metrics["sync/in_place"] for metrics in found} == {float(not packed)}
-        full = found[0]["sync/full_bytes"]
-        assert [i for i, metrics in enumerate(found) if metrics["sync/bytes"] >= full] == [
-            *range(0, syncs + 1, 20)
-        ]
-        changed = [await answers(roles), await bits(roles)]
-        assert changed[0] != first, (
+        roles = await start_roles(cfg)
+        syncs = [await roles.sync((0, 0))]
+        before = await engine_state(roles, is_packed)
+        for version in range(1, sync_count + 1):
+            syncs.append(await sync_perturbed_weights(roles, version))
+        assert_full_syncs(syncs, is_packed)
+        after = await engine_state(roles, is_packed)
+        answers_changed = after.token_ids != before.token_ids or after.log_probs != before.log_probs
+        assert answers_changed, (
             "the updates changed nothing, so the comparison below proves nothing"
         )
         if dtype == "float32":
-            await roles.actor.save_hf(str(tmp_path / "after"))
-            await compare(roles, str(tmp_path / "after"))
-        await roles.sync._regroup([0])  # the next sync is full, and loaded layer by layer
-        metrics = await roles.sync((0, syncs))
-        assert metrics["sync/bytes"] >= full and metrics["sync/in_place"] == float(not packed)
-        assert [await answers(roles), await bits(roles)] == changed
+            await roles.actor.save_hf(updated_model)
+            await assert_engines_equal_transformers(roles, updated_model)
+        full_bytes = syncs[0]["sync/full_bytes"]
+        await assert_a_full_sync_changes_nothing(roles, sync_count, full_bytes, is_packed)
         await roles.rollout.stop()
 
-    async def bits(roles: Any) -> Any:
-        return (
-            None if packed else await roles.rollout.replicas[0]._call_workers.remote("fingerprint")
-        )
-
-    launch.start_ray(cfg)
-    try:
-        asyncio.run(check())
-    finally:
-        ray.shutdown()
+    run_with_ray(cfg, check)

@@ -1,65 +1,111 @@
-"""Partial rollouts with the real engine: what a sync interrupts goes on with the new weights, and exactly with them."""
+"""Partial rollouts with the real engine: what a sync interrupts continues with exactly the new
+weights."""
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 
+from one_step_off.data.samples import Sample
 from tests.conftest import tiny_config
+from tests.e2e.rewards import LETTER_SHARE
+from tests.e2e.run_folder import read_rows, used_prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-TELLS = "tests.e2e.test_pipeline:half_letters"
 
 
-def test_interrupted_samples_go_on_with_the_new_weights_and_nothing_is_lost(
-    models, tmp_path, monkeypatch
-):
-    """Random models end after any number of tokens. The trainer scores each batch by its newest weights: tokens that the
-    engine made with those, also behind an interruption, must be alike, and older ones must not. That would fail if the
-    interrupted samples kept any of the old weights' KV cache."""
+@dataclass
+class ScoredBatch:
+    """A batch before its update.
+
+    Attributes:
+        step: of the run.
+        samples: with the engine's log-probs.
+        log_probs: of the samples' tokens by the trainer's newest weights, [response length] each.
+    """
+
+    step: int
+    samples: list[Sample]
+    log_probs: list[np.ndarray]
+
+
+@dataclass
+class LogProbDifferences:
+    """How far the engine's log-probs are from those of the trainer's newest weights.
+
+    Attributes:
+        newest: of the tokens that the engine made with these weights.
+        older: of the tokens that it made with older ones.
+        newest_after_interruption: how many of the newest continue an interrupted sample.
+    """
+
+    newest: list[float] = field(default_factory=list)
+    older: list[float] = field(default_factory=list)
+    newest_after_interruption: int = 0
+
+    def add(self, step: int, sample: Sample, log_probs: np.ndarray) -> None:
+        """Take the tokens of a sample. Fails if the versions of its tokens are out of range."""
+        assert max(0, step - 2) <= sample.versions.min()
+        assert sample.versions.max() <= step
+        assert (np.diff(sample.versions) >= 0).all()
+        differences = np.abs(sample.log_probs - log_probs)
+        is_newest = sample.versions == step
+        self.newest += differences[is_newest].tolist()
+        self.older += differences[sample.versions < step].tolist()
+        if sample.versions[0] < step:
+            self.newest_after_interruption += int(is_newest.sum())
+
+
+@pytest.fixture
+def scored_batches(monkeypatch) -> list[ScoredBatch]:
+    """The batches of the runs that follow."""
     from one_step_off import ray_trainer
+
+    batches: list[ScoredBatch] = []
+    real_fill_advantages = ray_trainer.fill_advantages
+
+    def record(batch: Any, *arguments: Any) -> Any:
+        batches.append(ScoredBatch(batch.step, batch.samples, batch.old_log_probs))
+        return real_fill_advantages(batch, *arguments)
+
+    monkeypatch.setattr(ray_trainer, "fill_advantages", record)
+    return batches
+
+
+def test_interrupted_samples_continue_with_the_new_weights_and_none_is_dropped(
+    models, tmp_path, scored_batches
+):
+    """Random models end after any number of tokens. The trainer scores each batch by its newest
+    weights. The log-probs of tokens that the engine made with these weights must be alike, also
+    after an interruption; those of older tokens must differ. That would fail if the interrupted
+    samples kept any of the old weights' KV cache."""
     from one_step_off.runtime import launch
 
-    batches, fill_advantages = [], ray_trainer.fill_advantages
-
-    def recorded(batch, *args):
-        batches.append((batch.step, batch.samples, batch.old_log_probs))
-        return fill_advantages(batch, *args)
-
-    monkeypatch.setattr(ray_trainer, "fill_advantages", recorded)
-    keys = {
+    settings = {
         "pipeline.partial_rollout": True,
         "rollout.oversample": 1.5,
         "data.max_response_length": 384,
-    }
-    keys |= {
         "algorithm.old_log_probs": "recompute",
         "trainer.total_steps": 8,
         "actor.lr": 3e-3,
-        "reward.function": TELLS,
+        "reward.function": LETTER_SHARE,
     }
-    assert launch.run(tiny_config(models("qwen2", True), str(tmp_path), **keys)) == 0
-    newest, older, behind = [], [], 0
-    for step, samples, scored in batches:
-        for s, now in zip(samples, scored, strict=True):
-            assert max(0, step - 2) <= s.versions.min() and s.versions.max() <= step
-            assert (np.diff(s.versions) >= 0).all()
-            diff = np.abs(s.log_probs - now)
-            newest += diff[s.versions == step].tolist()
-            older += diff[s.versions < step].tolist()
-            behind += int((s.versions == step).sum()) * bool(s.versions[0] < step)
-    assert behind > 50, "too few tokens behind an interruption to tell anything"
-    assert max(newest) < 2e-4 and np.mean(older) > 5e-3
-    ledger = [
-        json.loads(line)["prompts"] for line in (tmp_path / "ledger.jsonl").read_text().splitlines()
-    ]
-    used = [tuple(p) for prompts in ledger for p in prompts]
-    assert len(used) == len(set(used)) == 8 * 4
-    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert (
-        max(row["carry/interrupted"] for row in metrics) > 0
-        and max(row["carry/groups"] for row in metrics) > 0
+    assert launch.run(tiny_config(models("qwen2", True), str(tmp_path), **settings)) == 0
+    differences = LogProbDifferences()
+    for batch in scored_batches:
+        for sample, log_probs in zip(batch.samples, batch.log_probs, strict=True):
+            differences.add(batch.step, sample, log_probs)
+    assert differences.newest_after_interruption > 50, (
+        "too few tokens after an interruption to tell anything"
     )
-    assert all(row["staleness/max"] <= 2 for row in metrics)
+    assert max(differences.newest) < 2e-4
+    assert np.mean(differences.older) > 5e-3
+    assert len(used_prompts(tmp_path)) == 8 * 4
+    metrics = read_rows(tmp_path, "metrics.jsonl")
+    assert max(row["carry/interrupted"] for row in metrics) > 0
+    assert max(row["carry/groups"] for row in metrics) > 0
+    for row in metrics:
+        assert row["staleness/max"] <= 2

@@ -8,43 +8,39 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
 from tests.conftest import tiny_config
-from tests.unit.monitoring.test_profile_and_prometheus import dashboard_names
+from tests.dashboard import dashboard_metrics
+from tests.e2e.commands import (
+    TINY_CONFIG,
+    assert_all_ended,
+    descendants,
+    run_to_the_end,
+    start_run,
+    wait_for_steps,
+)
+from tests.e2e.rewards import EVEN_AND_SHORT, LETTER_SHARE
+from tests.e2e.run_folder import (
+    file_contents,
+    read_rows,
+    read_summary,
+    timeline_events,
+    timeline_spans,
+    used_prompts,
+)
 from tests.unit.training.fsdp_helpers import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-
-def rows(folder: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
-
-
-def half_letters(response: str, **_: object) -> float:
-    """A reward that random models do not all get alike, so that advantages are not zero."""
-    return float(sum(c.isalpha() for c in response) / max(1, len(response)))
-
-
-def in_parts(response: str, **_: object) -> dict[str, float]:
-    """A reward in two parts that random models vary in."""
-    return {"even": float(len(response) % 2 == 0), "short": -0.01 * len(response)}
-
-
-IN_PARTS = f"{__name__}:in_parts"
-VARIED = {
-    "reward.function": "tests.e2e.test_pipeline:half_letters",
-    "trainer.val_before_train": True,
-}
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 @pytest.mark.parametrize(
@@ -57,293 +53,332 @@ VARIED = {
     ],
 )
 def test_synchronous_ratio_is_one(models, tmp_path, kind, tied, temperature, estimator):
-    """With fresh samples and one mini-batch theta is mu, so the engine's log-probs must equal the trainer's. Two of the
-    estimators need more than a reward per sample: squared probabilities, and rewards in parts."""
+    """With fresh samples and one mini-batch theta is mu, so the engine's log-probs must equal the
+    trainer's. Two of the estimators need more than a reward per sample: squared probabilities, and
+    rewards in parts."""
     from one_step_off.runtime import launch
 
-    cfg = tiny_config(
-        models(kind, tied),
-        str(tmp_path),
-        **VARIED | ({"reward.function": IN_PARTS} if estimator == "gdpo" else {}),
-        **{"pipeline.staleness": 0, "rollout.temperature": temperature, "trainer.total_steps": 2},
-        **{"algorithm.adv_estimator": estimator},
-    )
-    assert launch.run(cfg) == 0
-    metrics = rows(tmp_path, "metrics.jsonl")
+    reward_function = LETTER_SHARE
+    if estimator == "gdpo":
+        reward_function = EVEN_AND_SHORT
+    settings = {
+        "reward.function": reward_function,
+        "pipeline.staleness": 0,
+        "rollout.temperature": temperature,
+        "algorithm.adv_estimator": estimator,
+        "trainer.total_steps": 2,
+        "trainer.val_before_train": True,
+    }
+    assert launch.run(tiny_config(models(kind, tied), str(tmp_path), **settings)) == 0
+    metrics = read_rows(tmp_path, "metrics.jsonl")
     assert [row["weight_version"] for row in metrics] == [0, 1]
     for row in metrics:
-        assert row["staleness/min"] == row["staleness/max"] == 0
+        assert row["staleness/min"] == 0
+        assert row["staleness/max"] == 0
         assert row["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
         assert row["ratio/max"] == pytest.approx(1.0, abs=2e-4)
         assert row["actor/grad_norm"] > 0
         assert row["canary/logprob_diff_max"] < 1e-4
-    assert len({s["advantage/mean"] for s in rows(tmp_path, "samples/step_000001.jsonl")}) > 4
+    samples = read_rows(tmp_path, "samples/step_000001.jsonl")
+    assert len({sample["advantage/mean"] for sample in samples}) > 4
 
 
-def evaluate_only(model: str, folder: Path) -> None:
-    """An evaluation alone, with another set and sampling of its own, in the folder of a run of 4 steps."""
-    from one_step_off.runtime import launch
-
-    only = tiny_config(
-        model,
-        str(folder),
-        **VARIED,
-        **{
-            "trainer.val_only": True,
-            "data.val_sets": {"other": "generator:products"},
-            "data.val_size": 4,
-            "data.max_prompt_length": 512,
-            "rollout.val_n": 4,
-            "rollout.val_temperature": 1.0,
-            "rollout.val_top_p": 0.9,
-            "rollout.val_max_response_length": 24,
-        },
-    )
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert launch.run(only) == 0
-    assert {path: path.read_bytes() for path in before} == before, (
-        "an evaluation alone touches nothing of the run"
-    )
-    assert json.loads((folder / "val_only" / "summary.json").read_text())["steps"] == 0
-    (last,) = rows(folder / "val_only", "evaluations.jsonl")
-    assert last["val/version"] == 0 and last["val/samples"] == last["val/other/samples"] == 16
-    assert last["val/pass@1"] <= last["val/pass@4"] and last["val/other/response_length"] <= 24
+def listening_addresses(process: psutil.Process) -> set[Any]:
+    """Where a process listens. Each address has an `ip` and a `port`."""
+    addresses = set()
+    for connection in process.net_connections("inet"):
+        if connection.status == psutil.CONN_LISTEN:
+            addresses.add(connection.laddr)
+    return addresses
 
 
 @contextlib.contextmanager
-def listeners() -> Iterator[dict[str, set[str]]]:
-    """At which addresses this process and all below it listen meanwhile, and who."""
-    found: dict[str, set[str]] = {}
-    over, me = threading.Event(), psutil.Process()
-    before = {
-        c.laddr for c in me.net_connections("inet") if c.status == psutil.CONN_LISTEN
-    }  # inherited ones, say
+def watch_listening_addresses() -> Iterator[dict[str, set[str]]]:
+    """Collect, in a thread, where this process and all below it listen.
 
-    def look() -> None:
-        while not over.wait(0.5):
-            for process in [me, *me.children(recursive=True)]:
+    Yields:
+        the command lines of the listening processes, by IP address.
+    """
+    commands_by_address: dict[str, set[str]] = {}
+    is_over = threading.Event()
+    this_process = psutil.Process()
+    earlier_addresses = listening_addresses(this_process)  # an inherited socket, for example
+
+    def look_at(process: psutil.Process) -> None:
+        for address in listening_addresses(process) - earlier_addresses:
+            command = " ".join(process.cmdline())[:80]
+            commands_by_address.setdefault(address.ip, set()).add(command)
+
+    def look_repeatedly() -> None:
+        while not is_over.wait(0.5):
+            for process in [this_process, *this_process.children(recursive=True)]:
                 with contextlib.suppress(psutil.Error):
-                    for c in process.net_connections("inet"):
-                        if c.status == psutil.CONN_LISTEN and c.laddr not in before:
-                            found.setdefault(c.laddr.ip, set()).add(
-                                " ".join(process.cmdline())[:80]
-                            )
+                    look_at(process)
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=look_repeatedly)
     thread.start()
     try:
-        yield found
+        yield commands_by_address
     finally:
-        over.set()
+        is_over.set()
         thread.join()
 
 
-def assert_watched(folder: Path) -> None:
-    """The report, the timeline, torch's profile of step 2; the dashboard asks for nothing that a run does not have."""
-    data = re.search(
-        r'<script type="application/json" id="data">(.*?)</script>',
-        (folder / "report.html").read_text(),
-    )
-    found = json.loads(data[1])
-    assert (
-        found["columns"]["step"] == [0, 1, 2, 3]
-        and found["ended"] == ""
-        and len(found["evaluations"]) == 3
-    )
-    assert (
-        found["summary"] == [json.loads((folder / "summary.json").read_text())]
-        and found["samples"][0]["response"]
-    )
-    events = json.loads((folder / "timeline.json").read_text().rstrip().rstrip(",") + "]")
-    assert len(events) == len(found["events"]) and not found["cut"]
-    works = {(e["cat"], e["name"]) for e in events if e["ph"] == "X"}
-    names = "rollout 0/generate 3, rollout 0 evaluation/evaluate 2, sync/weights 3, actor/update 3, sync rollout 0/load 2"
-    names += ", sync trainer 0/wire 2, evaluation/evaluate 4"
-    assert {tuple(name.split("/")) for name in names.split(", ")} <= works
+def assert_report(folder: Path) -> None:
+    """The data of the report are those of the run."""
+    text = (folder / "report.html").read_text()
+    data_tag = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
+    data = json.loads(data_tag[1])
+    assert data["columns"]["step"] == [0, 1, 2, 3]
+    assert data["ended"] == ""
+    assert len(data["evaluations"]) == 3
+    assert data["summary"] == [read_summary(folder)]
+    assert data["samples"][0]["response"]
+    assert len(data["events"]) == len(timeline_events(folder))
+    assert not data["cut"]
+
+
+def assert_timeline(folder: Path) -> None:
+    """The timeline has the work of each part of the system."""
+    expected = {
+        ("rollout 0", "generate 3"),
+        ("rollout 0 evaluation", "evaluate 2"),
+        ("sync", "weights 3"),
+        ("actor", "update 3"),
+        ("sync rollout 0", "load 2"),
+        ("sync trainer 0", "wire 2"),
+        ("evaluation", "evaluate 4"),
+    }
+    assert expected <= set(timeline_spans(folder))
+
+
+def assert_profile(folder: Path) -> None:
+    """There is one profile, by torch, of the step that the config names."""
     (profile,) = (folder / "profile").iterdir()
     assert profile.name == "actor_rank_0.json.gz"
     assert json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]
-    known = {
-        name
-        for row in rows(folder, "metrics.jsonl") + rows(folder, "evaluations.jsonl")
-        for name in row
-    }
-    assert dashboard_names() <= {"one_step_off_" + re.sub(r"\W", "_", name) for name in known}
 
 
-def test_one_step_off_run_and_what_it_leaves(models, tmp_path):
-    """Staleness 1 by version stamps; the run folder; and its hf_model starts the next run (transformers and vLLM)."""
-    from transformers import AutoModelForCausalLM
+def assert_dashboard_has_its_metrics(folder: Path) -> None:
+    """The dashboard queries nothing that a run does not have."""
+    names = set()
+    for row in read_rows(folder, "metrics.jsonl") + read_rows(folder, "evaluations.jsonl"):
+        names.update(row)
+    exported = {"one_step_off_" + re.sub(r"\W", "_", name) for name in names}
+    assert dashboard_metrics() <= exported
 
+
+def assert_staleness_of_one(folder: Path) -> None:
+    """Four steps. By the versions of their tokens, each after the first is one step off."""
+    metrics = read_rows(folder, "metrics.jsonl")
+    ledger = read_rows(folder, "ledger.jsonl")
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
+    assert [row["step"] for row in ledger] == [0, 1, 2, 3]
+    assert [row["weight_version"] for row in metrics] == [0, 1, 2, 3]
+    assert [row["staleness/min"] for row in metrics] == [0, 1, 1, 1]
+    assert [row["staleness/max"] for row in metrics] == [0, 1, 1, 1]
+    for row in metrics[1:]:
+        assert row["sync/bytes"] > 1e6
+    assert len(used_prompts(folder)) == 16
+
+
+def assert_evaluations_and_samples(folder: Path) -> None:
+    """The evaluations of versions 0, 2 and 4, and the samples of the last step."""
+    last_row = read_rows(folder, "metrics.jsonl")[3]
+    evaluations = read_rows(folder, "evaluations.jsonl")
+    assert [row["val/version"] for row in evaluations] == [0, 2, 4]
+    assert last_row["val/version"] == 4
+    samples = read_rows(folder, "samples/step_000003.jsonl")
+    assert len(samples) == last_row["samples"]
+    assert samples[0]["prompt"]
+    assert samples[0]["versions"] == [2]
+    rewards = [sample["reward"] for sample in samples]
+    assert np.mean(rewards) == pytest.approx(last_row["reward/mean"])
+    evaluated = read_rows(folder, "samples/val_v000002.jsonl")
+    assert [sample["prompt_id"][0] for sample in evaluated] == [-1] * 8
+
+
+def assert_summary(folder: Path) -> None:
+    summary = read_summary(folder)
+    assert summary["steps"] == 4
+    assert summary["overlap_ratio"] > 0
+    assert summary["val/versions"] == [0, 2, 4]
+    assert summary["memory/trainer_peak_bytes"] > 1e8
+    assert summary["memory/rollout_peak_bytes"] > 1e8
+    assert summary["flops_per_s/trainer"] > 0
+    assert summary["mfu/trainer"] is None
+
+
+def check_one_step_off_run(model: str, folder: Path) -> None:
+    """A run of four steps, and every file of its folder."""
     from one_step_off.runtime import launch
 
-    first = tmp_path / "first"
-    watched = {"trainer.profile_step": 2, "logging.prometheus_port": free_port()}
-    cfg = tiny_config(
-        models(),
-        str(first),
-        **VARIED,
-        **{"trainer.test_freq": 2, "trainer.total_steps": 4},
-        **watched,
-    )
-    with listeners() as found:
-        assert launch.run(cfg) == 0
-    assert "127.0.0.1" in found and found.keys() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, found
-    assert_watched(first)
-    metrics, ledger = rows(first, "metrics.jsonl"), rows(first, "ledger.jsonl")
-    assert [r["step"] for r in metrics] == [r["step"] for r in ledger] == [0, 1, 2, 3]
-    assert [r["weight_version"] for r in metrics] == [0, 1, 2, 3]
-    assert [(r["staleness/min"], r["staleness/max"]) for r in metrics] == [(0, 0)] + [(1, 1)] * 3
-    seen = [tuple(p) for r in ledger for p in r["prompts"]]
-    assert len(seen) == len(set(seen)) == 16
-    assert [r["val/version"] for r in rows(first, "evaluations.jsonl")] == [0, 2, 4]
-    assert metrics[-1]["val/version"] == 4
-    assert all(r["sync/bytes"] > 1e6 for r in metrics[1:])
-    summary = json.loads((first / "summary.json").read_text())
-    assert (
-        summary["steps"] == 4
-        and summary["overlap_ratio"] > 0
-        and summary["val/versions"] == [0, 2, 4]
-    )
-    assert {"config.yaml", "versions.json"} <= {p.name for p in first.iterdir()}
-    samples = rows(first, "samples/step_000003.jsonl")
-    assert (
-        len(samples) == metrics[3]["samples"]
-        and samples[0]["prompt"]
-        and samples[0]["versions"] == [2]
-    )
-    assert np.mean([s["reward"] for s in samples]) == pytest.approx(metrics[3]["reward/mean"])
-    assert [s["prompt_id"][0] for s in rows(first, "samples/val_v000002.jsonl")] == [-1] * 8
-    assert len(list((first / "tensorboard").glob("events.out.tfevents.*"))) == 1
-    assert summary["memory/trainer_peak_bytes"] > 1e8 and summary["memory/rollout_peak_bytes"] > 1e8
-    assert summary["flops_per_s/trainer"] > 0 and summary["mfu/trainer"] is None
-    evaluate_only(models(), first)
-    trained = AutoModelForCausalLM.from_pretrained(first / "hf_model").state_dict()
-    start = AutoModelForCausalLM.from_pretrained(models()).state_dict()
-    assert all((trained[n] != start[n]).any() for n in start)
-
-    again = tmp_path / "again"
-    cfg = tiny_config(
-        str(first / "hf_model"),
-        str(again),
-        **VARIED,
-        **{
-            "algorithm.old_log_probs": "recompute",
-            "algorithm.rollout_correction": "tis",
-            "algorithm.kl_coef": 0.01,
-            "placement.roles": {"rollout": "rollout", "actor": "actor", "ref": "actor"},
-            "model.dtype": "bfloat16",
-        },
-    )
-    assert launch.run(cfg) == 0
-    metrics = rows(again, "metrics.jsonl")
-    assert len(metrics) == 3 and all(np.isfinite(r["actor/loss"]) for r in metrics)
-    assert all(r["actor/kl"] >= 0 for r in metrics) and metrics[-1]["actor/kl"] > 0
-    assert all(0 < r["canary/logprob_diff_max"] < 1.0 for r in metrics)
-
-
-def start_run(models, folder: Path, **changes: object) -> subprocess.Popen:
-    keys = {
-        "model.path": models(),
-        "trainer.output_dir": folder,
-        "trainer.total_steps": 500,
-        "data.val_files": "",
-        **changes,
+    settings = {
+        "reward.function": LETTER_SHARE,
+        "trainer.val_before_train": True,
+        "trainer.test_freq": 2,
+        "trainer.total_steps": 4,
+        "trainer.profile_step": 2,
+        "logging.prometheus_port": free_port(),
     }
-    command = [sys.executable, "-m", "one_step_off.main_ppo", "config=config/gsm8k_tiny_cpu.yaml"]
-    return subprocess.Popen(
-        command + [f"{k}={v}" for k, v in keys.items()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    cfg = tiny_config(model, str(folder), **settings)
+    with watch_listening_addresses() as commands_by_address:
+        assert launch.run(cfg) == 0
+    assert "127.0.0.1" in commands_by_address, commands_by_address
+    assert commands_by_address.keys() <= LOOPBACK, commands_by_address
+    assert_report(folder)
+    assert_timeline(folder)
+    assert_profile(folder)
+    assert_dashboard_has_its_metrics(folder)
+    assert_staleness_of_one(folder)
+    assert_evaluations_and_samples(folder)
+    assert_summary(folder)
+    assert {"config.yaml", "versions.json"} <= {path.name for path in folder.iterdir()}
+    assert len(list((folder / "tensorboard").glob("events.out.tfevents.*"))) == 1
 
 
-def family_of(pid: int) -> list[psutil.Process]:
-    return psutil.Process(pid).children(recursive=True)
+def check_evaluation_alone(model: str, folder: Path) -> None:
+    """An evaluation alone, of another set and with its own sampling, in the folder of a run."""
+    from one_step_off.runtime import launch
+
+    settings = {
+        "reward.function": LETTER_SHARE,
+        "trainer.val_before_train": True,
+        "trainer.val_only": True,
+        "data.val_sets": {"other": "generator:products"},
+        "data.val_size": 4,
+        "data.max_prompt_length": 512,
+        "rollout.val_n": 4,
+        "rollout.val_temperature": 1.0,
+        "rollout.val_top_p": 0.9,
+        "rollout.val_max_response_length": 24,
+    }
+    before = file_contents(folder)
+    assert launch.run(tiny_config(model, str(folder), **settings)) == 0
+    after = {path: path.read_bytes() for path in before}
+    assert after == before, "an evaluation alone changes nothing of the run"
+    assert read_summary(folder / "val_only")["steps"] == 0
+    (evaluation,) = read_rows(folder / "val_only", "evaluations.jsonl")
+    assert evaluation["val/version"] == 0
+    assert evaluation["val/samples"] == 16
+    assert evaluation["val/other/samples"] == 16
+    assert evaluation["val/pass@1"] <= evaluation["val/pass@4"]
+    assert evaluation["val/other/response_length"] <= 24
 
 
-def wait_for_steps(folder: Path, count: int, run: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and run.poll() is None:
-        path = folder / "metrics.jsonl"
-        if path.exists() and len(path.read_text().splitlines()) >= count:
-            return
-        time.sleep(0.2)
-    pytest.fail(f"no {count} steps in 120 s: {run.stdout.read() if run.poll() is not None else ''}")
+def assert_every_weight_moved(before: str, after: str) -> None:
+    """transformers loads both models, and they differ in each tensor."""
+    from transformers import AutoModelForCausalLM
+
+    weights_before = AutoModelForCausalLM.from_pretrained(before).state_dict()
+    weights_after = AutoModelForCausalLM.from_pretrained(after).state_dict()
+    for name, tensor in weights_before.items():
+        assert (weights_after[name] != tensor).any(), name
 
 
-def assert_all_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=20)
-    left = [
-        f"{p.pid} {' '.join(p.cmdline())[:80]}"
-        for p in alive
-        if p.is_running() and p.status() != "zombie"
-    ]
-    assert not left, f"left behind: {left}"
+def check_run_of_trained_model(model: str, folder: Path) -> None:
+    """A run that starts from the model of another run, in bfloat16 and with a reference model."""
+    from one_step_off.runtime import launch
+
+    settings = {
+        "reward.function": LETTER_SHARE,
+        "trainer.val_before_train": True,
+        "algorithm.old_log_probs": "recompute",
+        "algorithm.rollout_correction": "tis",
+        "algorithm.kl_coef": 0.01,
+        "placement.roles": {"rollout": "rollout", "actor": "actor", "ref": "actor"},
+        "model.dtype": "bfloat16",
+    }
+    assert launch.run(tiny_config(model, str(folder), **settings)) == 0
+    metrics = read_rows(folder, "metrics.jsonl")
+    assert len(metrics) == 3
+    for row in metrics:
+        assert np.isfinite(row["actor/loss"])
+        assert row["actor/kl"] >= 0
+        assert 0 < row["canary/logprob_diff_max"] < 1.0
+    assert metrics[-1]["actor/kl"] > 0
 
 
-@pytest.mark.slow  # test_e2e_resume.py has another one
+def test_one_step_off_run_and_its_folder(models, tmp_path):
+    """Staleness 1 by version stamps, and the run folder. Its hf_model starts the next run, in
+    transformers and in vLLM."""
+    first = tmp_path / "first"
+    trained_model = str(first / "hf_model")
+    check_one_step_off_run(models(), first)
+    check_evaluation_alone(models(), first)
+    assert_every_weight_moved(models(), trained_model)
+    check_run_of_trained_model(trained_model, tmp_path / "second")
+
+
+@pytest.mark.slow  # test_resume.py has another one
 def test_ctrl_c_ends_the_run_and_every_process(models, tmp_path):
     run = start_run(models, tmp_path)
     wait_for_steps(tmp_path, 2, run)
-    family = family_of(run.pid)
-    assert len(family) > 4, "Ray, a replica with its engine and a trainer were expected"
+    processes = descendants(run.pid)
+    assert len(processes) > 4, "Ray, a replica with its engine and a trainer were expected"
     os.kill(run.pid, signal.SIGINT)
-    said, _ = run.communicate(timeout=60)
-    assert run.returncode == 130, said
-    assert "interrupted" in said and "Traceback" not in said
-    assert_all_gone(family)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, output
+    assert "interrupted" in output
+    assert "Traceback" not in output
+    assert_all_ended(processes)
 
 
-def test_a_run_goes_on_after_the_death_of_its_trainer(models, tmp_path):
-    """kill -9 of a rank: another incarnation from the last checkpoint; the rows and the prompts are those of one run."""
-    run = start_run(
-        models,
-        tmp_path,
-        **{"trainer.total_steps": 9, "trainer.save_freq": 2, "trainer.save_hf_model": False},
-    )
+def kill_trainer_rank(processes: list[psutil.Process]) -> None:
+    """kill -9 of the only trainer rank among these processes."""
+    trainers = [process for process in processes if "ActorWorker" in " ".join(process.cmdline())]
+    assert len(trainers) == 1, [process.cmdline() for process in processes]
+    trainers[0].kill()
+
+
+def assert_rows_of_one_run(metrics: list[dict[str, Any]]) -> None:
+    """Nine steps in order, each at most one step off, with one restart between the first and last."""
+    assert [row["step"] for row in metrics] == list(range(9))
+    assert metrics[0]["restarts/trainer"] == 0
+    assert metrics[-1]["restarts/trainer"] == 1
+    for row in metrics:
+        assert row["staleness/max"] == min(1, row["step"])
+
+
+def assert_timeline_of_both_attempts(folder: Path) -> None:
+    """The timeline and the report have the work before the restart and the work after it."""
+    spans = timeline_spans(folder)
+    assert ("checkpoint", "stall 2") in spans
+    assert ("checkpoint write", "write 2") in spans
+    assert spans.count(("actor", "update 0")) == 1
+    assert ("actor", "update 8") in spans
+    assert '"restarts/trainer": [0, ' in (folder / "report.html").read_text()
+
+
+def test_a_run_continues_after_the_death_of_its_trainer(models, tmp_path):
+    """kill -9 of a rank: the next incarnation resumes from the last checkpoint. The rows and the
+    prompts are those of one run."""
+    changes = {"trainer.total_steps": 9, "trainer.save_freq": 2, "trainer.save_hf_model": False}
+    run = start_run(models, tmp_path, **changes)
     wait_for_steps(tmp_path, 4, run)
-    family = family_of(run.pid)
-    victims = [p for p in family if "ActorWorker" in " ".join(p.cmdline())]
-    assert len(victims) == 1, [p.cmdline() for p in family]
-    victims[0].kill()
-    said, _ = run.communicate(timeout=240)
-    assert run.returncode == 0, said
+    processes = descendants(run.pid)
+    kill_trainer_rank(processes)
+    output, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, output
     assert re.search(
-        r"its process died \(pid \d+\).*; resuming from .*step_0000\d\d as incarnation 1", said
-    ), said
-    metrics, ledger = rows(tmp_path, "metrics.jsonl"), rows(tmp_path, "ledger.jsonl")
-    assert [r["step"] for r in metrics] == [r["step"] for r in ledger] == list(range(9))
-    assert metrics[0]["restarts/trainer"] == 0 and metrics[-1]["restarts/trainer"] == 1
-    assert all(r["staleness/max"] == min(1, r["step"]) for r in metrics)
-    prompts = [tuple(p) for row in ledger for p in row["prompts"]]
-    assert len(prompts) == len(set(prompts)) == 9 * 16
-    events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
-    works = [(e["cat"], e["name"]) for e in events if e["ph"] == "X"]
-    assert {("checkpoint", "stall 2"), ("checkpoint write", "write 2")} <= set(works), (
-        "both lives are in it"
-    )
-    assert works.count(("actor", "update 0")) == 1 and ("actor", "update 8") in works
-    assert '"restarts/trainer": [0, ' in (tmp_path / "report.html").read_text()
-    assert "Traceback" not in said
-    assert_all_gone(family)
+        r"its process died \(pid \d+\).*; resuming from .*step_0000\d\d as incarnation 1", output
+    ), output
+    assert_rows_of_one_run(read_rows(tmp_path, "metrics.jsonl"))
+    assert [row["step"] for row in read_rows(tmp_path, "ledger.jsonl")] == list(range(9))
+    assert len(used_prompts(tmp_path)) == 9 * 16
+    assert_timeline_of_both_attempts(tmp_path)
+    assert "Traceback" not in output
+    assert_all_ended(processes)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_default_run_learns(tmp_path, seed):
-    """The promise of the default CPU run: the reward of the last 5 steps is 0.2 above that of the first 5."""
-    command = [sys.executable, "-m", "one_step_off.main_ppo", "config=config/gsm8k_tiny_cpu.yaml"]
-    done = subprocess.run(
-        [*command, f"trainer.seed={seed}", f"trainer.output_dir={tmp_path}"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    """The promise of the default CPU run: the reward of the last 5 steps is 0.2 above that of the
+    first 5."""
+    run_to_the_end(TINY_CONFIG, f"trainer.seed={seed}", f"trainer.output_dir={tmp_path}")
+    summary = read_summary(tmp_path)
     assert 0.1 < summary["reward/first"] < 0.6
     assert summary["reward/last"] >= summary["reward/first"] + 0.2
     assert summary["val/last"] > summary["val/first"]

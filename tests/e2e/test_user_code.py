@@ -1,17 +1,21 @@
-"""Code of the user's own in real processes: where its output goes, and what is said when it fails."""
+"""The user's own code in real processes: where its output goes, and which error the user sees when
+it fails."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from one_step_off.data.word_problems import make
 from tests.bad_input import base
+from tests.e2e.commands import PROGRAM
+from tests.e2e.run_folder import read_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
@@ -33,17 +37,17 @@ def broken(city: str) -> str:
     return {}[city]
 
 
-class Asks(AgentLoop):
-    """Calls the tool, whatever the model says, and has itself judged."""
+class CallsTheTool(AgentLoop):
+    """Calls the tool after any response, and scales its reward."""
 
     async def run(self, prompt, generate, score, limits):
         trajectory = Trajectory(prompt.ids, limits)
-        said = await trajectory.generate(generate)
-        print("the loop speaks")
-        answer, good = await Toolbox(self.cfg.agent).call("broken", {"city": "Ulm"}, 5.0)
-        trajectory.count("failed", not good)
-        judged = await score(self.text(said.ids))
-        trajectory.reward = judged.scaled(0.5)
+        response = await trajectory.generate(generate)
+        print("the loop was called")
+        answer, succeeded = await Toolbox(self.cfg.agent).call("broken", {"city": "Ulm"}, 5.0)
+        trajectory.count("failed", not succeeded)
+        reward = await score(self.text(response.ids))
+        trajectory.reward = reward.scaled(0.5)
         return trajectory
 
 
@@ -68,16 +72,24 @@ def raises_later(response, ground_truth, **kwargs):
 
 
 def line_of(text: str) -> int:
-    """Its line in the module."""
+    """The number of the line in the module that has this text."""
     return 1 + MODULE[: MODULE.index(text)].count("\n")
 
 
-def start(folder: Path, model: str, *argv: str) -> subprocess.CompletedProcess:
-    """A run of two steps on rows of two sources, as a user starts it."""
+def write_rows_of_two_sources(path: Path) -> None:
+    """Write word problems with two more columns: `data_source`, even or odd, and `level`."""
     rows = make("train", 16, 0)
-    for i, row in enumerate(rows):
-        row |= {"data_source": "even" if i % 2 == 0 else "odd", "level": i}
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for index, row in enumerate(rows):
+        row["data_source"] = "odd"
+        if index % 2 == 0:
+            row["data_source"] = "even"
+        row["level"] = index
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run_user_code(folder: Path, model: str, *overrides: str) -> subprocess.CompletedProcess:
+    """Run two steps on rows of two sources, as a user does."""
+    write_rows_of_two_sources(folder / "rows.jsonl")
     (folder / "my_code.py").write_text(MODULE)
     arguments = [
         *base(folder, model),
@@ -86,10 +98,10 @@ def start(folder: Path, model: str, *argv: str) -> subprocess.CompletedProcess:
         "data.val_size=4",
         "data.shuffle=false",
         "trainer.save_hf_model=false",
-        *argv,
+        *overrides,
     ]
     return subprocess.run(
-        [sys.executable, "-m", "one_step_off.main_ppo", *arguments],
+        [*PROGRAM, *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -98,66 +110,83 @@ def start(folder: Path, model: str, *argv: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_output_parts_and_columns_of_ones_own_code(models, tmp_path):
-    """Two reward functions by data_source, one in parts; a loop that scales them; a tool that fails."""
-    done = start(
+def assert_output_in_logs(run_folder: Path, stdout: str) -> None:
+    """The output of user code is in the logs of its processes, and not on the console."""
+    reward_log = (run_folder / "logs/reward_0.log").read_text()
+    assert "judging even 0" in reward_log
+    assert "from a child of the function" in reward_log
+    rollout_log = (run_folder / "logs/rollout_0.log").read_text()
+    assert "the loop was called" in rollout_log
+    assert "the tool was called" in rollout_log
+    assert "KeyError: 'Ulm'" in rollout_log
+    assert f'my_code.py", line {line_of("return {}[city]")}, in broken' in rollout_log
+    assert "the loop was called" not in stdout
+    assert "the tool was called" not in stdout
+    assert "judging" not in stdout
+
+
+def assert_reward_parts(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
+    """The metrics have the scaled parts of the rewards that come in parts."""
+    assert rows[0]["agent/failed/mean"] == 1.0
+    for row in rows:
+        assert row["reward/right/mean"] <= 0.5
+        assert 0 < row["reward/length/mean"] < 0.5
+    for evaluation in evaluations:
+        # Two of the four rows have parts. The other two have none, and a reward of 0.125 each.
+        parts_sum = evaluation["val/reward/right"] + evaluation["val/reward/length"]
+        assert evaluation["val/reward"] == pytest.approx((parts_sum + 0.125) / 2)
+
+
+def first_line_that_starts_with(output: str, beginning: str) -> str:
+    """A line of the console. Fails if there is none."""
+    lines = [line for line in output.splitlines() if line.startswith(beginning)]
+    assert lines, output
+    return lines[0]
+
+
+def test_output_parts_and_columns_of_user_code(models, tmp_path):
+    """Two reward functions by data_source, one in parts; a loop that scales them; a tool that
+    fails."""
+    finished = run_user_code(
         tmp_path,
         models(),
         "reward.functions={even: 'my_code:parts', odd: 'my_code:other'}",
-        "agent.loop=my_code:Asks",
+        "agent.loop=my_code:CallsTheTool",
         "agent.tools=my_code:broken",
         "agent.tool_timeout_s=30",
     )
-    assert done.returncode == 0, done.stderr
-    run = tmp_path / "run"
-    reward, rollout = ((run / f"logs/{name}_0.log").read_text() for name in ("reward", "rollout"))
-    assert "judging even 0" in reward and "from a child of the function" in reward
-    assert "the loop speaks" in rollout and "the tool was called" in rollout
-    assert (
-        "KeyError: 'Ulm'" in rollout
-        and f'my_code.py", line {line_of("return {}[city]")}, in broken' in rollout
-    )
-    assert "speaks" not in done.stdout and "judging" not in done.stdout
-    rows, evaluations = (
-        [json.loads(x) for x in (run / f"{n}.jsonl").read_text().splitlines()]
-        for n in ("metrics", "evaluations")
-    )
-    assert rows[0]["agent/failed/mean"] == 1.0
-    for row in rows:
-        assert row["reward/right/mean"] <= 0.5 and 0 < row["reward/length/mean"] < 0.5
-    for found in evaluations:  # two of the four rows have no parts, and 0.125 each
-        assert found["val/reward"] == pytest.approx(
-            (found["val/reward/right"] + found["val/reward/length"] + 0.125) / 2
-        )
-    line = next(line for line in done.stdout.splitlines() if line.startswith("step 1/2"))
-    assert (
-        f"(right {rows[0]['reward/right/mean']:.3f}, length {rows[0]['reward/length/mean']:.3f})"
-        in line
-    )
-    assert "(right " in next(
-        line for line in done.stdout.splitlines() if line.startswith("held-out reward")
-    )
-    first = json.loads((run / "samples/step_000000.jsonl").read_text().splitlines()[0])
-    assert first["reward"] == pytest.approx(sum(first["reward_parts"].values()))
+    assert finished.returncode == 0, finished.stderr
+    run_folder = tmp_path / "run"
+    assert_output_in_logs(run_folder, finished.stdout)
+    rows = read_rows(run_folder, "metrics.jsonl")
+    assert_reward_parts(rows, read_rows(run_folder, "evaluations.jsonl"))
+    right = rows[0]["reward/right/mean"]
+    length = rows[0]["reward/length/mean"]
+    step_line = first_line_that_starts_with(finished.stdout, "step 1/2")
+    assert f"(right {right:.3f}, length {length:.3f})" in step_line
+    assert "(right " in first_line_that_starts_with(finished.stdout, "held-out reward")
+    first_sample = read_rows(run_folder, "samples/step_000000.jsonl")[0]
+    assert first_sample["reward"] == pytest.approx(sum(first_sample["reward_parts"].values()))
 
 
-def test_a_reward_that_raises_in_mid_run_is_told_with_its_line(models, tmp_path):
-    done = start(tmp_path, models(), "reward.function=my_code:raises_later", "data.val_files=")
-    assert done.returncode == 1, done.stderr
-    line = done.stderr.splitlines()[0]
-    assert line.startswith("error: the run ended by ") and "RewardError" in line
-    deepest, outer = line_of("return table[ground_truth]"), line_of("look_up({})")
-    assert (
-        f"raised KeyError at my_code.py:{deepest}: " in line and "the response begins " in line
-    ), line
-    assert f"prompt (0, 2), sample 0, data row {tmp_path}/rows.jsonl:3: " in line.replace(
-        "sample 1", "sample 0"
-    ), line
-    assert f"logs of the replicas and reward functions: {tmp_path}/run/logs" in done.stderr
-    log = (tmp_path / "run" / "error.log").read_text()
-    assert (
-        f'my_code.py", line {outer}, in raises_later' in log
-        and f'my_code.py", line {deepest}, in look_up' in log
+def test_the_error_of_a_reward_that_raises_in_mid_run_names_its_line(models, tmp_path):
+    finished = run_user_code(
+        tmp_path, models(), "reward.function=my_code:raises_later", "data.val_files="
     )
-    assert "return table[ground_truth]" in log
-    assert f'my_code.py", line {deepest}' in (tmp_path / "run/logs/reward_0.log").read_text()
+    assert finished.returncode == 1, finished.stderr
+    error = finished.stderr.splitlines()[0]
+    raising_line = line_of("return table[ground_truth]")
+    calling_line = line_of("look_up({})")
+    assert error.startswith("error: the run ended by ")
+    assert "RewardError" in error
+    assert f"raised KeyError at my_code.py:{raising_line}: " in error
+    assert "the response begins " in error
+    row = re.escape(f"data row {tmp_path}/rows.jsonl:3: ")
+    assert re.search(rf"prompt \(0, 2\), sample [01], {row}", error), error
+    assert f"logs of the replicas and reward functions: {tmp_path}/run/logs" in finished.stderr
+    error_log = (tmp_path / "run" / "error.log").read_text()
+    assert f'my_code.py", line {calling_line}, in raises_later' in error_log
+    assert f'my_code.py", line {raising_line}, in look_up' in error_log
+    assert "return table[ground_truth]" in error_log
+    reward_log = (tmp_path / "run/logs/reward_0.log").read_text()
+    assert f'my_code.py", line {raising_line}' in reward_log

@@ -32,14 +32,13 @@ from one_step_off.monitoring import loggers
 from one_step_off.monitoring.loggers import LogEntry
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.training.trainer_group import TrainGroup
+from tests.dashboard import DASHBOARD, dashboard_metrics
 from tests.unit.training.fsdp_helpers import (
     config,
     free_port,
     make_batch,
     start,
 )
-
-DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
 
 
 def test_a_worker_writes_torchs_profile_of_its_update_and_learns_the_same(
@@ -158,7 +157,7 @@ def test_the_gauges_are_the_newest_figures_and_the_dashboard_asks_for_nothing_el
     assert not lines
     with pytest.raises(urllib.error.URLError):
         gauges(port)
-    asked = dashboard_names()
+    asked = dashboard_metrics()
     assert len(asked) > 15
     assert asked <= set(gauge_values), sorted(asked - set(gauge_values))
 
@@ -178,13 +177,6 @@ def test_the_newest_figures_replace_the_older():
         "one_step_off_val_pass_4": 0.5,
     }
     server.close(False)
-
-
-def dashboard_names() -> set[str]:
-    """The metrics that the dashboard asks for."""
-    board = json.loads(DASHBOARD.read_text())
-    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    return set(re.findall(r"one_step_off_\w+", " ".join(asked)))
 
 
 def test_the_dashboards_panels_lie_side_by_side():
