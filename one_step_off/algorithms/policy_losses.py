@@ -7,7 +7,7 @@ The PPO clip loss is `ppo_clip`, registered as "vanilla". To add a loss, write o
 own settings by keyword. It returns
 
     the loss [n], to be minimized, before its aggregation weight, and
-    bool [n]: the tokens that the method held back, which the metric clip_frac counts.
+    bool [n]: the tokens that the loss clips or masks, which the metric clip_frac counts.
 
 Users name their own as `module:function`. A micro-batch holds whole sequences, so ratios of
 sequences do not depend on how the batch was cut.

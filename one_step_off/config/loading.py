@@ -30,11 +30,11 @@ _TYPE_TEXTS: dict[Any, str] = {
     float: "a number",
     bool: "true or false",
     str: "text",
-    list[float]: "a list of numbers, as [0.9, 0.999]",
-    list[int]: "a list of whole numbers, as [4, 4]",
-    dict[str, list[int]]: "a mapping of lists of whole numbers, as {rollout: [1], actor: [1]}",
-    dict[str, str]: "a mapping of names, as {name: value}",
-    dict[str, Any]: "a mapping, as {name: value}",
+    list[float]: "a list of numbers, such as [0.9, 0.999]",
+    list[int]: "a list of whole numbers, such as [4, 4]",
+    dict[str, list[int]]: "a mapping of lists of whole numbers, such as {rollout: [1], actor: [1]}",
+    dict[str, str]: "a mapping of names, such as {name: value}",
+    dict[str, Any]: "a mapping, such as {name: value}",
 }
 
 
@@ -136,7 +136,7 @@ def _parse_file(path: str) -> tuple[dict, yaml.MappingNode]:
         raise ConfigError(f"config={path}: {yaml_error_text(error)}; fix the file") from None
     if not isinstance(content, dict):
         raise ConfigError(
-            f"config={path}: must hold a mapping of sections, as model: {{path: ...}}"
+            f"config={path}: must contain a mapping of sections, such as model: {{path: ...}}"
         )
     return content, root
 
@@ -158,7 +158,7 @@ def _check_section(section: Any, keys: Any) -> None:
         find_key(str(section), keys)
     if not isinstance(keys, dict | None):
         raise ConfigError(
-            f"{section}={format_value(keys)}: a section must be a mapping of keys, as {{key: value}}"
+            f"{section}={format_value(keys)}: must be a mapping of keys, such as {{key: value}}"
         )
 
 

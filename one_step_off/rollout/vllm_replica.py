@@ -1,8 +1,8 @@
 """Generation: one vLLM `AsyncLLM` per replica, as a plain class that becomes a Ray actor.
 
 A replica turns prompts into scored samples. Every token carries the version of the weights that
-made it: the engine receives that version after each verified sync, and generates nothing before the
-first one.
+generated it: the engine receives that version after each verified sync, and generates nothing
+before the first one.
 """
 
 import asyncio

@@ -66,7 +66,9 @@ def load_config(
             out of bounds.
     """
     if isinstance(overrides, str):
-        raise ConfigError(f"overrides={overrides!r}: must be a list of texts, as ['actor.lr=1e-5']")
+        raise ConfigError(
+            f"overrides={overrides!r}: must be a list of strings, such as ['actor.lr=1e-5']"
+        )
     arguments = [] if config is None else [f"config={config}"]
     arguments += overrides
     for name, value in settings.items():
@@ -80,7 +82,7 @@ def _setting_arguments(name: str, value: Any) -> list[str]:
         return [f"{name}={_as_yaml(name, value)}"]
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"{name}={value!r}: must be a mapping of keys, as {name}={{'key': value}}"
+            f"{name}={value!r}: must be a mapping of keys, such as {name}={{'key': value}}"
         )
     return [f"{name}.{key}={_as_yaml(f'{name}.{key}', item)}" for key, item in value.items()]
 
@@ -93,7 +95,8 @@ def _as_yaml(dotted: str, value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{dotted}={value!r}: must be a number, a text, a list or a mapping of these ({error})"
+            f"{dotted}={value!r}: must be a number, a string, a list or a mapping of these "
+            f"({error})"
         ) from None
 
 
@@ -136,7 +139,7 @@ def train(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> RunResult:
 
 def _check_callbacks(callbacks: Sequence[StepCallback]) -> None:
     if callable(callbacks):
-        raise ConfigError("callbacks: must be a list of functions, as callbacks=[function]")
+        raise ConfigError("callbacks: must be a list of functions, such as callbacks=[function]")
     for index, callback in enumerate(callbacks):
         if not callable(callback):
             raise ConfigError(

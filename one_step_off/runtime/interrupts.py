@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM: the first one stops the run with a checkpoint, the second one aborts it.
 
     loop_runner = LoopRunner()
-    loop_runner.run(coroutine)      # like asyncio.run, also where this thread runs an event loop
+    loop_runner.run(coroutine)      # like asyncio.run, even if this thread runs an event loop
 
     with loop_runner.handle_signals(handler):   # in the coroutine
         ...

@@ -28,7 +28,7 @@ def test_every_token_of_the_expected_weights_passes():
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (sample([3, 3, 2]), "token 2: made by weights .*version 2.*version 3"),
+        (sample([3, 3, 2]), "token 2: generated with weights .*version 2.*version 3"),
         (sample([4]), "token 0: .*version 4"),
         (sample([3, 3], incarnation=1), "incarnation 1"),
         (sample([3], tokens=2), "sample 0"),

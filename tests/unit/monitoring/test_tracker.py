@@ -100,11 +100,11 @@ def test_unjudged_responses_are_counted_and_named_once(tmp_path):
         samples = [sample(0, 2), sample(0, 2)]
         samples[1].extra = {
             "fault": "reward/timeouts",
-            "error": "not judged within reward.timeout_s",
+            "error": "not scored within reward.timeout_s",
         }
         tracker.step(Batch(step, samples, (0, 0)), 0, times() | {"reward/timeouts": count})
     assert out.getvalue().count("warning") == 1
-    assert "not judged within reward.timeout_s" in out.getvalue()
+    assert "not scored within reward.timeout_s" in out.getvalue()
     assert tracker.summary()["reward/timeouts"] == 3
 
 

@@ -231,7 +231,10 @@ def test_a_calibration_that_fails_says_why(monkeypatch) -> None:
             ["--times", "1,2,3", "rollout.engine_kwargs={max_num_seqs: none}"],
             "max_num_seqs=none: must be a whole number",
         ),
-        (["--from", "nowhere"], "--from nowhere: is no trainer.output_dir of a synchronous run: "),
+        (
+            ["--from", "nowhere"],
+            "--from nowhere: is not the trainer.output_dir of a synchronous run",
+        ),
         (["--frm", "x"], "unrecognized arguments: --frm"),
         (["--times", "1,2,3", "rollout.nn=1"], "rollout.nn: unknown key; did you mean"),
         (["--times", "1,2,3", "placement.pools={rollout: [2]}"], "no such pool"),

@@ -72,7 +72,7 @@ def test_a_run_without_a_checkpoint_is_not_replaced(more, try_run, tmp_path, cap
     assert message.startswith(f"error: trainer.output_dir={tmp_path}/run: holds a run of 40 steps")
     assert message.count("\n") == 1
     assert all(way in message for way in WAYS)
-    assert "it cannot be resumed, for it has no checkpoint (trainer.save_freq=" in message
+    assert "it cannot be resumed, because it has no checkpoint (trainer.save_freq=" in message
     assert try_run(capsys, *more, "trainer.overwrite=true")[0]
     assert try_run(capsys, *more, f"trainer.output_dir={tmp_path}/other")[0]
 
