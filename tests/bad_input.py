@@ -21,8 +21,9 @@ from one_step_off.runtime import launch
 
 # One of these words tells the user what to do.
 FIX_WORDS = re.compile(
-    r"\b(add|ask|change|check|choose|did you mean|do without|fix|free|give|install|lower|make|must|name|needs|pass|put|"
-    r"quote|raise|remove|rename|resume|run|send|set|start|unset|use|write)\b"
+    r"\b(add|ask|change|check|choose|did you mean|do without|fix|free|give|install|lower|make|"
+    r"must|name|needs|pass|put|quote|raise|remove|rename|resume|run|send|set|start|unset|use|write)"
+    r"\b"
 )
 # The files of an earlier run, and their content.
 EARLIER = {
@@ -37,15 +38,27 @@ EARLIER = {
 
 
 def base(folder: Path, model: str) -> list[str]:
-    """The arguments of a small valid run, whose folder holds an earlier one."""
+    """The arguments of a small valid run, whose folder has the files of an earlier run."""
+    run_folder = folder / "run"
     for name, text in EARLIER.items():
-        (folder / "run" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "run" / name).write_text(text)
-    keys = f"""model.path={model} model.dtype=float32 data.train_files=generator:word_problems data.generator_size=16
-        data.max_prompt_length=128 data.max_response_length=16 data.train_batch_size=4 actor.ppo_mini_batch_size=4
-        rollout.n=2 placement.device=cpu trainer.total_steps=2 trainer.output_dir={folder}/run
-        trainer.overwrite=true"""
-    return keys.split()
+        path = run_folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return [
+        f"model.path={model}",
+        "model.dtype=float32",
+        "data.train_files=generator:word_problems",
+        "data.generator_size=16",
+        "data.max_prompt_length=128",
+        "data.max_response_length=16",
+        "data.train_batch_size=4",
+        "actor.ppo_mini_batch_size=4",
+        "rollout.n=2",
+        "placement.device=cpu",
+        "trainer.total_steps=2",
+        f"trainer.output_dir={run_folder}",
+        "trainer.overwrite=true",
+    ]
 
 
 def names_a_fix(line: str) -> bool:
@@ -55,14 +68,16 @@ def names_a_fix(line: str) -> bool:
 
 
 def write(folder: Path, files: dict[str, str | bytes]) -> None:
-    """Files by name; a name that ends with / is a folder."""
+    """Write files by name. A name that ends with / is a folder."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if name.endswith("/"):
             path.mkdir(exist_ok=True)
+        elif isinstance(content, str):
+            path.write_bytes(content.encode())
         else:
-            path.write_bytes(content.encode() if isinstance(content, str) else content)
+            path.write_bytes(content)
 
 
 @contextlib.contextmanager
@@ -97,8 +112,9 @@ def refused(
     for part in parts:
         assert part.replace("TMP", str(folder)) in line, f"{part!r} is not in: {line}"
     assert names_a_fix(line), f"names no fix: {line}"
-    left = {child.pid for child in psutil.Process().children(recursive=True)} - children
-    assert not left, f"left running: {left}"
+    children_after = {child.pid for child in psutil.Process().children(recursive=True)}
+    started = children_after - children
+    assert not started, f"left running: {started}"
     run = folder / "run"
     if run.is_dir():
         result = {
@@ -112,7 +128,7 @@ def refused(
 
 @contextlib.contextmanager
 def without_privileges() -> Iterator[None]:
-    """Let file modes apply to root too: take its capabilities to read, write and search everything."""
+    """Let file modes apply to root: drop its capabilities to read, write and search everything."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = struct.pack("Ii", 0x20080522, 0)
     saved = ctypes.create_string_buffer(24)

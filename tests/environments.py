@@ -1,16 +1,15 @@
-"""Environments for the tests.
-
-The module imports little, because each run of an environment imports it in a process of its own.
-"""
+"""Environments for the tests. The module imports little, because each run of an environment imports
+it in its own process."""
 
 from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import numpy as np
 
-UNUSABLE_ANSWERS = {
+WRONG_RESULTS = {
     "none": (None, 0.0, False),
     "bytes": (b"x", 0.0, False),
     "set": ({1}, 0.0, False),
@@ -19,33 +18,37 @@ UNUSABLE_ANSWERS = {
     "long": ("x" * (1 << 20), 0.0, False),
     "word": ("x", "good", False),
 }
+"""What `step` must not return, by the action that asks for it."""
 
 
 class Moody:
-    """Does what the action says."""
+    """An environment that does what the action asks for."""
 
     def reset(self, ground_truth: str) -> str:
         assert ground_truth != "bad", "no such row"
         return "?"
 
-    def step(self, action: str) -> tuple[str, float, bool]:
-        action = action.strip()
-        if action == "sleep":
+    def step(self, action: str) -> Any:
+        """Returns (observation, reward, whether it ends), or what the action asks for."""
+        request = action.strip()
+        if request == "sleep":
             time.sleep(60)
-        if action == "spin":
+        if request == "spin":
             9**9**9**9
-        if action == "die":
+        if request == "die":
             os._exit(1)
-        if action == "raise":
+        if request == "raise":
             raise KeyError("mood")
-        if action in UNUSABLE_ANSWERS:
-            return UNUSABLE_ANSWERS[action]
-        reward = np.float32("nan" if action == "nan" else 0.5)
-        return action, reward, action == "end"
+        if request in WRONG_RESULTS:
+            return WRONG_RESULTS[request]
+        reward = np.float32(0.5)
+        if request == "nan":
+            reward = np.float32("nan")
+        return request, reward, request == "end"
 
 
 class Busy(Moody):
-    """Computes for a quarter of a second before it begins."""
+    """An environment whose reset takes a quarter of a second of CPU time."""
 
     confined = True
 
@@ -60,7 +63,7 @@ class Busy(Moody):
 
 
 class Runs(Moody):
-    """Runs the action as code."""
+    """An environment that runs the action as Python."""
 
     confined = True
 
@@ -70,7 +73,7 @@ class Runs(Moody):
 
 
 class Unmade(Moody):
-    """Its constructor raises."""
+    """An environment whose constructor fails."""
 
     confined = True
 

@@ -1,7 +1,7 @@
 """A vLLM worker extension whose engine uses its parameters as they were loaded, as on a GPU.
 
-On CPUs vLLM packs the parameters of linear layers for every kernel except torch's own, which it uses
-where no other kernel is available. So this module hides the others.
+On CPUs vLLM packs the parameters of linear layers for every kernel except torch's own. It uses
+torch's where no other kernel is available, so this module hides the others.
 """
 
 import hashlib

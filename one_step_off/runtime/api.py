@@ -134,7 +134,7 @@ def train(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> RunResult:
             raise config_fault from error
         report_failure(cfg, error)
         raise
-    return read_result(Path(cfg.trainer.output_dir))
+    return read_result(cfg)
 
 
 def _check_callbacks(callbacks: Sequence[StepCallback]) -> None:
@@ -147,13 +147,16 @@ def _check_callbacks(callbacks: Sequence[StepCallback]) -> None:
             )
 
 
-def read_result(folder: Path) -> RunResult:
-    """The results of the run in a folder that has ended."""
+def read_result(cfg: Config) -> RunResult:
+    """The results of a run that has ended, from its folder."""
     from one_step_off import checkpoint
     from one_step_off.monitoring.report import parse_objects, read_lines, read_text
 
+    folder = Path(cfg.trainer.output_dir)
     report = folder / "report.html"
     hf_model = folder / "hf_model"
+    # A folder that was used before may hold the model of an earlier run.
+    has_model = cfg.trainer.save_hf_model and hf_model.is_dir()
     summaries = parse_objects([read_text(folder / "summary.json")])
     return RunResult(
         output_dir=folder,
@@ -161,6 +164,6 @@ def read_result(folder: Path) -> RunResult:
         evaluations=read_lines(folder / "evaluations.jsonl"),
         summary=summaries[0] if summaries else {},
         report=report if report.is_file() else None,
-        hf_model=hf_model if hf_model.is_dir() else None,
+        hf_model=hf_model if has_model else None,
         checkpoints=checkpoint.finished(folder / "checkpoints"),
     )

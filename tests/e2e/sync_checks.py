@@ -1,4 +1,4 @@
-"""Weight sync without the loop: the processes of a run, and what its engines answer after a sync."""
+"""Weight sync without the loop: the processes of a run, and the answers of its engines."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def assert_observations(sample: Sample, tokenizer: Any) -> None:
 
 
 def test_retries_and_tool_calls_train_on_generated_tokens_alone(models, tmp_path):
-    """Two loops in each batch. In the first step theta is mu: over all turns the trainer's log-probs
-    must be the engine's."""
+    """Two loops in each batch. In the first step theta is mu, so the trainer's log-probs must equal
+    the engine's over all turns."""
     from one_step_off.checkpoint import finished, read_samples
     from one_step_off.runtime import launch
 

@@ -126,8 +126,8 @@ def test_a_failed_sync_in_mid_run_ends_the_command_by_name(
 @pytest.mark.slow
 @pytest.mark.ci
 def test_syncs_broken_in_every_way_end_soon(tmp_path: Path):
-    """Some of `python -m tests.chaos --syncs`: an exception, a wrong checksum, a hang and a death, of
-    each process in the sync."""
+    """Some of `python -m tests.chaos --syncs`: an exception, a wrong checksum, a hang and a death.
+    They happen in the engine, the replica and the trainer."""
     faults = [
         "engine: joining the sync: SIGKILL",
         "engine: after the last bucket: corrupt",

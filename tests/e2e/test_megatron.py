@@ -1,5 +1,5 @@
-"""The Megatron back end with real Ray, gloo and vLLM: its shards into the engine, and a whole run as
-FSDP makes it."""
+"""The Megatron back end with real Ray, gloo and vLLM: its shards into the engine, and a whole run
+that equals one with FSDP."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def assert_evaluations_improve(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_learns_as_fsdp_does_and_resumes_in_another_layout(tmp_path):
-    """The tiny run with one seed on both back ends. Then the checkpoint of two shards resumes on two
-    stages."""
+    """The tiny run with one seed on both back ends. Then the checkpoint of two shards resumes on
+    two stages."""
     fsdp_folder = tmp_path / "fsdp"
     megatron_folder = tmp_path / "megatron"
     fsdp = run_tiny_qwen3(fsdp_folder, 20)

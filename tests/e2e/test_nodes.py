@@ -1,6 +1,7 @@
 """Runs over two hosts, and runs whose cable is cut.
 
-Each host is a network namespace, a virtual cable connects them, and both are nodes of a Ray cluster.
+Each host is a network namespace. A virtual cable connects them, and both are nodes of a Ray
+cluster.
 """
 
 from __future__ import annotations
@@ -236,8 +237,8 @@ def test_a_run_over_the_cable(hosts, models, tmp_path, cpus, actor_pool, placeme
     assert model_bytes > 3e6
     synced_bytes = [row["sync/bytes"] for row in metrics]
     assert synced_bytes == [0, model_bytes, model_bytes, model_bytes]
-    # A fourth sync comes before the first step. With ranks on both hosts, half of the model may stay
-    # on its host.
+    # A fourth sync comes before the first step. With ranks on both hosts, half of the model may
+    # stay on its host.
     transferred_bytes = hosts.transferred_bytes() - bytes_before
     assert transferred_bytes >= 4 * model_bytes / len(actor_pool)
     assert all(row["canary/logprob_diff_max"] < 1e-4 for row in metrics)
@@ -291,8 +292,8 @@ def assert_error_names_the_failed_part(output: str) -> None:
 def test_a_cable_cut_in_a_sync(hosts, models, tmp_path, remote_role, reconnect_after_s):
     """The run ends in bounded time by an error that names the sync or the role. After the cable and
     Ray on host `b` are back, the same command resumes from the checkpoint to the end. With
-    `reconnect_after_s` the cable comes back before Ray marks the host as dead; then the run may also
-    survive."""
+    `reconnect_after_s` the cable comes back before Ray marks the host as dead. Then the run may
+    also survive."""
     cpus = {"a": 2, "b": 1}  # both trainer ranks are on one host
     if remote_role == "actor":
         cpus = {"a": 1, "b": 2}

@@ -332,7 +332,7 @@ def kill_trainer_rank(processes: list[psutil.Process]) -> None:
 
 
 def assert_rows_of_one_run(metrics: list[dict[str, Any]]) -> None:
-    """Nine steps in order, each at most one step off, with one restart between the first and last."""
+    """Nine steps in order, each at most one step off, with one restart of the trainer."""
     assert [row["step"] for row in metrics] == list(range(9))
     assert metrics[0]["restarts/trainer"] == 0
     assert metrics[-1]["restarts/trainer"] == 1

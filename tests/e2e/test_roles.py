@@ -1,5 +1,5 @@
-"""Full PPO with real Ray, vLLM, FSDP2 and gloo. Each role runs in the pool that it is given: roles in
-different pools at once, roles in one pool one after another."""
+"""Full PPO with real Ray, vLLM, FSDP2 and gloo. Roles in different pools run at the same time, and
+roles in one pool one after another."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COLOCATED = {
 
 @pytest.fixture(scope="module")
 def judge(models, tmp_path_factory) -> str:
-    """A reward model of another architecture than the policy, with a head that tells samples apart."""
+    """A reward model of another architecture than the policy, whose head tells samples apart."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     path = models("qwen3", True)
@@ -118,8 +118,8 @@ def median_update_s(folder: Path) -> float:
 
 @pytest.mark.slow
 def test_roles_apart_work_at_once_and_learn_the_same(models, judge, tmp_path):
-    """At staleness 0, with all roles in one pool, with rollout apart, and with a pool for each role:
-    the same numbers in different times."""
+    """At staleness 0, with all roles in one pool, with rollout apart, and with a pool for each
+    role: the same numbers in different times."""
     from one_step_off.runtime import launch
 
     together = tmp_path / "together"

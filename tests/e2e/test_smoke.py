@@ -126,8 +126,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 def words_of(case: SmokeCase, checkout: Path) -> list[str]:
-    """The command line. The throughput benchmark runs by shell/bench.sh; the pages show both
-    ways."""
+    """The command line. The pages show two ways to run the throughput benchmark: this one uses
+    shell/bench.sh."""
     arguments = [
         re.sub(r"^(config=)?(?=config/)", rf"\1{checkout}/", word) for word in case.arguments
     ]
@@ -139,8 +139,7 @@ def words_of(case: SmokeCase, checkout: Path) -> list[str]:
 
 
 def environment(workspace: Workspace) -> dict[str, str]:
-    """The environment of all commands. The variables of the scripts must come from the case
-    alone."""
+    """The environment of all commands. The scripts' variables must come from the case alone."""
     variables = dict(os.environ)
     for name in ("MODEL", "DATA", "BACKEND", "BENCHMARK"):
         variables.pop(name, None)

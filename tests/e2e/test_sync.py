@@ -1,5 +1,5 @@
-"""Weight sync with real Ray, FSDP2, gloo and vLLM, over layouts chosen so that every pair of choices
-occurs."""
+"""Weight sync with real Ray, FSDP2, gloo and vLLM. The layouts are chosen so that every pair of
+choices occurs."""
 
 from __future__ import annotations
 
