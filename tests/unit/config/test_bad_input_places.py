@@ -412,7 +412,7 @@ def state(**changed: object) -> dict[str, str]:
     }
 
 
-GOOD_ONE = "name a good one, or start from step 0"
+GOOD_ONE = "name an intact one, or start from step 0"
 CHECKPOINTS = [
     ("nothing there", None, ["no checkpoint there", "state.json is missing", "use auto"]),
     ("an empty folder", {}, ["no checkpoint there", "state.json is missing", "use auto"]),
@@ -423,10 +423,10 @@ CHECKPOINTS = [
     ("a manifest cut off", {"state.json": "{}", "manifest.json": '{"format": 2, "bytes": {'}, ["manifest.json", GOOD_ONE]),
     ("a manifest that is no text", {"state.json": "{}", "manifest.json": b"\xff\xfe\0"}, ["manifest.json", GOOD_ONE]),
     ("another format", {"state.json": "{}", "manifest.json": '{"format": 1}'}, ["it has format 1", "reads 2", GOOD_ONE]),
-    ("other samples per prompt", state(rollout__n=8), ["rollout.n=2", "was made with 8", "resume with it"]),
-    ("another seed", state(trainer__seed=5), ["trainer.seed=0", "was made with 5", "trainer.resume=never"]),
-    ("another back end", state(actor__backend="megatron"), ["actor.backend=fsdp", "was made with megatron"]),
-    ("another model's rank", state(model__lora_rank=8), ["model.lora_rank=0", "was made with 8", "another trainer.output_dir"]),
+    ("other samples per prompt", state(rollout__n=8), ["rollout.n=2", "was written with 8", "resume with it"]),
+    ("another seed", state(trainer__seed=5), ["trainer.seed=0", "was written with 5", "trainer.resume=never"]),
+    ("another back end", state(actor__backend="megatron"), ["actor.backend=fsdp", "was written with megatron"]),
+    ("another model's rank", state(model__lora_rank=8), ["model.lora_rank=0", "was written with 8", "another trainer.output_dir"]),
 ]  # fmt: skip
 
 
