@@ -75,8 +75,8 @@ class AgentLoop:
             return
         if not tokenizer.chat_template or cfg.data.chat_template == "never":
             raise ConfigError(
-                f"agent.loop: {type(self).__name__} has turns, which a chat template writes; "
-                "use a model that has one, and not data.chat_template=never"
+                f"agent.loop: {type(self).__name__} has several turns, so it needs a chat "
+                "template; use a model that has one, without data.chat_template=never"
             )
         self.turn_encoder.frame((self.observation_role,))
 
@@ -141,7 +141,7 @@ class Loops:
         loop_class = LOOPS.find(name).function
         if not (isinstance(loop_class, type) and issubclass(loop_class, AgentLoop)):
             raise ConfigError(
-                f"agent.loop={name!r}: is no agent loop; name a class over "
+                f"agent.loop={name!r}: is not an agent loop; name a subclass of "
                 "agent_loop.base.AgentLoop"
             )
         settings = self.cfg.agent.loop_kwargs.get(name) or {}

@@ -92,7 +92,8 @@ class TurnEncoder:
             if len(roles) > 1:
                 missing = f"{len(roles)} messages in a row of {roles[0]!r}"
             raise ConfigError(
-                f"agent.loop: the model's chat template does not show {missing}; take another model"
+                f"agent.loop: the model's chat template does not render {missing}; use another "
+                "model"
             )
         return TemplateFrame(pieces, self._count_special(self._tokenize(text)))
 
@@ -109,13 +110,13 @@ class TurnEncoder:
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": _TURN_MARK},
         ]
-        refused = f"agent.loop: the model's chat template does not take {messages[0]['role']!r}"
-        with as_config_error(refused, "take another model"):
+        refused = f"agent.loop: the model's chat template does not accept {messages[0]['role']!r}"
+        with as_config_error(refused, "use another model"):
             text = self.tokenizer.apply_chat_template(
                 before + messages, tokenize=False, add_generation_prompt=True
             )
             if text.count(_TURN_MARK) != 1:
-                raise ValueError("it does not show the assistant's turn once")
+                raise ValueError("it does not render the assistant's turn exactly once")
         return text.partition(_TURN_MARK)[2]
 
     def _tokenize_pieces(self, messages: list[Message], frame: TemplateFrame) -> list[int]:

@@ -1,4 +1,4 @@
-"""Environments with reset and step; the one that ships makes a puzzle of reasoning-gym.
+"""Environments with reset and step; the one that is included runs a puzzle of reasoning-gym.
 
 An environment is one episode, in a process of its own, so it may block.
 
@@ -7,9 +7,9 @@ An environment is one episode, in a process of its own, so it may block.
 - `step(action) -> (str, float, bool)` receives the model's turn. It returns the observation, the
   reward of this step, and whether the episode is over.
 
-Two attributes of the class may be set: `imports`, names of modules that are imported once and not
-in every episode, and `confined = True` where the model's text might be run as code: the process
-then has the limits of the python tool's.
+Two attributes of the class may be set: `imports`, names of modules that are imported once instead
+of in every episode, and `confined = True` if the model's text might be run as code: the process
+then has the limits of the tool `python`.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Function calling: the model calls tools in the form of its family, and reads their answers."""
+"""Function calling: the model calls tools in the format of its family, and reads their output."""
 
 import asyncio
 import json
@@ -109,7 +109,7 @@ class ToolLoop(AgentLoop):
         self.max_calls = max_calls
         if not self.toolbox.schemas:
             raise ConfigError(
-                "agent.loop=tool: agent.tools names none; set it, as agent.tools=calculator"
+                "agent.loop=tool: agent.tools is empty; set it, for example agent.tools=calculator"
             )
         if format == "auto":
             format = detect_format(str(tokenizer.chat_template))
@@ -118,8 +118,8 @@ class ToolLoop(AgentLoop):
         self.parse_calls = FORMATS[format]
         if format == "hermes" and "<tool_call>" in tokenizer.all_special_tokens:
             raise ConfigError(
-                "agent.loop=tool: <tool_call> is a special token, which no text shows; "
-                "take another model"
+                "agent.loop=tool: <tool_call> is a special token, which decoding leaves out; "
+                "use another model"
             )
         self.tools = self.toolbox.schemas
         self.turn_encoder.frame(("tool", "tool"))  # the answers to two calls in one turn
@@ -131,8 +131,8 @@ class ToolLoop(AgentLoop):
         name = secrets.token_hex(16)  # of a tool; no template contains it by itself
         schema = self.toolbox.schemas[0]
         renamed = schema | {"function": schema["function"] | {"name": name}}
-        refused = "agent.loop: the model's chat template does not take the tools"
-        with as_config_error(refused, "take another model"):
+        refused = "agent.loop: the model's chat template does not accept the tools"
+        with as_config_error(refused, "use another model"):
             question = [{"role": "user", "content": "?"}]
             text = self.tokenizer.apply_chat_template(question, tools=[renamed], tokenize=False)
         if name not in text:

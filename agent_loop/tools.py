@@ -297,7 +297,7 @@ def _function_tool(spec: str) -> tuple[Schema, Callable[..., Any]]:
 
     function = BUILT_IN.get(spec) or import_object("agent.tools", spec)
     fix = "give every argument a type and a line under Args: in the docstring"
-    with as_config_error(f"agent.tools={spec!r}: no JSON schema can be made of it", fix):
+    with as_config_error(f"agent.tools={spec!r}: no JSON schema can be built from it", fix):
         return get_json_schema(function), function
 
 

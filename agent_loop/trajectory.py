@@ -252,7 +252,7 @@ class Trajectory:
 def warn_renamed(old: str, new: str) -> None:
     """Warn the caller's caller that a public name has changed."""
     warnings.warn(
-        f"{old} was renamed to {new}; the old name goes in the next release",
+        f"{old} was renamed to {new}; the next release removes the old name",
         DeprecationWarning,
         stacklevel=3,
     )

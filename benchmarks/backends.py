@@ -29,10 +29,11 @@ from benchmarks.common.command_line import Parser
 from benchmarks.common.models import QWEN25_05B
 from benchmarks.common.processes import memory, reset_peak_memory
 from benchmarks.common.report import markdown_table, spread, with_range, write_results
+from one_step_off.cluster.ray_cluster import start_ray
 from one_step_off.config.schema import Config
 from one_step_off.models import tiny_qwen
 from one_step_off.ray_trainer import Roles
-from one_step_off.runtime import launch
+from one_step_off.runtime.prepare import prepare
 from one_step_off.runtime.processes import RunProcesses
 
 
@@ -138,7 +139,7 @@ async def measure_sync_memory(roles: Roles) -> tuple[int, int]:
 
 async def measure(cfg: Config, work: Work, repeats: int) -> dict[str, Any]:
     """Measure one arm. The first update and the sync after it warm up."""
-    spawned = RunProcesses(launch.prepare(cfg, lambda line: None))
+    spawned = RunProcesses(prepare(cfg, lambda line: None))
     roles = spawned.roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
     sent_bytes, peak = await measure_sync_memory(roles)
@@ -199,7 +200,7 @@ def main() -> None:
             for name in args.arms:
                 cfg = make_config(work, path, ARMS[name])
                 cfg.trainer.output_dir = folder
-                launch.start_ray(cfg)
+                start_ray(cfg)
                 try:
                     figures = asyncio.run(measure(cfg, work, args.repeats))
                 finally:

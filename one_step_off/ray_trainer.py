@@ -14,8 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from one_step_off.algorithms.batch_advantages import fill_advantages, set_baselines
-from one_step_off.algorithms.core_algos import KLController
+from one_step_off.algorithms.batch_advantages import (
+    fill_advantages,
+    make_kl_controller,
+    set_baselines,
+)
 from one_step_off.checkpoint import TRAINED_ROLES, Checkpointer, write_batch
 from one_step_off.cluster.errors import RoleError
 from one_step_off.cluster.remote_calls import now, with_time_limit
@@ -121,7 +124,7 @@ class Pipeline:
         self.one_step_ahead = bool(cfg.pipeline.staleness)
         self.overlap_sync = overlaps_sync(cfg)
         self.batches = batch_source(cfg, roles.rollout, stream, resumed, incarnation)
-        self.kl_controller = kl_controller(cfg, resumed)
+        self.kl_controller = make_kl_controller(cfg, resumed.kl_coef if resumed else None)
         self.trained_steps = self.start  # the trainer's weight version
         self.synced_version = -1  # the replicas' weight version
         self.expected_canary: Any = None  # the trainer's half of the next canary
@@ -479,16 +482,6 @@ def batch_source(
     if cfg.pipeline.partial_rollout:
         return PartialRolloutSource(*given, to_repeat=unfinished)
     return WholeBatchSource(*given)
-
-
-def kl_controller(cfg: Config, resumed: Resumed | None) -> KLController:
-    """The coefficient of the KL penalty; an adapted one continues from its checkpoint."""
-    algorithm = cfg.algorithm
-    controller = KLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-    is_adapted = algorithm.kl_target is not None
-    if is_adapted and resumed is not None and resumed.kl_coef is not None:
-        controller.value = resumed.kl_coef
-    return controller
 
 
 def count_faults(samples: list[Sample]) -> dict[str, float]:

@@ -2,8 +2,8 @@
 # Measures this machine: colocated, disaggregated, one step off, and one step off with overlapped sync, one after another
 # (docs/measured/benchmarks.md).
 #
-#   BENCHMARK=NAME   another one of benchmarks/, as weight_sync or learning (default: throughput)
-#   EXTRA=gpu        for a config that runs on GPUs, given with --config (default: cpu, also on a machine with GPUs)
+#   BENCHMARK=NAME   another benchmark in benchmarks/, such as weight_sync or learning (default: throughput)
+#   EXTRA=gpu        for a config that runs on GPUs, given with --config (default: cpu, even on a machine with GPUs)
 #
 # Arguments go to the benchmark, as in: shell/bench.sh --lengths short longtail:128 --runs 2 --steps 20
 # All paths are relative to the working directory, and so is the folder of the results, outputs/bench_NAME, unless --out names

@@ -8,7 +8,7 @@
 #
 # Arguments go to the program, as in: shell/run_dapo_7b_4x12.sh trainer.total_steps=20 --dry-run
 # All paths are relative to the working directory, and so is the run folder, outputs/...
-# Not run on such a cluster yet; what it does with its settings is tested.
+# Not run on such a cluster yet; the tests check the command that it starts.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

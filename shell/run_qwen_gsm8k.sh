@@ -7,7 +7,7 @@
 #   N_ROLLOUT_GPUS=N      GPUs that generate (default: half of them); the others train
 #   BACKEND=megatron      train with Megatron-core instead of FSDP2; two ranks share each layer (needs 3 GPUs; on
 #                         the CPU two processes train a tiny Qwen3)
-#   EXTRA=cpu|gpu         CPU or GPUs, whatever this machine has
+#   EXTRA=cpu|gpu         use the CPU or GPUs, regardless of what this machine has
 #
 # Arguments go to the program, as in: shell/run_qwen_gsm8k.sh trainer.total_steps=20 --dry-run
 # All paths are relative to the working directory, and so is the run folder, outputs/... A second run does not overwrite

@@ -4,7 +4,7 @@
 # (config/ppo_gae.yaml with its roles split; one step off that takes three cores to be faster).
 #
 #   MODEL=DIR_OR_HUB_ID   another model
-#   EXTRA=cpu|gpu         CPU or GPUs, whatever this machine has
+#   EXTRA=cpu|gpu         use the CPU or GPUs, regardless of what this machine has
 #   RAY_ADDRESS=HOST:PORT several nodes: give placement.pools as an argument too (docs/tutorials/many_gpus.md)
 #
 # Arguments go to the program, as in: shell/run_split_placement.sh trainer.total_steps=20 --dry-run

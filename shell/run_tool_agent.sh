@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a tiny model to use a calculator, on the CPU (config/tool_agent.yaml).
 #
-#   MODEL=DIR_OR_HUB_ID   another model, with a chat template that takes tools
+#   MODEL=DIR_OR_HUB_ID   another model, with a chat template that accepts tools
 #
 # Arguments go to the program, as in: shell/run_tool_agent.sh trainer.total_steps=5 agent.tools=calculator,python
 # All paths are relative to the working directory, and so is the run folder, outputs/tool_agent.

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Creates a venv with everything that a run needs: .venv for CPUs, .venv-gpu for GPUs, since the two vLLMs cannot share one.
-# Safe to call again: a finished venv is recognised in about a second.
+# Safe to call again: a finished venv is recognized in about a second.
 #
 #   PYTHON=/path/to/python3   interpreter for the venv (default: the first python3 that is 3.11 or newer)
 #   EXTRA=cpu|gpu             which vLLM to install (default: gpu where MIN_GPUS are visible, else cpu)
-#   MIN_GPUS=N                how many GPUs a GPU run needs at least (default: 2)
+#   MIN_GPUS=N                the least number of GPUs of a GPU run (default: 2)
 #   MEGATRON=1                Megatron-core too, for backend: megatron (with Transformer Engine for GPUs, built here)
 #   LOCK_WAIT_S=SECONDS       how long to wait for another setup of the same venv (default: 1800)
 #
 # shell/setup.sh --print-venv prints the venv that it would create, and creates nothing.
 set -euo pipefail
-shopt -s inherit_errexit # a fault inside $(...) ends the script too
+shopt -s inherit_errexit # an error inside $(...) ends the script too
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
@@ -42,7 +42,7 @@ find_python() {
         "install one, or name it with PYTHON=/path/to/python3"
 }
 
-# The program's own count, which honours CUDA_VISIBLE_DEVICES; the module needs nothing installed.
+# The program's own count, which respects CUDA_VISIBLE_DEVICES; the module needs no installed package.
 count_gpus() {
     local python="$root/.venv/bin/python"
     [[ -x "$python" ]] || python="$(find_python)"
@@ -180,7 +180,7 @@ main() {
     fi
     # Two vLLMs in one venv would overwrite each other's files.
     if [[ -e "$stamp" && "$(head -n 1 "$stamp")" != "$extra" ]]; then
-        echo "setup: $venv was made for another EXTRA; creating it again"
+        echo "setup: $venv was created for another EXTRA; creating it again"
         rm -rf "$venv"
     fi
     if [[ -x "$venv/bin/python" ]] && ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then

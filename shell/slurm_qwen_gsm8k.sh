@@ -34,11 +34,11 @@ die() {
 }
 
 [[ -n "${SLURM_JOB_ID:-}" ]] || die "not inside a Slurm job; submit it with: sbatch shell/slurm_qwen_gsm8k.sh"
-# Slurm runs a copy of this file from elsewhere, so its own place says nothing about the checkout.
+# Slurm runs a copy of this file from elsewhere, so its own path does not show where the checkout is.
 cd "$SLURM_SUBMIT_DIR"
-[[ -f setup.cfg && -d one_step_off ]] || die "$PWD is no checkout of one_step_off; submit from its root"
+[[ -f setup.cfg && -d one_step_off ]] || die "$PWD is not a checkout of one_step_off; submit from its root"
 [[ -x .venv-gpu/bin/ray && -x .venv-gpu/bin/python ]] ||
-    die "$PWD/.venv-gpu is missing; make it with: EXTRA=gpu shell/setup.sh"
+    die "$PWD/.venv-gpu is missing; create it with: EXTRA=gpu shell/setup.sh"
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 count=${#nodes[@]}
@@ -48,7 +48,7 @@ gpus="${gpus%%(*}"
 gpus="${gpus##*:}"
 [[ "$gpus" =~ ^[1-9][0-9]*$ ]] ||
     die "Slurm gave this job no GPUs (SLURM_GPUS_ON_NODE=${SLURM_GPUS_ON_NODE:-}); use --gpus-per-node"
-((count > 1 || gpus > 1)) || die "one GPU in all; generation and training need one each"
+((count > 1 || gpus > 1)) || die "only one GPU in all; generation and training need one each"
 
 repeat() { # repeat TEXT TIMES: "TEXT, TEXT, ..."
     local text="$1" i
@@ -69,7 +69,7 @@ export RAY_ADDRESS="$ip:${RAY_PORT:-6379}"
 export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
 export RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
 
-# A wrong config is answered here, before any cluster is started.
+# A wrong config is reported here, before any cluster is started.
 .venv-gpu/bin/python -m one_step_off.main_ppo "${args[@]}" "$@" --dry-run >/dev/null
 
 started=()

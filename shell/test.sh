@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Lint, format, import layers, types and tests, those of Megatron too. Arguments go to pytest, as in: shell/test.sh -m slow tests/unit/config/test_config.py
 #
-# The tests run on CPUs with vLLM's CPU build, also on a machine with GPUs. Those that need a GPU are skipped then; they
+# The tests run on CPUs with vLLM's CPU build, even on a machine with GPUs. Tests that need a GPU are skipped then; they
 # run in the other venv: EXTRA=gpu shell/test.sh -m gpu (MEGATRON=1 too, for those with Transformer Engine)
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export EXTRA="${EXTRA:-cpu}"
-# Megatron's are left out with MEGATRON= ; for GPUs it must be asked for, since Transformer Engine is built then.
+# MEGATRON= leaves out Megatron's tests. On GPUs MEGATRON=1 must be set, because Transformer Engine is built then.
 [[ "$EXTRA" == gpu ]] || export MEGATRON="${MEGATRON-1}"
 shell/setup.sh
 bin="$(shell/setup.sh --print-venv)/bin"

@@ -23,7 +23,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 
 LOOP = "benchmarks.common.lengths:LongTail"
-FORMS = "short, fixed:TOKENS or longtail:MOST_TOKENS"
+FORMS = "short, fixed:TOKENS or longtail:MAX_TOKENS"
 
 LONGEST_OVER_MEDIAN = 8
 """The longest response over the median of a long tail. With sigma 1 two samples in a hundred are

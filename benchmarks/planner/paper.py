@@ -57,7 +57,7 @@ def cluster_figures(gpus: int, sample_s: float) -> dict[str, str]:
     return {
         "samples of a step": f"{samples:,}",
         "bytes of a batch: samples x tokens x 13": f"{batch_bytes / 1e9:.1f} GB",
-        "carried by Ray, the whole batch to each trainer node": (
+        "moved by Ray, the whole batch to each trainer node": (
             f"{batch_bytes * trainer_nodes / 1e12:.2f} TB"
         ),
         "driver, samples x us": f"{samples * sample_s:.2f} s of a step of {STEP_S}",

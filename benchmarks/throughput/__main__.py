@@ -9,7 +9,7 @@ A case is one combination of the flags --models, --lengths, --batches and --spli
 not given keeps what the config has. Each arm of a case is a whole run of `one_step_off.main_ppo`
 without evaluation, on all cores (or GPUs) that this process may use. The arms differ only in
 placement.pools (colocated arm), pipeline.staleness and weight_sync.overlap. Each repeat runs every
-arm once and starts with another arm. docs/measured/throughput.md tells how to read the result.
+arm once and starts with another arm. docs/measured/throughput.md explains how to read the result.
 
 Writes result.json, result.md, throughput_CASE.png and headline.png into DIR, and the run folders.
 """
@@ -71,19 +71,19 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
         "--lengths",
         nargs="+",
         default=["short"],
-        help="short (the config's), fixed:TOKENS, longtail:MOST_TOKENS",
+        help="short (the config's), fixed:TOKENS, longtail:MAX_TOKENS",
     )
     parser.add_argument(
         "--batches",
         nargs="+",
         default=[],
-        help="of a step: PROMPTS or PROMPTSxSAMPLES, as 16 or 16x8",
+        help="batch of a step: PROMPTS or PROMPTSxSAMPLES, such as 16 or 16x8",
     )
     parser.add_argument(
         "--splits",
         nargs="+",
         default=[],
-        help="processes that generate : that train, as 1:1 or 2:1",
+        help="processes that generate : processes that train, such as 1:1 or 2:1",
     )
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS))
     add_run_flags(parser, "steps of each run; default: the config's trainer.total_steps")

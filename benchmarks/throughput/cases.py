@@ -99,7 +99,7 @@ def batch_keys(batch: str, cfg: Config) -> list[str]:
     numbers = batch.split("x")
     if len(numbers) > 2 or not _positive_integers(numbers):
         raise ValueError(
-            f"--batches {batch}: must be prompts, or prompts x samples of each, as 16 or 16x8"
+            f"--batches {batch}: must be prompts, or prompts x samples of each, such as 16 or 16x8"
         )
     prompts = int(numbers[0])
     updates = max(1, cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size)
@@ -125,7 +125,9 @@ def split_keys(split: str, cfg: Config) -> list[str]:
         return []
     numbers = split.split(":")
     if len(numbers) != 2 or not _positive_integers(numbers):
-        raise ValueError(f"--splits {split}: must be processes that generate : that train, as 2:1")
+        raise ValueError(
+            f"--splits {split}: must be processes that generate : that train, such as 2:1"
+        )
     roles = cfg.placement.roles
     if "actor" not in roles or roles["rollout"] == roles["actor"]:
         raise ValueError(

@@ -117,7 +117,7 @@ def prompts_of(cfg: Config, tokenizer: Any) -> list[dict[str, str]]:
     Raises:
         ValueError: the text of a prompt becomes other tokens.
     """
-    from one_step_off.runtime.launch import prepare
+    from one_step_off.runtime.prepare import prepare
 
     stream = prepare(cfg, lambda line: None).data.stream
     rows = []

@@ -29,7 +29,7 @@ from benchmarks.weight_sync.arms import ARMS
 from benchmarks.weight_sync.layout import SHAPES, Layout, make_config
 from benchmarks.weight_sync.measure import Settings, measure
 from benchmarks.weight_sync.report import plot, table
-from one_step_off.runtime import launch
+from one_step_off.cluster.ray_cluster import start_ray
 
 
 def heading(args: argparse.Namespace, total_bytes: int) -> str:
@@ -128,7 +128,7 @@ def measure_arms(args: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         cfg = make_config(layout, folder + "/model")
         cfg.trainer.output_dir = folder
-        launch.start_ray(cfg)
+        start_ray(cfg)
         try:
             found = asyncio.run(measure(cfg, settings))
         finally:

@@ -26,12 +26,14 @@ from benchmarks.common.batches import random_batch
 from benchmarks.common.command_line import Parser
 from benchmarks.common.report import markdown_table, write_results
 from benchmarks.weight_sync.layout import Layout, make_config
+from one_step_off.cluster.ray_cluster import start_ray
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.rollout import vllm_replica
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.rollout.vllm_replica import RolloutReplica
-from one_step_off.runtime import launch, processes
+from one_step_off.runtime import processes
+from one_step_off.runtime.prepare import prepare
 from one_step_off.runtime.processes import RunProcesses
 from one_step_off.training.fsdp_workers import ActorWorker
 from one_step_off.weight_sync.vllm_receiver import SyncWorkerExtension
@@ -150,7 +152,7 @@ async def start_way(cfg: Config, actor: type, replica: type) -> RunProcesses:
     """Start the processes of a way, sync them and make one update."""
     processes.WORKERS["actor"] = actor
     processes.RolloutReplica = replica
-    run = RunProcesses(launch.prepare(cfg, lambda line: None))
+    run = RunProcesses(prepare(cfg, lambda line: None))
     roles = run.roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
     await roles.sync.connect()
@@ -204,7 +206,7 @@ def run_ways(args: argparse.Namespace, folder: str) -> dict[str, dict[str, list[
     # Ray needs resources for both ways; each of them has one process per pool.
     pools = {"rollout": [len(WAYS)], "actor": [len(WAYS)]}
     placement = dataclasses.replace(cfg.placement, pools=pools)
-    launch.start_ray(dataclasses.replace(cfg, placement=placement))
+    start_ray(dataclasses.replace(cfg, placement=placement))
     try:
         return asyncio.run(measure(cfg, WORK[args.model], args.repeats))
     finally:

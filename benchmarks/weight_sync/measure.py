@@ -13,7 +13,7 @@ from benchmarks.weight_sync.arms import ARMS, Arm, Took
 from benchmarks.weight_sync.report import summarize
 from benchmarks.weight_sync.team import Team
 from one_step_off.config.schema import Config
-from one_step_off.runtime import launch
+from one_step_off.runtime.prepare import prepare
 from one_step_off.runtime.processes import RunProcesses
 
 RAW = "raw"
@@ -43,7 +43,7 @@ def start_processes(cfg: Config) -> tuple[Any, RunProcesses]:
     from benchmarks.weight_sync.replica import BenchmarkReplica
     from one_step_off.runtime import processes
 
-    prepared = launch.prepare(cfg, print)
+    prepared = prepare(cfg, print)
     # After the validation: users may not set it.
     prepared.cfg.rollout.engine_kwargs = EXTENSION
     processes.RolloutReplica = BenchmarkReplica

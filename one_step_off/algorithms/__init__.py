@@ -2,6 +2,5 @@
 schedules, batching.
 
 Read `advantages.py` first. A new estimator is one function with `@register` in `advantages.py`, a
-new policy loss one function with `@register` in `policy_losses.py`; nothing else needs to know of
-it.
+new policy loss one function with `@register` in `policy_losses.py`; no other change is needed.
 """

@@ -74,7 +74,8 @@ def estimate_advantages(
         result = _broadcast_to_tokens(result, t)
     if [len(array) for array in result] != t.response_lengths:
         raise ValueError(
-            f"the advantage estimator {name} gave advantages of other lengths than the responses'"
+            f"the advantage estimator {name} returned advantages whose lengths differ from the "
+            "responses'"
         )
     if whiten is None:
         whiten = entry.whitens
@@ -278,7 +279,7 @@ def gdpo(t: Trajectories, o: Options, *, weights: dict[str, float] | None = None
     weights = weights or {}
     unknown = set(weights) - set(t.parts)
     if unknown:
-        problem = f"{sorted(unknown)} is no part of the reward"
+        problem = f"{sorted(unknown)} is not a part of the reward"
         raise ConfigError(
             f"algorithm.adv_kwargs.weights={weights}: {problem}; its parts are {sorted(t.parts)}"
         )

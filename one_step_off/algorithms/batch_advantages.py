@@ -14,6 +14,19 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample
 
 
+def make_kl_controller(cfg: Config, adapted_coef: float | None) -> KLController:
+    """The coefficient of the KL penalty.
+
+    Args:
+        adapted_coef: out of a checkpoint; used if the coefficient is adaptive.
+    """
+    algorithm = cfg.algorithm
+    controller = KLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+    if algorithm.kl_target is not None and adapted_coef is not None:
+        controller.value = adapted_coef
+    return controller
+
+
 def reward_parts(samples: list[Sample]) -> dict[str, np.ndarray] | None:
     """The parts of the rewards: name -> float64 [B]. A part that a sample lacks is NaN, or 0 if its
     reward is 0 for an error. None where no sample has parts."""
@@ -78,7 +91,7 @@ def fill_advantages(batch: Batch, cfg: Config, kl_controller: KLController) -> d
         metrics[f"reward/{name}/mean"] = float(np.nanmean(part))
     if algorithm.filter_overlong:
         batch.samples = _without_overlong(batch.samples)
-    # Those of the policy about to be trained, where it was asked; else those of the engine.
+    # By the weights about to be trained, if the trainer was asked; else by the engine's.
     log_probs = batch.old_log_probs or [sample.log_probs for sample in batch.samples]
     token_rewards = None
     if algorithm.kl_in_reward:

@@ -2,12 +2,12 @@
 
 Formulas and sources: docs/concepts/algorithms.md.
 
-The PPO clip loss is `vanilla`. To add a loss, write one function here with `@register("name")`:
-`algorithm.policy_loss` then knows it. A policy loss takes `LossInputs`, and its own settings by
-keyword. It returns
+The PPO clip loss is `ppo_clip`, registered as "vanilla". To add a loss, write one function here with
+`@register("name")`: `algorithm.policy_loss` then knows it. A policy loss takes `LossInputs`, and its
+own settings by keyword. It returns
 
     the loss [n], to be minimized, before its aggregation weight, and
-    bool [n]: the tokens that the method held back, which the metric clip_frac counts.
+    bool [n]: the tokens that the loss clips or masks, which the metric clip_frac counts.
 
 Users name their own as `module:function`. A micro-batch holds whole sequences, so ratios of
 sequences do not depend on how the batch was cut.
@@ -108,7 +108,7 @@ def _clipped_surrogate(ratio: Tensor, x: LossInputs) -> Loss:
 
 
 @register("vanilla")
-def vanilla(x: LossInputs) -> Loss:
+def ppo_clip(x: LossInputs) -> Loss:
     """The PPO clip loss (arXiv:1707.06347, eq. 7).
 
         l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)      r = theta / old
@@ -277,7 +277,7 @@ def _largest(values: Tensor, share: float) -> Tensor:
 def clip_cov(
     x: LossInputs, *, share: float = 2e-4, cov_low: float = 1.0, cov_high: float = 5.0
 ) -> Loss:
-    """Clip-Cov (arXiv:2505.22617): vanilla, but a few random tokens of high covariance get no
+    """Clip-Cov (arXiv:2505.22617): the PPO clip loss, but a few random tokens of high covariance get no
     gradient.
 
     `share` of all tokens (at least one) is drawn from those with cov_low < covariance < cov_high
@@ -285,7 +285,7 @@ def clip_cov(
     of the micro-batch, so in micro-batches of fewer than 1 / share tokens more than `share` may be
     held back.
     """
-    loss, clipped = vanilla(x)
+    loss, clipped = ppo_clip(x)
     covariance = _covariance(x)
     is_candidate = (covariance > cov_low) & (covariance < cov_high) & ~clipped
     # A random priority for each candidate; the other tokens come after all candidates.

@@ -223,7 +223,8 @@ def _report_length(
     """
     name = f"{role}.lr_schedule={settings.lr_schedule}"
     unrecorded = (
-        f"the checkpoint does not record its schedule, which is taken to be {settings.lr_schedule}"
+        "the checkpoint does not record its schedule, which is assumed to be "
+        f"{settings.lr_schedule}"
     )
     if decay.total == saved_decay.total:
         if saved.plan is None:

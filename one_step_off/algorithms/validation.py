@@ -96,7 +96,7 @@ def _check_named_function(
     if spec not in registry:
         if not is_user_spec(spec):
             fix = did_you_mean(spec, registry, f"known are {', '.join(registry)}")
-            raise key_error(cfg, registry.key, f"no such name, nor {USER_FUNCTION_FORM}; {fix}")
+            raise key_error(cfg, registry.key, f"no such name, and not {USER_FUNCTION_FORM}; {fix}")
         return  # the user's own: it is imported, and its settings are checked, when the run is prepared
     entry = registry[spec]
     _check_needs(cfg, registry.key, entry)
@@ -104,7 +104,7 @@ def _check_named_function(
         raise key_error(
             cfg,
             "rollout.n",
-            f"{spec} compares the samples of one prompt, so a single one teaches nothing; use at least 2",
+            f"{spec} compares the samples of one prompt, so a single sample has no advantage; use at least 2",
         )
     known = entry.settings()
     for name, value in kwargs.items():
@@ -121,16 +121,17 @@ def _check_named_function(
 def _check_needs(cfg: Config, key: str, entry: Entry) -> None:
     """Check that the run has the inputs of an estimator."""
     if "values" in entry.needs and "critic" not in cfg.placement.roles:
-        raise key_error(cfg, key, f"needs {NEEDS['values']}, or use another, as grpo or rloo")
+        raise key_error(cfg, key, f"needs {NEEDS['values']}, or use another, such as grpo or rloo")
     if "parts" not in entry.needs:
         return
     if _has_single_reward(cfg):
-        raise key_error(cfg, key, f"needs {NEEDS['parts']}, or use another, as grpo or rloo")
+        raise key_error(cfg, key, f"needs {NEEDS['parts']}, or use another, such as grpo or rloo")
     if cfg.algorithm.kl_in_reward or cfg.reward.overlong_buffer:
         raise key_error(
             cfg,
             key,
-            "reads the reward's parts alone, so algorithm.kl_in_reward and reward.overlong_buffer "
+            "uses only the parts of the reward, so algorithm.kl_in_reward and "
+            "reward.overlong_buffer "
             "would do nothing; set them to false and 0",
         )
 
@@ -153,7 +154,7 @@ def _setting_problem(name: str, value: Any, default: Any, n: int) -> str | None:
     if name == "share" and not 0 < value <= 1:
         return "must be above 0 and at most 1"
     if name == "weights" and not _is_mapping_of_numbers(value):
-        return "must be numbers by name, as {function: 1, model: 0.5}"
+        return "must be numbers by name, such as {function: 1, model: 0.5}"
     if name == "pass_k" and not (type(value) is int and 2 <= value <= n):
         return f"must be a whole number from 2 to rollout.n={n}"
     return None

@@ -1,7 +1,6 @@
-"""Writing checkpoints. A checkpoint of step N holds everything from which a run resumes without a
-difference.
+"""Writing checkpoints. A checkpoint of step N holds everything that a run needs to resume exactly.
 
-That is the trainer at v(N), the finished samples of step N (one step off they were made with
+That is the trainer at v(N), the finished samples of step N (one step off they were generated with
 v(N-1), which no longer exists anywhere), and the data position after them. All are there once these
 samples have come and before v(N) is sent.
 

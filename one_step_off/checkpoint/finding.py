@@ -1,4 +1,5 @@
-"""Which checkpoints a run has, which one it resumes from, and which must make way for a new run."""
+"""Which checkpoints a run has, which one it resumes from, and which are moved aside for a new
+run."""
 
 import json
 import shutil
@@ -114,9 +115,9 @@ def find(cfg: Config, announce: Callable[[str], None] = lambda line: None) -> Pa
         if path == candidates[-1]:
             raise ConfigError(
                 f"trainer.resume={cfg.trainer.resume}: checkpoint {path}: {fault}; "
-                f"name a good one, or {RESTART}"
+                f"name an intact one, or {RESTART}"
             )
-        announce(f"warning: checkpoint {path}: {fault}; the one before it is taken")
+        announce(f"warning: checkpoint {path}: {fault}; the one before it is used")
     return None
 
 
@@ -136,7 +137,7 @@ def _check_fixed_keys(cfg: Config, path: Path) -> None:
         made_with_value = made_with.get(key, "none")
         if made_with_value != value:
             raise ConfigError(
-                f"{key}={value}: checkpoint {path} was made with {made_with_value}; "
+                f"{key}={value}: checkpoint {path} was written with {made_with_value}; "
                 f"resume with it, or {RESTART}"
             )
 

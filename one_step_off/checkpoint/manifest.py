@@ -2,7 +2,7 @@
 parameter.
 
 It is written last, when all other files are on the disk, and compared with them before a run
-resumes. Pickles are checked too: only the few classes that belong into a checkpoint may be in them
+resumes. Pickles are checked too: they may contain only the few classes that a checkpoint needs
 (`models/safe_unpickling.py`).
 """
 

@@ -75,7 +75,7 @@ def read_batch(folder: Path) -> Batch:
     Raises:
         ConfigError: there is no batch, or its files are broken.
     """
-    fix = "name a folder as OUTPUT_DIR/skipped/step_000012"
+    fix = "name a folder such as OUTPUT_DIR/skipped/step_000012"
     # Broken bytes raise errors of any kind.
     with as_config_error(f"--replay {folder}: no batch", fix):
         samples = read_samples(folder)

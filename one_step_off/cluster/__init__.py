@@ -1,5 +1,4 @@
-"""What the program asks of its machines: placement groups, remote calls and waits with time limits,
-cleanup, usage.
+"""The machines of a run: placement groups, remote calls and waits with time limits, cleanup, usage.
 
 Knows nothing of models. Read `placement.py` first, then `remote_calls.py` and `errors.py`.
 """

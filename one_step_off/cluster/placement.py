@@ -88,7 +88,7 @@ def _reserve(cfg: Config, pool: str, node: int, count: int, resource: str) -> Pl
     if not group.wait(timeout_seconds=min(RESERVE_TIMEOUT_S, cfg.trainer.start_timeout_s)):
         free = ray.available_resources().get(resource, 0)
         needs = f"node {node} needs {count * width} {resource}s on one node"
-        has = f"the cluster has {free:g} free in all; give the pool less or the cluster more"
+        has = f"the cluster has {free:g} free in all; make the pool smaller or the cluster larger"
         key = f"placement.pools.{pool}={cfg.placement.pools[pool]}"
         raise ConfigError(f"{key}: {needs}, but {has}")
     return group

@@ -68,7 +68,7 @@ def _named_failure(who: str, error: Exception) -> Exception:
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     if type(error).__name__ in DEATH_ERRORS:
         if "its node has died" in str(cause):
-            who += ": its node is lost, or the network to it"
+            who += ": its node, or the network to it, failed"
         pids = [line.split()[-1] for line in lines if line.startswith("pid:")]
         pid = pids[0] if pids else "unknown"
         return ProcessDied(f"{who}: its process died (pid {pid})")

@@ -1,5 +1,5 @@
-"""Memory and GPU utilization of the run's processes, sampled every few seconds and never waited
-for.
+"""Memory and GPU utilization of the run's processes, sampled every few seconds; the pipeline never
+waits for it.
 
 `UsageProbe` is mixed into the actors and measures. `watch_usage` asks them beside the pipeline,
 which knows nothing of it.

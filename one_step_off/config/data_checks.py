@@ -17,8 +17,8 @@ GENERATORS = ("word_problems", "addition", "products", "puzzles")
 BUILT_IN_REWARDS = ("gsm8k", "math")
 BUILT_IN_LOOPS = ("single_turn", "tool", "retry_with_feedback", "environment")
 BUILT_IN_TOOLS = ("calculator", "python")
-USER_FUNCTION_FORM = "module:function, of a module in this folder or in PYTHONPATH"
-USER_CLASS_FORM = "module:Class, of a module in this folder or in PYTHONPATH"
+USER_FUNCTION_FORM = "module:function, where the module is in this folder or on PYTHONPATH"
+USER_CLASS_FORM = "module:Class, where the module is in this folder or on PYTHONPATH"
 
 
 def check_data(cfg: Config) -> None:
@@ -65,13 +65,13 @@ def _check_source(key: str, source: str) -> None:
 
 
 def _check_rewards(cfg: Config) -> None:
-    wanted = f"must be gsm8k, math, or your own as {USER_FUNCTION_FORM}"
+    problem = f"must be gsm8k, math, or your own as {USER_FUNCTION_FORM}"
     if not _is_reward(cfg.reward.function):
-        raise key_error(cfg, "reward.function", wanted)
+        raise key_error(cfg, "reward.function", problem)
     for source, name in cfg.reward.functions.items():
         if not _is_reward(name):
             raise ConfigError(
-                f"reward.functions.{format_value(source)}={format_value(name)}: {wanted}"
+                f"reward.functions.{format_value(source)}={format_value(name)}: {problem}"
             )
     if cfg.reward.functions and cfg.reward.function != RewardConfig.function:
         raise key_error(
@@ -96,7 +96,7 @@ def check_agent(cfg: Config) -> None:
         if not isinstance(settings, dict):
             raise ConfigError(
                 f"agent.loop_kwargs.{name}={format_value(settings)}: "
-                "must be a mapping of this loop's settings, as {format: llama}"
+                "must be a mapping of this loop's settings, such as {format: llama}"
             )
 
 
@@ -120,7 +120,7 @@ def check_output(cfg: Config) -> None:
     """Check where the run writes, what it resumes from, and the packages of its loggers."""
     output_dir = cfg.trainer.output_dir
     if not output_dir.strip():
-        raise key_error(cfg, "trainer.output_dir", "not set; name a folder, as outputs/run")
+        raise key_error(cfg, "trainer.output_dir", "not set; name a folder, such as outputs/run")
     parent = _nearest_existing_folder(output_dir)
     is_writable = os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
     if not is_writable or "\0" in output_dir:

@@ -45,7 +45,7 @@ KEYS_OF_VLLM_FIELDS = {
     "kv_cache_memory_bytes": "rollout.kv_cache_mb",
     "seed": "trainer.seed",
     "max_tokens": "data.max_response_length",
-    "data_parallel_size": "placement.pools: each tensor_parallel_size of its GPUs is a replica",
+    "data_parallel_size": "placement.pools: each replica has tensor_parallel_size of its GPUs",
 }
 
 # Fields of AsyncEngineArgs that the program sets; they are refused whatever their value.
@@ -88,11 +88,11 @@ def check_sampling(cfg: Config) -> None:
                 name, ALLOWED_SAMPLING_FIELDS, f"remove it (allowed are {allowed})", cutoff=0.8
             )
             raise ConfigError(
-                f"{location}: only fields that leave the engine's log-probs those of the policy may be set; {fix}"
+                f"{location}: only fields that keep the sampled distribution may be set; {fix}"
             )
-        wanted, is_valid = ALLOWED_SAMPLING_FIELDS[name]
+        type_text, is_valid = ALLOWED_SAMPLING_FIELDS[name]
         if not is_valid(value):
-            raise ConfigError(f"{location}: must be {wanted}")
+            raise ConfigError(f"{location}: must be {type_text}")
 
 
 def check_engine(cfg: Config, device: str) -> None:
@@ -103,7 +103,7 @@ def check_engine(cfg: Config, device: str) -> None:
         if our_key:
             raise ConfigError(f"{location}: use {our_key}")
         if name in ENGINE_FIELDS_SET_BY_US:
-            raise ConfigError(f"{location}: the program sets it, one replica to a node; remove it")
+            raise ConfigError(f"{location}: the program sets it; remove it")
         if name in UNSAFE_ENGINE_FIELDS and value and value != "auto":
             raise ConfigError(
                 f"{location}: the engine's log-probs would not be the policy's, "
@@ -125,7 +125,8 @@ def _check_engine_length(cfg: Config, name: str, value: Any, location: str, devi
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     if not isinstance(value, int) or value < longest:
         raise ConfigError(
-            f"{location}: prompt and response may take {longest} tokens; remove it, or use at least {longest}"
+            f"{location}: prompt plus response may have {longest} tokens; "
+            f"remove it, or use at least {longest}"
         )
 
 

@@ -30,11 +30,11 @@ _TYPE_TEXTS: dict[Any, str] = {
     float: "a number",
     bool: "true or false",
     str: "text",
-    list[float]: "a list of numbers, as [0.9, 0.999]",
-    list[int]: "a list of whole numbers, as [4, 4]",
-    dict[str, list[int]]: "a mapping of lists of whole numbers, as {rollout: [1], actor: [1]}",
-    dict[str, str]: "a mapping of names, as {name: value}",
-    dict[str, Any]: "a mapping, as {name: value}",
+    list[float]: "a list of numbers, such as [0.9, 0.999]",
+    list[int]: "a list of whole numbers, such as [4, 4]",
+    dict[str, list[int]]: "a mapping of lists of whole numbers, such as {rollout: [1], actor: [1]}",
+    dict[str, str]: "a mapping of names, such as {name: value}",
+    dict[str, Any]: "a mapping, such as {name: value}",
 }
 
 
@@ -136,7 +136,7 @@ def _parse_file(path: str) -> tuple[dict, yaml.MappingNode]:
         raise ConfigError(f"config={path}: {yaml_error_text(error)}; fix the file") from None
     if not isinstance(content, dict):
         raise ConfigError(
-            f"config={path}: must hold a mapping of sections, as model: {{path: ...}}"
+            f"config={path}: must contain a mapping of sections, such as model: {{path: ...}}"
         )
     return content, root
 
@@ -158,7 +158,7 @@ def _check_section(section: Any, keys: Any) -> None:
         find_key(str(section), keys)
     if not isinstance(keys, dict | None):
         raise ConfigError(
-            f"{section}={format_value(keys)}: a section must be a mapping of keys, as {{key: value}}"
+            f"{section}={format_value(keys)}: must be a mapping of keys, such as {{key: value}}"
         )
 
 
@@ -218,29 +218,29 @@ _SCALARS: dict[Any, tuple[Callable[[Any], bool], Callable[[Any], Any]]] = {
 }
 
 
-def _convert(location: str, wanted: Any, value: Any, type_text: str | None = None) -> Any:
-    """The value as the wanted type. Raises ConfigError: it is of another type."""
+def _convert(location: str, target_type: Any, value: Any, type_text: str | None = None) -> Any:
+    """The value as the target type. Raises ConfigError: it is of another type."""
     given = value
-    if isinstance(value, str) and wanted not in (str, Any):
+    if isinstance(value, str) and target_type not in (str, Any):
         # Environment variables arrive as text.
         with contextlib.suppress(*YAML_ERRORS):
             value, _ = parse_yaml(value)
-    origin = get_origin(wanted)
+    origin = get_origin(target_type)
     if origin is list and isinstance(value, list):
-        (item_type,) = get_args(wanted)
+        (item_type,) = get_args(target_type)
         return [_convert(f"{location}[{i}]", item_type, item) for i, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):
-        _, item_type = get_args(wanted)
+        _, item_type = get_args(target_type)
         converted = {}
         for name, item in value.items():
             converted[str(name)] = _convert(f"{location}.{format_value(name)}", item_type, item)
         return converted
-    if wanted in _SCALARS:
-        fits, convert = _SCALARS[wanted]
+    if target_type in _SCALARS:
+        fits, convert = _SCALARS[target_type]
         if fits(value):
             return convert(value)
     raise ConfigError(
-        f"{location}={format_value(given)}: must be {type_text or _TYPE_TEXTS[wanted]}"
+        f"{location}={format_value(given)}: must be {type_text or _TYPE_TEXTS[target_type]}"
     )
 
 

@@ -31,7 +31,7 @@ def check_model(cfg: Config, device: str) -> None:
         raise key_error(
             cfg,
             "model.lora_target_modules",
-            "must be all-linear, or names of layers, as q_proj,v_proj",
+            "must be all-linear, or names of layers such as q_proj,v_proj",
         )
     runs_flash_attention = device != "cpu" and model.dtype == "bfloat16"
     if model.attn_implementation == "flash_attention_2" and not runs_flash_attention:
@@ -61,7 +61,8 @@ def check_model_path(key: str, path: str) -> None:
     is_hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)
     if os.path.exists(path) or not is_hub_id:
         raise ConfigError(
-            f"{location}: no such directory, and no hub id as Qwen/Qwen2.5-0.5B-Instruct; check the path"
+            f"{location}: no such directory, and not a hub id such as "
+            "Qwen/Qwen2.5-0.5B-Instruct; check the path"
         )
 
 

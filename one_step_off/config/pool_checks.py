@@ -54,7 +54,7 @@ def _check_pool(cfg: Config, pool: str, gpus_per_node: list[int]) -> None:
     in_range = all(1 <= count <= MAX_PROCESSES_PER_NODE for count in gpus_per_node)
     if not gpus_per_node or not in_range:
         raise ConfigError(
-            f"{location}: must list the processes (GPUs) of each node, each from 1 to 1024, as [4, 4]"
+            f"{location}: must list the processes (GPUs) of each node (1 to 1024), such as [4, 4]"
         )
     if pool not in cfg.placement.roles.values():
         raise ConfigError(
@@ -117,7 +117,7 @@ def _check_stages(role: str, settings: Any) -> None:
     if virtual_stages and settings.pipeline_parallel_size == 1:
         raise ConfigError(
             f"{role}.virtual_pipeline_parallel_size={virtual_stages}: "
-            f"needs stages; raise {role}.pipeline_parallel_size"
+            f"needs pipeline stages; raise {role}.pipeline_parallel_size"
         )
 
 
@@ -135,12 +135,13 @@ def _check_fsdp_layout(
         raise key_error(
             cfg,
             f"{role}.torch_compile",
-            "needs a C++ compiler on CPUs, as g++; install one or set it to false",
+            "needs a C++ compiler on CPUs, such as g++; install one or set it to false",
         )
     for name, size in sizes.items():
         if size > 1:
             raise ConfigError(
-                f"{role}.{name}={size}: only Megatron has it; set {role}.backend=megatron, or the size to 1"
+                f"{role}.{name}={size}: only the megatron back end supports it; set "
+                f"{role}.backend=megatron, or the size to 1"
             )
 
 
@@ -163,7 +164,8 @@ def _check_megatron_layout(role: str, sizes: dict[str, int], ranks: int) -> None
             if size > 1 and name != "expert_parallel_size":
                 shown.append(f"{role}.{name}={size}")
         raise ConfigError(
-            f"{', '.join(shown)}: would share {ranks_per_model} ranks, no divisor of its {ranks}; "
+            f"{', '.join(shown)}: would share {ranks_per_model} ranks, which does not divide its "
+            f"{ranks} ranks; "
             "change them or placement.pools"
         )
     ranks_per_stage = ranks // sizes["pipeline_parallel_size"]
@@ -186,7 +188,7 @@ def _check_megatron_settings(cfg: Config, role: str, settings: Any) -> None:
             raise key_error(
                 cfg,
                 f"{role}.{name}",
-                f"only the fsdp back end has it; set it to {format_value(off)}",
+                f"only the fsdp back end supports it; set it to {format_value(off)}",
             )
 
 
@@ -231,7 +233,7 @@ def _check_mini_batch(cfg: Config, role: str) -> None:
         raise key_error(
             cfg,
             f"{role}.betas",
-            "must be two numbers, each at least 0 and below 1, as [0.9, 0.999]",
+            "must be two numbers, each at least 0 and below 1, such as [0.9, 0.999]",
         )
 
 
@@ -255,10 +257,10 @@ def check_hardware(cfg: Config, device: str, num_gpus: int) -> None:
                 f"placement.pools.{format_value(name)}={format_value(gpus_per_node)}: "
                 f"{len(gpus_per_node)} nodes, but this machine is one; use [{sum(gpus_per_node)}], {fix}"
             )
-    wanted = sum(map(sum, pools.values()))
-    if device == "cuda" and wanted > num_gpus:
+    gpus_needed = sum(map(sum, pools.values()))
+    if device == "cuda" and gpus_needed > num_gpus:
         raise key_error(
             cfg,
             "placement.pools",
-            f"{wanted} GPUs, but this machine has {num_gpus}; use placement.device=cpu, {fix}",
+            f"{gpus_needed} GPUs, but this machine has {num_gpus}; use placement.device=cpu, {fix}",
         )

@@ -14,7 +14,7 @@ def check_run(cfg: Config) -> None:
         raise key_error(
             cfg,
             "model.path",
-            "not set; give a directory, a hub id, or tiny:qwen2 (and config=FILE?)",
+            "not set; give a directory, a hub id, or tiny:qwen2 (is config=FILE missing?)",
         )
     if not cfg.data.train_files.strip(" ,"):
         raise key_error(
@@ -55,11 +55,14 @@ def _check_keep_best(cfg: Config) -> None:
     set_names = "|".join(map(re.escape, cfg.data.val_sets))
     is_score = re.fullmatch(rf"val/(({set_names})/)?(reward|(avg|pass)@\d+)", keep_best)
     if cfg.trainer.test_freq < 1 or not is_score:
-        fix = "set that above 0, and this to val/reward, val/pass@K or val/SET/reward of a set in data.val_sets"
+        fix = (
+            "set trainer.test_freq above 0, and this to val/reward, val/pass@K or "
+            "val/SET/reward of a set in data.val_sets"
+        )
         raise key_error(
             cfg,
             "trainer.keep_best",
-            f"no score of trainer.test_freq={cfg.trainer.test_freq}; {fix}",
+            f"not a score that is evaluated with trainer.test_freq={cfg.trainer.test_freq}; {fix}",
         )
 
 
@@ -68,11 +71,18 @@ def check_roles(cfg: Config, device: str) -> None:
     roles = cfg.placement.roles
     if device == "cpu":
         _check_no_offload(cfg)
-    if ("ref" in roles) != (cfg.algorithm.kl_coef > 0):
+    has_kl = cfg.algorithm.kl_coef > 0
+    if has_kl and "ref" not in roles:
         raise key_error(
             cfg,
             "algorithm.kl_coef",
-            "needs a reference policy; set placement.roles.ref=actor and kl_coef above 0, or neither",
+            "needs a reference policy; set placement.roles.ref=actor, or this to 0",
+        )
+    if "ref" in roles and not has_kl:
+        raise key_error(
+            cfg,
+            "algorithm.kl_coef",
+            "placement.roles.ref has no use without a KL; set this above 0, or remove the role",
         )
     _check_critic_warmup(cfg)
     _check_reward_model(cfg)
@@ -104,7 +114,7 @@ def _check_critic_warmup(cfg: Config) -> None:
         raise key_error(
             cfg,
             "trainer.critic_warmup",
-            f"leaves the actor none of trainer.total_steps={total_steps}; make it smaller",
+            f"leaves the actor no step of trainer.total_steps={total_steps}; make it smaller",
         )
 
 
@@ -126,14 +136,16 @@ def _check_reward_model(cfg: Config) -> None:
         raise key_error(
             cfg,
             "reward_model.url",
-            "must be http://HOST:PORT/PATH or https://..., with its secret where that was masked",
+            "must be http://HOST:PORT/PATH or https://..., with its secret filled in if it was "
+            "masked",
         )
     has_model = reward_model.path or reward_model.url
     if cfg.reward.weight != 1 and not has_model:
         raise key_error(
             cfg,
             "reward.weight",
-            "there is no reward model to weigh against; set it to 1, or set reward_model.path or reward_model.url",
+            "there is no reward model to weight against; set it to 1, or set reward_model.path or "
+            "reward_model.url",
         )
     if cfg.algorithm.max_gen_batches > 1 and has_model:
         raise key_error(
@@ -158,7 +170,7 @@ def check_partial_rollout(cfg: Config) -> None:
         raise key_error(
             cfg,
             "algorithm.max_gen_batches",
-            "partial_rollout makes no whole batches; set it to 1",
+            "partial_rollout generates no whole batches; set it to 1",
         )
     if oversample > 1 and not partial:
         raise key_error(

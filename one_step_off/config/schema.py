@@ -24,7 +24,8 @@ class ModelConfig:
 
     path: str = path_key(
         "",
-        "HF model directory or hub id; tiny:qwen2, tiny:qwen3, tiny:tools: a small model that is built here and pretrained briefly",
+        "HF model directory or hub id; tiny:qwen2, tiny:qwen3, tiny:tools: a small model that is "
+        "built on this machine and briefly pretrained",
     )
     dtype: str = config_key(
         "bfloat16",
@@ -55,13 +56,14 @@ class DataConfig:
 
     train_files: str = path_key(
         "",
-        "jsonl or parquet files (comma-separated), hub id, or generator:NAME (docs/tutorials/recipes.md)",
+        "jsonl or parquet files (comma-separated), hub id, or generator:NAME "
+        "(docs/tutorials/reward_and_data.md)",
     )
     val_files: str = path_key(
         "", "held-out set, in the same forms as train_files; empty: no evaluation"
     )
     val_sets: dict[str, str] = config_key(
-        {}, "further held-out sets, in addition to val_files, as {name: files}"
+        {}, "further held-out sets, in addition to val_files, as a mapping {name: files}"
     )
     chat_template: str = config_key(
         "auto", "auto: the tokenizer's chat template, if it has one", choices="auto always never"
@@ -85,7 +87,7 @@ class DataConfig:
         -1, "use only the first rows of each held-out set; -1: all", low=1, also=-1
     )
     generator_size: int = config_key(
-        4096, "number of training rows that generator:NAME makes", low=1
+        4096, "number of training rows that generator:NAME generates", low=1
     )
 
 
@@ -189,7 +191,7 @@ class AlgorithmConfig:
         True, "GRPO, pass@k, GDPO: divide by the group's standard deviation"
     )
     whiten_adv: Optional[bool] = config_key(
-        None, "whiten advantages over all trained tokens; null: as the estimator's paper does"
+        None, "whiten advantages over all trained tokens; null: as in the estimator's paper"
     )
     gamma: float = config_key(1.0, "discount per trained token", low=0.0, high=1.0)
     lam: float = config_key(1.0, "lambda of GAE", low=0.0, high=1.0)
@@ -309,11 +311,12 @@ class AgentConfig:
     )
     tools: str = config_key(
         "",
-        "tools of the loop tool, comma-separated: calculator, python, your own as module:function, mcp:URL",
+        "tools for agent.loop=tool, comma-separated: calculator, python, your own as "
+        "module:function, mcp:URL",
     )
     max_turns: int = config_key(8, "model turns per trajectory", low=1)
     max_turn_tokens: Optional[int] = config_key(
-        None, "longest model turn, in tokens; null: no limit of its own", low=1
+        None, "longest model turn, in tokens; null: no separate limit", low=1
     )
     timeout_s: float = config_key(
         600.0, "a trajectory starts no new turn after this time", above=0.0
@@ -413,7 +416,8 @@ class TrainerConfig:
     )
     resume: str = path_key(
         "auto",
-        "auto: from the newest checkpoint in output_dir; never; or the folder of a checkpoint",
+        "auto: resume from the newest checkpoint in output_dir; never: do not; or a checkpoint's "
+        "folder",
     )
     overwrite: bool = config_key(
         False,
@@ -421,7 +425,7 @@ class TrainerConfig:
     )
     grace_s: float = config_key(
         120.0,
-        "after Ctrl-C or SIGTERM: time in which the step may end and its checkpoint be written",
+        "after Ctrl-C or SIGTERM: seconds to finish the step and write its checkpoint",
         low=0.0,
     )
     save_hf_model: bool = config_key(True, "write hf_model/ at the end")

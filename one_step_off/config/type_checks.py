@@ -24,7 +24,7 @@ def checked_copy(cfg: Config) -> Config:
     """
     if not isinstance(cfg, Config):
         raise ConfigError(
-            f"config of type {type(cfg).__name__}: must be a Config, as of load_config"
+            f"config of type {type(cfg).__name__}: must be a Config, for example from load_config"
         )
     checked = copy.deepcopy(cfg)
     _refuse_unknown_attributes(checked)
@@ -58,4 +58,4 @@ def _refuse_unknown_attributes(cfg: Config) -> None:
 def _require_section_type(name: str, section: Any, section_type: Any) -> None:
     if not isinstance(section, section_type):
         shown = format_value(section)
-        raise ConfigError(f"{name}={shown}: must be an object of {section_type.__name__}")
+        raise ConfigError(f"{name}={shown}: must be an instance of {section_type.__name__}")

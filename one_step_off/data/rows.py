@@ -186,7 +186,7 @@ def final_number(answer: str) -> str:
         raise BadRow("the answer has no '#### NUMBER'")
     number = rest.strip().replace("$", "").removesuffix(".")
     if plain_number(number) is None:
-        raise BadRow(f"after '####' stands {rest.strip()[:40]!r}, not a number")
+        raise BadRow(f"after '####' comes {rest.strip()[:40]!r}, not a number")
     return number.replace(",", "")
 
 
@@ -314,7 +314,7 @@ def load_rows(
     sources = [source.strip() for source in spec.split(",") if source.strip()]
     if not sources:
         raise ConfigError(
-            f"data: {spec!r} names nothing; give a file, a hub id or generator:word_problems"
+            f"data: {spec!r} names no data; give a file, a hub id or generator:word_problems"
         )
     starts_with_blank = not cfg.instruction[:1].strip()
     instruction = cfg.instruction if starts_with_blank else f" {cfg.instruction}"

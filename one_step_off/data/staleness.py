@@ -66,6 +66,6 @@ def _stale_token_message(batch: Batch, sample: Sample, token: int) -> str:
         expected = f"version {newest}"
     return (
         f"step {batch.step}, prompt {sample.prompt_id}, sample {sample.index}, token {token}: "
-        f"made by weights (incarnation {sample.incarnation}, version {version}), "
+        f"generated with weights (incarnation {sample.incarnation}, version {version}), "
         f"but this step trains on (incarnation {incarnation}, {expected})"
     )

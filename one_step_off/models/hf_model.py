@@ -76,7 +76,7 @@ def read_checkpoint(
         "ignore_mismatched_sizes": True,  # they are refused below
     }
     problem = f"{path!r} is not a {model_class.description} that can be loaded"
-    fix = "give a whole model, as save_pretrained writes it"
+    fix = "give a complete model, saved by save_pretrained"
     torch.manual_seed(cfg.trainer.seed)  # of a new scalar head
     # An unknown architecture, a broken file, code that must be trusted: errors of many types.
     with as_config_error(f"{key}: {problem}", fix):
@@ -89,7 +89,8 @@ def read_checkpoint(
     if missing:
         example = min(missing)
         raise ConfigError(
-            f"{key}: {path!r} lacks {len(missing)} weights in their shapes, as {example}; {fix}"
+            f"{key}: {path!r} lacks {len(missing)} weights of the expected shapes, such as "
+            f"{example}; {fix}"
         )
     if role in SCALAR_ROLES:
         _check_scalar_head(model, key, path)
@@ -205,6 +206,7 @@ def check_layout(model: PreTrainedModel, path: str) -> None:
     if differing:
         where = f"model.path: {path!r} ({type(model).__name__})"
         raise ConfigError(
-            f"{where} is stored in another layout than it is trained in (as {differing[0]}); "
+            f"{where} is stored in a layout that differs from the one in training (for example "
+            f"{differing[0]}); "
             "the fsdp back end cannot stream its weights; give another model"
         )

@@ -62,7 +62,7 @@ def _check_family(hf_config: Any, path: str, where: str) -> None:
     family = hf_config.model_type
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ConfigError(f"{where}: model type {family} is none of {known}; use backend=fsdp")
+        raise ConfigError(f"{where}: model type {family} is not one of {known}; use backend=fsdp")
     one_file = has_file(path, "model.safetensors")
     if not one_file and not has_file(path, "model.safetensors.index.json"):
         raise ConfigError(
@@ -81,7 +81,7 @@ def _check_variant(hf_config: Any, where: str) -> None:
         name = unsupported[0]
         value = getattr(hf_config, name)
         raise ConfigError(
-            f"{where}: its {name}={value} is not known to this back end; use backend=fsdp"
+            f"{where}: its {name}={value} is not supported by this back end; use backend=fsdp"
         )
 
 
@@ -140,5 +140,5 @@ def _check_sizes(hf_config: Any, role_config: BackendConfig, role: str, path: st
     if experts and tensor_parallel > 1 and not role_config.sequence_parallel:
         raise ConfigError(
             f"{role}.sequence_parallel=false: tensor parallelism of {path!r}, with experts, "
-            "needs it true"
+            "needs it to be true"
         )

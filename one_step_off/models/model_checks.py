@@ -86,7 +86,8 @@ def _check_vocabulary(cfg: Config, role: str, policy_tokenizer: Any) -> None:
     if tokenizer.get_vocab() != policy_tokenizer.get_vocab():
         name = _key_and_path(cfg, role)
         raise ConfigError(
-            f"{name}: its tokens mean something else than model.path's; give one of its family"
+            f"{name}: its token ids do not match those of model.path; give a model of the same "
+            "family"
         )
 
 
@@ -120,7 +121,8 @@ def _check_files(cfg: Config, section: str, longest_sequence: int) -> Any:
     if context_length is not None and longest_sequence > context_length:
         keys = "data.max_prompt_length + data.max_response_length"
         raise ConfigError(
-            f"{keys} = {longest_sequence}: {name} takes {context_length} tokens; lower one of them"
+            f"{keys} = {longest_sequence}: {name} supports {context_length} tokens; lower one of "
+            "them"
         )
     return model_config
 
@@ -134,7 +136,7 @@ def _refuse_quantized_weights(name: str, model_config: Any) -> None:
         method = quantization.get("quant_method") or "quantization_config in config.json"
     raise ConfigError(
         f"{name}: its weights are quantized ({method}), which the trainer cannot load; "
-        "give the model that it was made from"
+        "give the original model"
     )
 
 
@@ -145,7 +147,7 @@ def _how_to_fix(error: BaseException) -> str:
     cause = error.__cause__ or error
     login = "run `hf auth login`"
     if isinstance(cause, errors.GatedRepoError):
-        return f"the model is gated: ask for access on its page, then {login} or set HF_TOKEN"
+        return f"the model is gated: request access on its page, then {login} or set HF_TOKEN"
     if isinstance(cause, errors.RepositoryNotFoundError):
         return f"no such model on the hub, or a private one: check the id, or {login}"
     if isinstance(cause, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
@@ -154,7 +156,7 @@ def _how_to_fix(error: BaseException) -> str:
     return (
         "give a model directory saved by save_pretrained or a hub id; "
         f"a model newer than transformers {version} needs a newer one, "
-        "a model with code of its own model.trust_remote_code=true"
+        "a model with its own code needs model.trust_remote_code=true"
     )
 
 
@@ -172,7 +174,7 @@ def _require_causal_model(name: str, model_config: Any) -> None:
     if not is_causal or was_saved_as_other:
         what = f"{architecture or 'its model'} (model type {model_config.model_type!r})"
         raise ConfigError(
-            f"{name}: {what} is no causal language model of transformers; "
+            f"{name}: {what} is not a causal language model of transformers; "
             "give one that generates text"
         )
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]

@@ -1,9 +1,9 @@
 """Checks a distributed checkpoint's pickles without running what they hold.
 
 torch describes its files in one pickle, `.metadata`; Megatron's checkpoints are torch's. Before
-torch reads it, it is read here, with the classes that belong there and no others. Whatever else is
-pickled is inside of the data files, and torch.load reads it, which TORCH_FORCE_WEIGHTS_ONLY_LOAD=1
-in the environment restricts to tensors and plain values.
+torch reads it, it is read here, with the classes that belong there and no others. All other pickles
+are inside the data files and are read by torch.load, which TORCH_FORCE_WEIGHTS_ONLY_LOAD=1 in the
+environment restricts to tensors and plain values.
 """
 
 import pickle
@@ -48,7 +48,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type:
         if f"{module}.{name}" not in _ALLOWED_NAMES:
             raise pickle.UnpicklingError(
-                f"names {module}.{name}, which has no place there; nothing of it was run"
+                f"names {module}.{name}, which is not allowed there; nothing in it was executed"
             )
         return super().find_class(module, name)
 

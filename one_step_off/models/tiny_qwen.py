@@ -1,11 +1,11 @@
-"""`model.path: tiny:qwen2` or `tiny:qwen3`: a small real model, made on the spot, that RL visibly
+"""`model.path: tiny:qwen2` or `tiny:qwen3`: a small real model, built on demand, that RL visibly
 improves.
 
 Every part of the program treats it like any Hugging Face model. Nothing is downloaded: the
 tokenizer is trained on the word problems of `word_problems.py`, and the weights are warm-started on
-demonstrations made from their train split. Most of these lack or misformat the last line (`####
-N`), so the model knows the sums but seldom writes them in the form that earns the reward: that gap
-is what RL closes. `tiny:tools` is a Qwen2 that was shown products: it knows how to call a
+demonstrations generated from their train split. Most of these lack or misformat the last line
+(`#### N`), so the model knows the sums but seldom writes them in the form that earns the reward:
+that gap is what RL closes. `tiny:tools` is a Qwen2 that was shown products: it knows how to call a
 calculator, and mostly guesses instead.
 """
 

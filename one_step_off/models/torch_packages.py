@@ -1,4 +1,5 @@
-"""Packages built for CUDA beside a torch built for CPUs, which keep transformers and vLLM from importing."""
+"""CUDA builds of packages next to a CPU build of torch, which make the import of transformers and
+vLLM fail."""
 
 import importlib
 import sys

@@ -102,5 +102,5 @@ def _require_memory(cfg: Config, bytes_by_role: dict[str, int]) -> None:
     raise ConfigError(
         f"model.path={cfg.model.path}: weights, optimizer states and KV cache take "
         f"{needed_bytes / GIB:.3g} GiB ({parts}), and this machine has {limit_bytes / GIB:.3g} GiB; "
-        "use a smaller model, or less of placement.pools and rollout.kv_cache_mb"
+        "use a smaller model, or lower placement.pools or rollout.kv_cache_mb"
     )

@@ -1,4 +1,4 @@
-"""What the user sees while a run is on: a live bar on a terminal, plain lines anywhere else.
+"""What the user sees during a run: a live bar on a terminal, plain lines anywhere else.
 
     with RunConsole() as console:
         with console.working("starting Ray"):

@@ -1,7 +1,7 @@
-"""Where people look at a run: TensorBoard, Weights & Biases, Prometheus, and the sample files.
+"""The loggers of a run: TensorBoard, Weights & Biases, Prometheus, and the sample files.
 
-All of it happens in one thread beside the pipeline. A logger that fails is named once and left out
-from then on: a broken dashboard must not end a run of days."""
+All of it happens in one thread beside the pipeline. A logger that fails is named once and disabled:
+a broken dashboard must not end a run that has worked for days."""
 
 import json
 import math
@@ -335,7 +335,7 @@ class Loggers:
         except Exception as error:
             self.live.pop(name, None)
             reason = f"{type(error).__name__}: {error}"
-            self.print_line(f"warning: {name} failed and is left out from now on: {reason}")
+            self.print_line(f"warning: {name} failed and is disabled: {reason}")
 
 
 def _finite(figures: dict[str, Any]) -> dict[str, float]:

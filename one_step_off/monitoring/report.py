@@ -1,4 +1,4 @@
-"""A run's folder as one page without a network: python -m one_step_off.report OUTPUT_DIR.
+"""A run's folder as one page that needs no network: python -m one_step_off.report OUTPUT_DIR.
 
 A run writes report.html at its end. Here the folder becomes one JSON object; the page,
 `report.html` beside this file, draws it. What cannot be read is left out: a run may have been
@@ -158,7 +158,7 @@ def main(argv: list[str]) -> int:
             f"{folder}: no run has written config.yaml there; name the trainer.output_dir of one"
         )
     with as_config_error(
-        f"{folder}: no report", "free the disk, or copy the run's folder", OSError
+        f"{folder}: no report", "free disk space, or copy the run's folder", OSError
     ):
         print(write(folder))
     return 0

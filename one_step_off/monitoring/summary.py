@@ -1,5 +1,5 @@
-"""What rows of metrics come to: statistics of samples, medians and rates of a run, and the text of
-an evaluation."""
+"""Summaries of metrics: statistics of samples, medians and rates of a run, and the text of an
+evaluation."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""`timeline.json`: who worked when, as a Chrome trace (chrome://tracing, Perfetto).
+"""`timeline.json`: which process worked when, as a Chrome trace (chrome://tracing, Perfetto).
 
 Each line is one event. The closing bracket of the list is left out, as the format allows, so the
 file is always valid."""

@@ -3,7 +3,7 @@
     generation = decode_s * longest + sequence_s * tokens / replicas
     training   = train_fixed_s + train_token_s * tokens / ranks
 
-They are fitted to the medians of the runs (of one run the fixed parts are next to nothing), then
+They are fitted to the medians of the runs (with a single run the fixed parts are almost zero), then
 scaled so that a simulation of the first run takes as long as it did. Response lengths are drawn
 from those of the first run; with given times those of a prompt are spread evenly up to
 data.max_response_length.
@@ -137,7 +137,7 @@ def by_runs(folders: list[str]) -> Any:
             runs.append(_measured(Path(folder), cfg))
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as e:
             raise ConfigError(
-                f"--from {folder}: is no trainer.output_dir of a synchronous run: {e}; "
+                f"--from {folder}: is not the trainer.output_dir of a synchronous run: {e}; "
                 "name the folder of a finished run with pipeline.staleness=0"
             ) from None
     return fit_work(runs, lengths)
@@ -194,7 +194,7 @@ def by_times(cfg: Config, text: str) -> Any:
     except ValueError:
         raise ConfigError(
             f"--times {text}: must be GEN,TRAIN,SYNC[,TAIL] in seconds, TAIL at most GEN "
-            "(what the longest response takes alone), as 458,445,6,60"
+            "(the part of GEN in which only the longest response runs), such as 458,445,6,60"
         ) from None
     n = cfg.rollout.n
     longest = cfg.data.max_response_length

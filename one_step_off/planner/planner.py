@@ -2,8 +2,8 @@
 [options]
 
 Without --from and --times it runs a few synchronous steps of the config, with the whole batch and
-with a quarter of it, and calibrates by those. Then it simulates every split. The model of a step is
-`simulation.Work`; how its constants are fitted is in `calibration.py`.
+with a quarter of it, and calibrates its model of a step with those. Then it simulates every split.
+The model is `simulation.Work`; `calibration.py` fits its constants.
 """
 
 import argparse
@@ -44,7 +44,7 @@ HEADER = ("rollout + trainer", "arrangement", "step, s", "idle: rollout", "train
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise ConfigError(f"{message}; --help says how to call it")
+        raise ConfigError(f"{message}; --help shows the usage")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def arrangements(cfg: Config, gpus: int) -> list[Arrangement]:
     if not rollout_gpus:
         raise ConfigError(
             f"--gpus {gpus}: no split has {replica_gpus} for a replica, {model_gpus} for a model "
-            "that trains, and a sample for each of those; give another number"
+            "copy that trains, and a sample for each copy; give another number"
         )
     shown = min(MOST_SPLITS, len(rollout_gpus))
     positions = np.linspace(0, len(rollout_gpus) - 1, shown)
@@ -141,11 +141,12 @@ def report(work: Any, results: list[Simulated]) -> None:
     """Print what was assumed, the table, and the best in one line."""
     print(
         f"assumed: {work.decode_s:.3g} s for a token, {work.sequence_s:.3g} s more for each "
-        f"sequence beside it; training\n"
-        f"  {work.train_fixed_s:.3g} s however many GPUs, and {work.train_token_s:.3g} s a token "
+        f"concurrent sequence; training\n"
+        f"  {work.train_fixed_s:.3g} s on any number of GPUs, and {work.train_token_s:.3g} s per "
+        "token "
         f"and GPU; sync {work.sync_s:.3g} s on every split;\n"
         f"  responses of {work.lengths.mean():.0f} tokens, {work.lengths.max()} at most; in the "
-        "colocated arrangement devices change hands at once"
+        "colocated arrangement switching devices takes no time"
     )
     print(ROW.format(*HEADER))
     for result in results:
@@ -177,18 +178,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "keys", nargs="*", metavar="KEY=VALUE", help="config=FILE, section.key=value"
     )
-    parser.add_argument("--gpus", type=int, help="to divide; default: all of placement.pools")
+    parser.add_argument(
+        "--gpus", type=int, help="number of GPUs to divide; default: all of placement.pools"
+    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--from",
         dest="runs",
         action="append",
-        help="folder of a synchronous run; twice: of two batch sizes",
+        help="folder of a synchronous run; give it twice for two batch sizes",
     )
     source.add_argument(
         "--times",
         metavar="GEN,TRAIN,SYNC[,TAIL]",
-        help="seconds of a synchronous step on those pools",
+        help="seconds of a synchronous step on the pools of the config",
     )
     return parser.parse_intermixed_args(argv)
 
@@ -199,7 +202,7 @@ def _check_roles(cfg: Config) -> None:
     for role, pool in roles.items():
         if role != "rollout" and pool != roles["actor"]:
             raise ConfigError(
-                f"placement.roles.{role}={pool}: only two pools are planned; "
+                f"placement.roles.{role}={pool}: the planner supports only two pools; "
                 "put it into the actor's"
             )
 

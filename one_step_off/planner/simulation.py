@@ -2,7 +2,7 @@
 trained.
 
 `Pipeline` and `RolloutGroup`, with its routing and device lock, are those of a real run. Only the
-processes are stand-ins, whose calls sleep for modelled times. So the schedule is not modelled; the
+processes are stand-ins, whose calls sleep for modeled times. So the schedule is not modeled; the
 durations are, see `Work`.
 """
 

@@ -84,8 +84,8 @@ class RewardFunctions:
         if function is None:
             known = ", ".join(map(format_value, self.by_source))
             raise ConfigError(
-                f"reward.functions: none for the data_source {format_value(data_source)!r}; "
-                f"add one (there are those of {known})"
+                f"reward.functions: no function for the data_source "
+                f"{format_value(data_source)!r}; add one (defined: {known})"
             )
         return function
 

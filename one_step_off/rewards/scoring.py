@@ -142,5 +142,5 @@ def _bad_result_text(result: Any) -> str:
         'as {"reward": 1.0} or {"right": 1.0, "form": 0.5}'
     )
     if type(result) is dict and "score" in result:
-        text += ' (what others call "score" is "reward" here)'
+        text += ' (the key "score" of other libraries is "reward" here)'
     return text

@@ -122,7 +122,8 @@ def _process_fault(
     subject = f"{function.name}, {item}"
     if not result.imported:
         printed = result.output.strip().splitlines() or ["it prints nothing"]
-        return f"{subject}: its module cannot be imported in a process of its own: {printed[-1][:300]}; fix it"
+        problem = f"its module cannot be imported in a separate process: {printed[-1][:300]}"
+        return f"{subject}: {problem}; fix it"
     # The output holds the traceback of faulthandler.
     place = find_user_line(result.output, function.file, deepest_first=True)
     location = f" at {place}" if place else ""

@@ -172,7 +172,7 @@ class WholeBatchSource(BatchSource):
     async def _samples(self, step: int) -> Generated:
         pending = self.pending
         self.pending = None
-        if pending is None:  # a sync that found no replica launched nothing
+        if pending is None:  # the sync before found no replica, so nothing was launched
             self._raise_if_failed()
         generated = await pending
         self._raise_if_failed()

@@ -110,7 +110,7 @@ class TrajectorySlot:
             self.calls_in_time += 1
 
     def _within_limits(self) -> bool:
-        """Whether the loop may go on."""
+        """Whether the loop may continue."""
         busy_elsewhere = self.calls_in_progress > 0
         own_time_left = time.monotonic() < self.last_call_ended_s + self.limit_s
         endless = self.calls_late > self.calls_in_time
@@ -119,7 +119,7 @@ class TrajectorySlot:
     async def run(self, loop: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Run an agent loop in this slot.
 
-        The loop is cancelled, and not awaited, when its own code takes longer than `limit_s`
+        The loop is canceled, and not awaited, when its own code takes longer than `limit_s`
         seconds in one go, or when it makes more calls after that time than within it.
 
         Returns:

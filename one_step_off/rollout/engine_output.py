@@ -29,7 +29,7 @@ def token_versions(spans: Any, length: int) -> tuple[int, np.ndarray]:
     several_incarnations = length > 0 and len(incarnations) != 1
     if several_incarnations or (versions < 0).any():
         raise RuntimeError(
-            f"the engine stamped {length} tokens with {spans}: one known version each was expected"
+            f"the engine stamped {length} tokens with {spans}: expected one known version for each"
         )
     return next(iter(incarnations), 0), versions
 

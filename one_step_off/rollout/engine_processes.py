@@ -1,5 +1,5 @@
-"""The processes of a replica's engine: which they are, whether they run, and how those of a dead
-replica are ended."""
+"""The processes of a replica's engine: finding them, checking that they run, and killing those of a
+dead replica."""
 
 import contextlib
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ STOPPED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEA
 
 
 def kill_processes(processes: Sequence[ProcessId]) -> None:
-    """Kill those of these processes that still run."""
+    """Kill these processes, as far as they still run."""
     for pid, created in processes:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)

@@ -1,15 +1,15 @@
 """Which groups a step trains on where prompts may stay unfinished over several steps
 (`pipeline.partial_rollout`).
 
-Pure bookkeeping, without an engine. Prompts enter with the version that begins them; groups of
-samples come in when they are complete; each step takes as many groups as it trains on, those first
-that were complete first. The others stay for the next step: a prompt leaves the pool only by being
-trained on.
+Pure bookkeeping, without an engine. Prompts enter with the version that starts them; groups of
+samples arrive when they are complete; each step takes as many groups as it trains on, in the order
+in which they became complete. The others stay for the next step: a prompt leaves the pool only by
+being trained on.
 
-A prompt begun by version v is normally trained on in step v + 1, and may be trained on up to
+A prompt started with version v is normally trained on in step v + 1, and may be trained on up to
 `max_carry` steps later: its last step is v + 1 + max_carry. So no token is older there than 1 +
-max_carry versions. Where not all groups could be trained on in time otherwise, a step takes those
-first whose last step is near, and waits for them.
+max_carry versions. If some groups would otherwise miss their last step, the step takes those groups
+first and waits for them.
 """
 
 from dataclasses import dataclass
@@ -137,7 +137,7 @@ class PartialRolloutPool:
         interrupted = [v.size > 0 and v[0] != v[-1] for v in versions]
         all_versions = np.concatenate([*versions, np.zeros(0)])
         late_groups = {sample.prompt_id for sample in samples if "carried" in sample.extra}
-        found = {
+        metrics = {
             "carry/under_way": float(self.generating),
             "carry/groups": float(len(late_groups)),
             "carry/interrupted": float(np.mean(interrupted)),
@@ -145,5 +145,5 @@ class PartialRolloutPool:
         }
         if on_time.any():
             mean_length = self.total_tokens / self.total_samples
-            found["carry/length_bias"] = float(lengths[on_time].mean() / mean_length)
-        return found
+            metrics["carry/length_bias"] = float(lengths[on_time].mean() / mean_length)
+        return metrics

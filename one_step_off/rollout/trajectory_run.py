@@ -166,7 +166,7 @@ class TrajectoryRun:
                 raise score
             return {"fault": score.kind, "error": str(score)}
         if score is None:
-            return {"fault": "reward/timeouts", "error": "not judged within reward.timeout_s"}
+            return {"fault": "reward/timeouts", "error": "not scored within reward.timeout_s"}
         return {}
 
     def failed_sample(self, error: BaseException) -> Sample:

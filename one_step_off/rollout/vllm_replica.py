@@ -1,8 +1,8 @@
 """Generation: one vLLM `AsyncLLM` per replica, as a plain class that becomes a Ray actor.
 
 A replica turns prompts into scored samples. Every token carries the version of the weights that
-made it: the engine receives that version after each verified sync, and generates nothing before the
-first one.
+generated it: the engine receives that version after each verified sync, and generates nothing
+before the first one.
 """
 
 import asyncio
@@ -120,8 +120,8 @@ class RolloutReplica(UsageProbe):
         Raises:
             SyncError: a worker could not join.
         """
-        own = {"host": reachable_host(info["host"]), "first_receiver": first_receiver}
-        await self._call_workers("connect_sync", info | own)
+        replica_info = {"host": reachable_host(info["host"]), "first_receiver": first_receiver}
+        await self._call_workers("connect_sync", info | replica_info)
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
         try:

@@ -66,7 +66,9 @@ def load_config(
             out of bounds.
     """
     if isinstance(overrides, str):
-        raise ConfigError(f"overrides={overrides!r}: must be a list of texts, as ['actor.lr=1e-5']")
+        raise ConfigError(
+            f"overrides={overrides!r}: must be a list of strings, such as ['actor.lr=1e-5']"
+        )
     arguments = [] if config is None else [f"config={config}"]
     arguments += overrides
     for name, value in settings.items():
@@ -80,7 +82,7 @@ def _setting_arguments(name: str, value: Any) -> list[str]:
         return [f"{name}={_as_yaml(name, value)}"]
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"{name}={value!r}: must be a mapping of keys, as {name}={{'key': value}}"
+            f"{name}={value!r}: must be a mapping of keys, such as {name}={{'key': value}}"
         )
     return [f"{name}.{key}={_as_yaml(f'{name}.{key}', item)}" for key, item in value.items()]
 
@@ -93,7 +95,8 @@ def _as_yaml(dotted: str, value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{dotted}={value!r}: must be a number, a text, a list or a mapping of these ({error})"
+            f"{dotted}={value!r}: must be a number, a string, a list or a mapping of these "
+            f"({error})"
         ) from None
 
 
@@ -131,12 +134,12 @@ def train(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> RunResult:
             raise config_fault from error
         report_failure(cfg, error)
         raise
-    return read_result(Path(cfg.trainer.output_dir))
+    return read_result(cfg)
 
 
 def _check_callbacks(callbacks: Sequence[StepCallback]) -> None:
     if callable(callbacks):
-        raise ConfigError("callbacks: must be a list of functions, as callbacks=[function]")
+        raise ConfigError("callbacks: must be a list of functions, such as callbacks=[function]")
     for index, callback in enumerate(callbacks):
         if not callable(callback):
             raise ConfigError(
@@ -144,13 +147,16 @@ def _check_callbacks(callbacks: Sequence[StepCallback]) -> None:
             )
 
 
-def read_result(folder: Path) -> RunResult:
-    """The results of the run in a folder that has ended."""
+def read_result(cfg: Config) -> RunResult:
+    """The results of a run that has ended, from its folder."""
     from one_step_off import checkpoint
     from one_step_off.monitoring.report import parse_objects, read_lines, read_text
 
+    folder = Path(cfg.trainer.output_dir)
     report = folder / "report.html"
     hf_model = folder / "hf_model"
+    # A folder that was used before may hold the model of an earlier run.
+    has_model = cfg.trainer.save_hf_model and hf_model.is_dir()
     summaries = parse_objects([read_text(folder / "summary.json")])
     return RunResult(
         output_dir=folder,
@@ -158,6 +164,6 @@ def read_result(folder: Path) -> RunResult:
         evaluations=read_lines(folder / "evaluations.jsonl"),
         summary=summaries[0] if summaries else {},
         report=report if report.is_file() else None,
-        hf_model=hf_model if hf_model.is_dir() else None,
+        hf_model=hf_model if has_model else None,
         checkpoints=checkpoint.finished(folder / "checkpoints"),
     )

@@ -187,8 +187,8 @@ async def train_model(
         prepared.data.val,
         tracker,
         checkpointer,
-        resumed,
-        state.incarnation,
+        resumed=resumed,
+        incarnation=state.incarnation,
     )
     state.pipeline = pipeline
     watched_groups = _watched_groups(processes)
@@ -261,12 +261,12 @@ async def load_checkpoint(
         prompt_id = tuple(saved_id)
         unfinished_prompts.append(replace(prepared.data.find(prompt_id), id=prompt_id))
     return Resumed(
-        resume_point.step,
-        samples,
-        state["generate_s"],
-        state["kl_coef"],
-        state["incarnation"],
-        unfinished_prompts,
+        step=resume_point.step,
+        samples=samples,
+        generate_s=state["generate_s"],
+        kl_coef=state["kl_coef"],
+        incarnation=state["incarnation"],
+        unfinished=unfinished_prompts,
     )
 
 

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM: the first one stops the run with a checkpoint, the second one aborts it.
 
     loop_runner = LoopRunner()
-    loop_runner.run(coroutine)      # like asyncio.run, also where this thread runs an event loop
+    loop_runner.run(coroutine)      # like asyncio.run, even if this thread runs an event loop
 
     with loop_runner.handle_signals(handler):   # in the coroutine
         ...
@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# How long the waiting thread sleeps at a time. A signal ends the sleep at once.
+# How long the waiting thread sleeps at a time. Signal handlers run meanwhile.
 JOIN_INTERVAL_S = 0.5
 
 
@@ -52,7 +52,9 @@ def signal_handlers(
         yield
     finally:
         for number, previous_handler in previous_handlers.items():
-            signal.signal(number, previous_handler)
+            # None: a handler that was not set from Python, which cannot be set again.
+            if previous_handler is not None:
+                signal.signal(number, previous_handler)
 
 
 class LoopRunner:

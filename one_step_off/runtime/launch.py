@@ -1,7 +1,7 @@
 """A run from its config to its last file: read model and data, start Ray, train, write the summary.
 
 Its parts: `prepare.py` (before any engine starts), `attempts.py` (training, and restarts after
-failures), `run_folder.py` (may the run have its folder, and what it writes there first),
+failures), `run_folder.py` (whether a run may use its folder, and the first files in it),
 `interrupts.py` (Ctrl-C).
 """
 
@@ -89,7 +89,7 @@ def _is_complete(prepared: Prepared, print_line: Callable[[str], None]) -> bool:
         return False
     print_line(
         f"{resume_point.path} is at step {resume_point.step} of {total_steps}: "
-        "nothing is left to do; "
+        "nothing left to do; "
         "raise trainer.total_steps, or start over with trainer.resume=never trainer.overwrite=true"
     )
     return True

@@ -139,7 +139,7 @@ def _build_tiny_models(
             continue
         from one_step_off.models import tiny_qwen
 
-        what = f"{section}.path={path}: cannot be kept in {tiny_qwen.cache_dir()}"
+        what = f"{section}.path={path}: cannot be cached in {tiny_qwen.cache_dir()}"
         with as_config_error(what, "set ONE_STEP_OFF_CACHE to another folder", OSError):
             getattr(cfg, section).path = tiny_qwen.ensure(path, progress=show_progress)
 
@@ -189,7 +189,7 @@ def _check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> 
         run_to_completion(loops.get(loop_name).check(prompt))
     for loop_name in loops.cfg.agent.loop_kwargs:
         if loop_name not in first_prompts:
-            print_line(f"warning: agent.loop_kwargs.{loop_name}: no row of this run has that loop")
+            print_line(f"warning: agent.loop_kwargs.{loop_name}: no row of this run uses that loop")
     names_tools = bool(loops.cfg.agent.tools.strip(" ,"))
     uses_tools = any(loops.get(loop_name).tools for loop_name in first_prompts)
     if names_tools and not uses_tools:
@@ -217,6 +217,7 @@ def _canary_sequences(cfg: Config, data: run_data.RunData) -> list[np.ndarray]:
     canary = [prompt.ids[-CANARY_TOKENS:] for prompt in chosen]
     if not canary:
         raise ConfigError(
-            "data.train_files: no prompt has two tokens, which the canary of the weight sync needs"
+            "data.train_files: no prompt has at least two tokens, which the canary of the weight "
+            "sync needs"
         )
     return canary

@@ -1,7 +1,7 @@
-"""The run folder, `trainer.output_dir`: may the run have it, and what it writes there first.
+"""The run folder, `trainer.output_dir`: whether a run may use it, and the first files in it.
 
-Whether a run may have its folder is checked before anything slow is imported or read, so that a
-command that is given twice is refused at once."""
+Whether a run may use its folder is checked before anything slow is imported or read, so that a
+command that is run twice is refused at once."""
 
 import contextlib
 import json
@@ -89,7 +89,7 @@ def replaced_by(cfg: Config) -> str | None:
     if saved:
         ways = f"resume it with trainer.resume=auto, {OTHER_WAYS}"
     else:
-        no_checkpoint = "it cannot be resumed, for it has no checkpoint"
+        no_checkpoint = "it cannot be resumed, because it has no checkpoint"
         ways = f"{OTHER_WAYS}; {no_checkpoint} (trainer.save_freq=10 writes one every 10 steps)"
     return f"trainer.output_dir={folder}: holds {content}, which this one would replace; {ways}"
 

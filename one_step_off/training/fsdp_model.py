@@ -1,8 +1,8 @@
-"""A Hugging Face model under FSDP2: built, sharded, loaded, and asked for log-probs, or for a
-number per token.
+"""A Hugging Face model under FSDP2: built, sharded and loaded; it computes log-probs, or a number
+per token.
 
-A tie of embedding and head that comes apart while loading would train silently wrong, so it is
-checked at start.
+If embedding and head lost their tie while loading, training would be silently wrong, so the tie is
+checked at the start.
 """
 
 import functools
@@ -161,7 +161,7 @@ def _load(
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     if was_tied != _is_tied(model):
-        raise RuntimeError("embedding and head were tied and came apart while loading")
+        raise RuntimeError("embedding and head were tied and are not tied any more after loading")
 
 
 def _is_tied(model: PreTrainedModel) -> bool:

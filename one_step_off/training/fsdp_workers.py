@@ -1,8 +1,7 @@
 """The FSDP2 training back end, on GPUs or CPUs: one worker class per role.
 
-`FsdpBackend` is how a model is built, run, stepped and saved; what a role computes is in
-`policy_role.py`, `critic_role.py` and `reward_model_role.py`, and shared with the Megatron back
-end.
+`FsdpBackend` builds, runs, steps and saves a model; what a role computes is in `policy_role.py`,
+`critic_role.py` and `reward_model_role.py`, and shared with the Megatron back end.
 """
 
 from collections.abc import Callable, Iterable

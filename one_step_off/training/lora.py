@@ -52,7 +52,7 @@ def inject(model: PreTrainedModel, model_config: ModelConfig) -> None:
     for name, layer in model.named_modules():
         if hasattr(layer, "base_layer") and not _is_mergeable(layer, embedding):
             raise ConfigError(
-                f"{key}: {name} is no linear layer with weights of its own; "
+                f"{key}: {name} is not a linear layer with weights of its own; "
                 "use all-linear, or others"
             )
     for parameter in model.parameters():

@@ -220,7 +220,7 @@ class CheckpointReader:
         had."""
         self.key = key
         self.path = path
-        problem = f"{key}: {path!r} cannot be had from the hub"
+        problem = f"{key}: {path!r} cannot be downloaded from the hub"
         with as_config_error(problem, "give its name, or a folder"):
             folder = Path(path) if os.path.isdir(path) else _download(path)
         self.files: dict[str, Any] = {}
@@ -242,7 +242,7 @@ class CheckpointReader:
         if shape != piece.shape:
             raise ConfigError(
                 f"{self.key}: {piece.name} of {self.path!r} is {shape}, "
-                f"but its config.json says {piece.shape}; give a model whose files fit together"
+                f"but its config.json says {piece.shape}; give a model whose files match"
             )
         before = (slice(None),) * piece.dim
         return stored[(*before, slice(piece.start, piece.stop))]

@@ -2,7 +2,7 @@
 sequence divided.
 
 What a role computes (losses, metrics, columns, learning rates) is shared with the FSDP back end;
-`MegatronBackend` is how. A rank is one of `tensor * pipeline * context` that hold one model
+`MegatronBackend` computes it. A rank is one of `tensor * pipeline * context` that hold one model
 together; each such set takes a share of the batch. Loss and log-probs exist on the last pipeline
 stage, the same on each of its ranks: one of them reports.
 """

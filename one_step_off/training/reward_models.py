@@ -133,7 +133,7 @@ class RemoteRewardModel:
                     scores = (await answer.json())["scores"]
                 if _are_scores(scores, len(samples)):
                     return [float(score) for score in scores]
-                problem = f"{len(samples)} finite scores were wanted, and {str(scores)[:80]} came"
+                problem = f"{len(samples)} finite scores were expected, but {str(scores)[:80]} came"
             # The network, the server and the parser may raise anything; all of it is tried again.
             except Exception as e:
                 problem = f"{type(e).__name__}: {str(e) or 'no answer in time'}"

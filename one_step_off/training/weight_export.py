@@ -1,4 +1,4 @@
-"""The weights of a trained model for others: the pieces that each rank streams, and a Hugging Face
+"""How a trained model's weights are read: the pieces that each rank streams, and a Hugging Face
 checkpoint."""
 
 import contextlib

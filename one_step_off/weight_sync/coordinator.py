@@ -1,5 +1,5 @@
-"""The driver's part in the weight sync: bring the trainer's weights to every replica, verified, or
-the run stops.
+"""The driver's part in the weight sync: it brings the trainer's weights to every replica and
+verifies them, or the run stops.
 
 The weights are verified by checksum, by name and by the canary. A failure anywhere in a sync ends
 it for all: the driver aborts the epoch, so that no process waits for one that failed. Then it asks
@@ -7,8 +7,8 @@ every process, on a thread that is never busy, whether it is alive, and decides:
 
 - a trainer is gone or hangs: TrainerDied, and the attempt ends;
 - replicas are gone or hang: they are restarted in the background, the groups are created again
-  without them, and the others receive the whole sync again, from whatever state the broken one left
-  them in;
+  without them, and the others receive the whole sync again, no matter in which state the broken
+  sync left them;
 - all processes are alive: the failure itself is raised, since the sync is not exact (checksum,
   plan, canary).
 

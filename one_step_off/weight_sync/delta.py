@@ -12,8 +12,9 @@ A payload holds, in this order:
 3. all int32 streams, all 16-bit streams, all 8-bit streams;
 4. zeros up to a multiple of 16 bytes.
 
-A number that does not fit a stream stands there as the stream's largest value, and itself in the
-next wider stream. A column of which half would not fit begins in the 16-bit stream.
+A number that does not fit a stream is stored there as the stream's largest value, and in full in
+the next wider stream. A column starts in the 16-bit stream if half of it would not fit the 8-bit
+one.
 """
 
 import torch

@@ -106,7 +106,7 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         if missing:
             raise SyncError(
                 f"{self.receiver.name}: {len(missing)} parameters were not loaded, "
-                f"as {missing[:MISSING_NAMES_SHOWN]}"
+                f"such as {missing[:MISSING_NAMES_SHOWN]}"
             )
 
     # vLLM's wrapper of `receive_weights` would synchronize the device, which the receiver does
@@ -164,7 +164,7 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         receiver = self.receiver
         try:
             if self.model_config.enable_sleep_mode:
-                raise NotInPlace("an engine that sleeps gives its weights away")
+                raise NotInPlace("a sleeping engine releases its weights")
             receiver.in_place = InPlaceModel(
                 receiver.plan, receiver.join_buffer, receiver.checksums, self.model
             )

@@ -82,6 +82,24 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="also compare the bits with those of a run without kills",
     )
+    _add_sync_options(parser)
+    add("keys", nargs="*", help="section.key=value, for the run")
+    args = parser.parse_args(argv)
+    args.kinds = [kind for kind in args.kinds.split(",") if kind]
+    if not args.kinds:
+        args.kinds = [kind for kind in KINDS if args.critic or kind != "critic"]
+    args.points = [point for point in args.points.split(",") if point]
+    known_points = {point.name for point in POINTS} | {ANYWHERE}
+    unknown = (set(args.kinds) - set(KINDS)) | (set(args.points) - known_points)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    args.kinds = [kind for kind in args.kinds if _has_point(kind, args.points)]
+    return args
+
+
+def _add_sync_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `--syncs`."""
+    add = parser.add_argument
     add(
         "--syncs",
         action="store_true",
@@ -101,18 +119,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         default=[],
         help="with --syncs: only these, of first, second, middle, last",
     )
-    add("keys", nargs="*", help="section.key=value, for the run")
-    args = parser.parse_args(argv)
-    args.kinds = [kind for kind in args.kinds.split(",") if kind]
-    if not args.kinds:
-        args.kinds = [kind for kind in KINDS if args.critic or kind != "critic"]
-    args.points = [point for point in args.points.split(",") if point]
-    known_points = {point.name for point in POINTS} | {ANYWHERE}
-    unknown = (set(args.kinds) - set(KINDS)) | (set(args.points) - known_points)
-    if unknown:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    args.kinds = [kind for kind in args.kinds if _has_point(kind, args.points)]
-    return args
 
 
 def _has_point(kind: str, names: list[str]) -> bool:

@@ -115,6 +115,8 @@ cfg = load_config(
 """
 
 
+@pytest.mark.slow  # tests/unit/runtime/test_interrupts.py has the signals without a run
+@pytest.mark.ci
 def test_a_cell_is_interrupted_and_the_run_is_resumed_until_a_callback_stops_it(
     notebook: Notebook, tmp_path: Path
 ):

@@ -24,12 +24,14 @@ def outcome(rewards, groups, lengths=None, **more):
 
 def first(t, name, options=None, **kwargs):
     """One value per trajectory: its first trained token's."""
-    found = estimate_advantages(name, t, options, **kwargs)[0]
-    return [float(a[m][0]) for a, m in zip(found, t.masks, strict=True)]
+    result = estimate_advantages(name, t, options, **kwargs)[0]
+    return [float(a[m][0]) for a, m in zip(result, t.masks, strict=True)]
 
 
 def some(seed, n=12, turns=True):
-    """Trajectories of three groups with everything that any estimator may need, and masks with gaps."""
+    """Trajectories of three groups with everything that any estimator may need, and masks with
+    gaps.
+    """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 9, n)
     masks = [rng.random(r) < 0.7 if turns else np.ones(r, dtype=bool) for r in lengths]

@@ -10,7 +10,9 @@ quick = settings(max_examples=25, deadline=None)
 
 
 def of(ratio, advantage, sequence=None, old=None, **clips):
-    """Inputs whose theta / old is `ratio`; `old` are log-probs, -10 unless told, so that no probability exceeds 1."""
+    """Inputs whose theta / old is `ratio`; `old` are log-probs, -10 unless told, so that no
+    probability exceeds 1.
+    """
     log_ratio = torch.tensor(ratio).log()
     old = torch.full_like(log_ratio, -10.0) if old is None else torch.tensor(old)
     n = len(log_ratio)
@@ -28,5 +30,7 @@ def run(name, x, **own):
     return loss.detach(), clipped.tolist(), gradient
 
 
-def close(got, want, **kwargs):
-    torch.testing.assert_close(got, torch.tensor(want), **({"rtol": 1e-5, "atol": 1e-5} | kwargs))
+def close(actual, expected, **kwargs):
+    torch.testing.assert_close(
+        actual, torch.tensor(expected), **({"rtol": 1e-5, "atol": 1e-5} | kwargs)
+    )

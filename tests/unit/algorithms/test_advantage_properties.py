@@ -40,7 +40,9 @@ def test_order_does_not_matter(name, seed):
 @given(seed=st.integers(0, 1000))
 @quick
 def test_what_is_not_trained_does_not_matter(name, seed):
-    """Tokens with mask False have advantage 0; to leave them out, or to put more among them, changes nothing."""
+    """Tokens with mask False have advantage 0; to leave them out, or to put more among them,
+    changes nothing.
+    """
     t = some(seed)
     base = estimate_advantages(name, t)[0]
     for a, m in zip(base, t.masks, strict=True):
@@ -78,7 +80,9 @@ def test_what_is_not_trained_does_not_matter(name, seed):
 )
 @quick
 def test_shift_and_scale_of_the_reward(name, rewards, shift, scale):
-    """A shift changes nothing; a scale nothing where it is divided out, and else scales the advantages."""
+    """A shift changes nothing; a scale nothing where it is divided out, and else scales the
+    advantages.
+    """
     r = np.array(rewards, dtype=float)
     n = len(rewards)
     more = {"log_probs": [np.array([-1.0])] * n, "prob_squares": [np.array([0.5])] * n}
@@ -136,7 +140,9 @@ def test_whitening(seed):
 
 
 def test_gae_of_a_constant_critic_and_reward_is_reinforce():
-    """With V = 0, lam = 1 and gamma = 1 every token's advantage is the return, as in REINFORCE++."""
+    """With V = 0, lam = 1 and gamma = 1 every token's advantage is the return, as in
+    REINFORCE++.
+    """
     t = some(8)
     t = Trajectories(**vars_of(t) | {"values": [0 * v for v in t.values]})
     for a, b in zip(
@@ -201,8 +207,8 @@ def test_an_estimator_of_ones_own():
 
 def test_overlong_penalty_by_hand():
     # of 20 tokens the last 4 are the buffer: free up to 16, then a quarter of the penalty for each
-    got = adv.overlong_penalty(np.array([3, 16, 17, 19, 20]), 20, 4, 2.0)
-    assert got.tolist() == [0, 0, -0.5, -1.5, -2]
+    received = adv.overlong_penalty(np.array([3, 16, 17, 19, 20]), 20, 4, 2.0)
+    assert received.tolist() == [0, 0, -0.5, -1.5, -2]
     assert adv.overlong_penalty(np.array([20]), 20, 0).tolist() == [0]
 
 
@@ -210,8 +216,8 @@ def test_overlong_filtering_leaves_the_groups_mean_alone():
     t = outcome([0.0, 1.0], [0, 0], [2, 2])
     masks = adv.mask_overlong(t.masks, [True, False])
     assert [m.tolist() for m in masks] == [[False, False], [True, True]]
-    found = estimate_advantages("dr_grpo", Trajectories(t.rewards, t.groups, masks))[0]
-    assert [a.tolist() for a in found] == [[0, 0], [0.5, 0.5]]
+    actual = estimate_advantages("dr_grpo", Trajectories(t.rewards, t.groups, masks))[0]
+    assert [a.tolist() for a in actual] == [[0, 0], [0.5, 0.5]]
 
 
 def test_uninformative_groups():

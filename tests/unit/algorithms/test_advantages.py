@@ -61,7 +61,8 @@ def test_opo_by_hand():
 
 
 def test_gpg_by_hand():
-    # Two of four samples are in a group without variance: alpha = 4 / (4 - 2) = 2; mean of the other group .5
+    # Two of four samples are in a group without variance: alpha = 4 / (4 - 2) = 2; mean of the
+    # other group .5
     np.testing.assert_allclose(first(outcome([1, 1, 0, 1], [0, 0, 1, 1]), "gpg"), [0, 0, -1, 1])
 
 
@@ -69,7 +70,7 @@ def test_gpg_by_hand():
 @quick
 def test_passk_equals_the_mean_over_all_sets(rewards, k):
     n, k = len(rewards), min(k, len(rewards))
-    want = [
+    expected = [
         np.mean(
             [
                 max(rewards[j] for j in chosen) - max(rewards[j] for j in chosen if j != i)
@@ -79,8 +80,8 @@ def test_passk_equals_the_mean_over_all_sets(rewards, k):
         )
         for i in range(n)
     ]
-    got = first(outcome(rewards, [0] * n), "grpo_passk", Options(norm_by_std=False), pass_k=k)
-    np.testing.assert_allclose(got, want, atol=1e-6)
+    actual = first(outcome(rewards, [0] * n), "grpo_passk", Options(norm_by_std=False), pass_k=k)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def test_passk_of_the_whole_group_is_the_lead_of_the_best():
@@ -94,17 +95,18 @@ def test_passk_of_the_whole_group_is_the_lead_of_the_best():
 
 def test_gae_by_hand():
     t = outcome([1.0], [0], [3], values=[np.array([0.5, 0.2, 0.4])])
-    found = estimate_advantages("gae", t, Options(gamma=0.9, lam=0.5), whiten=False)
-    # deltas: .9*.2-.5 = -.32; .9*.4-.2 = .16; 1-.4 = .6.  A3 = .6, A2 = .16 + .45*.6 = .43, A1 = -.32 + .45*.43
-    np.testing.assert_allclose(found[0][0], [-0.1265, 0.43, 0.6], rtol=1e-6)
-    np.testing.assert_allclose(found[1][0], [0.3735, 0.63, 1.0], rtol=1e-6)
+    result = estimate_advantages("gae", t, Options(gamma=0.9, lam=0.5), whiten=False)
+    # deltas: .9*.2-.5 = -.32; .9*.4-.2 = .16; 1-.4 = .6.  A3 = .6, A2 = .16 + .45*.6 = .43, A1 =
+    # -.32 + .45*.43
+    np.testing.assert_allclose(result[0][0], [-0.1265, 0.43, 0.6], rtol=1e-6)
+    np.testing.assert_allclose(result[1][0], [0.3735, 0.63, 1.0], rtol=1e-6)
 
 
 @given(st.integers(0, 1000), st.floats(0.5, 1), st.floats(0, 1))
 @quick
 def test_gae_goes_from_one_trained_token_to_the_next(seed, gamma, lam):
     t = some(seed)
-    found = estimate_advantages("gae", t, Options(gamma=gamma, lam=lam), whiten=False)
+    result = estimate_advantages("gae", t, Options(gamma=gamma, lam=lam), whiten=False)
     for i, mask in enumerate(t.masks):
         at = np.flatnonzero(mask)
         ahead = 0.0
@@ -113,10 +115,10 @@ def test_gae_goes_from_one_trained_token_to_the_next(seed, gamma, lam):
             reward = float(t.token_rewards[i][j]) + (t.rewards[i] if j == at[-1] else 0.0)
             ahead = reward + gamma * value - float(t.values[i][j]) + gamma * lam * ahead
             value = float(t.values[i][j])
-            assert found[0][i][j] == pytest.approx(ahead, abs=1e-5)
-            assert found[1][i][j] == pytest.approx(ahead + value, abs=1e-5)
-        assert (found[0][i][~mask] == 0).all()
-        assert (found[1][i][~mask] == 0).all()
+            assert result[0][i][j] == pytest.approx(ahead, abs=1e-5)
+            assert result[1][i][j] == pytest.approx(ahead + value, abs=1e-5)
+        assert (result[0][i][~mask] == 0).all()
+        assert (result[1][i][~mask] == 0).all()
 
 
 def test_gae_ends():
@@ -137,7 +139,8 @@ def test_reinforce_plus_plus_by_hand():
         [1.0, 0.0], [0, 1], [2, 1], token_rewards=[np.array([-0.5, 0.25]), np.array([0.75])]
     )
     raw = estimate_advantages("reinforce_plus_plus", t, Options(gamma=0.5), whiten=False)[0]
-    # the outcome's 1 joins the last token: 1.25; the first has -.5 + .5 * 1.25; the other trajectory .75
+    # the outcome's 1 joins the last token: 1.25; the first has -.5 + .5 * 1.25; the other
+    # trajectory .75
     assert [a.tolist() for a in raw] == [[0.125, 1.25], [0.75]]
     white = estimate_advantages("reinforce_plus_plus", t, Options(gamma=0.5))[0]
     x = np.array([0.125, 1.25, 0.75])
@@ -182,21 +185,22 @@ def test_optimal_token_baseline_by_hand():
         log_probs=logs,
         prob_squares=[np.array([0.5, 0.7]), np.array([0.6])],
     )
-    # energies: 1 - 1 + .5 = .5 and 1 - .4 + .6 = 1.2: B = 1 * .5 / 1.7 for the first tokens; the second is alone
+    # energies: 1 - 1 + .5 = .5 and 1 - .4 + .6 = 1.2: B = 1 * .5 / 1.7 for the first tokens; the
+    # second is alone
     b = 0.5 / 1.7
-    got = estimate_advantages("optimal_token_baseline", t)[0]
-    np.testing.assert_allclose(np.concatenate(got), [1 - b, 1.0, -b], rtol=1e-6)
+    actual = estimate_advantages("optimal_token_baseline", t)[0]
+    np.testing.assert_allclose(np.concatenate(actual), [1 - b, 1.0, -b], rtol=1e-6)
 
 
 def test_optimal_token_baseline_has_the_least_variance():
     """Of all baselines at the first token: E[(G - b)^2 W] is smallest at B."""
     t = some(5, n=40, turns=False)
     t = Trajectories(**vars_of(t) | {"groups": [0] * 40})
-    found = estimate_advantages("optimal_token_baseline", t)[0]
+    result = estimate_advantages("optimal_token_baseline", t)[0]
     live = np.flatnonzero(t.lengths)
     to_go = adv.discounted_sums(t.step_rewards(), 1.0)[live, 0]
     weight = np.array([1 - 2 * np.exp(t.log_probs[i][0]) + t.prob_squares[i][0] for i in live])
-    best = to_go[0] - found[live[0]][0]
+    best = to_go[0] - result[live[0]][0]
 
     def cost(b):
         return ((to_go - b) ** 2 * weight).sum()

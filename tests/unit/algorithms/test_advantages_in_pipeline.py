@@ -44,8 +44,8 @@ def test_rewards_are_shaped_filtered_and_hold_the_kl():
     batch = Batch(0, samples, (0, 0))
     batch.ref_log_probs = [np.full(len(s.log_probs), -1.5, np.float32) for s in samples]
     metrics = fill_advantages(batch, cfg, KLController(0.1, target=0.5, horizon=6))
-    # The KL of the two samples that remain is 1.5 and 0.5. The totals are 1 - 1 (filtered, so without
-    # KL), 1 - 0.5 - 0.15 and 0 - 0.05.
+    # The KL of the two samples that remain is 1.5 and 0.5. The totals are 1 - 1 (filtered, so
+    # without KL), 1 - 0.5 - 0.15 and 0 - 0.05.
     assert metrics == {"kl/response": 1.0, "kl/coef": 0.1}
     mean = (0.0 + 0.35 - 0.05) / 3
     expected = [[0] * 4, [0.35 - mean] * 3, [-0.05 - mean]]

@@ -67,12 +67,12 @@ def test_the_expected_gradient_of_k2_and_of_the_straight_through_estimators_is_t
     q = torch.randn(6, generator=g, dtype=torch.float64)
     logits.requires_grad_()
     p, q = logits.log_softmax(-1), q.log_softmax(-1)
-    (want,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
     for estimator in ("k2", *STRAIGHT_THROUGH):
-        (got,) = torch.autograd.grad(
+        (actual,) = torch.autograd.grad(
             (p.exp().detach() * ca.kl(p, q, estimator)).sum(), logits, retain_graph=True
         )
-        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_the_value_of_a_straight_through_estimator_is_the_plain_ones():
@@ -121,7 +121,8 @@ def test_value_loss_by_hand():
     returns = torch.tensor([2.0, 0.0, 3.0, -1.0])
     loss, clipped = ca.value_loss(values, old, returns, 0.5)
     # 1: unmoved, (1-2)^2/2. 2: clip(3) = 1.5, but (3-0)^2 is larger, so it counts and pulls back.
-    # 3: 3 is right, yet 1.5 is as far as it may go: (1.5-3)^2/2, no gradient. 4: clip(-1) = -0.5, (0.5)^2/2.
+    # 3: 3 is right, yet 1.5 is as far as it may go: (1.5-3)^2/2, no gradient. 4: clip(-1) = -0.5,
+    # (0.5)^2/2.
     torch.testing.assert_close(loss, torch.tensor([0.5, 4.5, 1.125, 0.125]))
     assert clipped.tolist() == [False, False, True, True]
     loss.sum().backward()

@@ -15,9 +15,11 @@ from tests.unit.algorithms.policy_loss_helpers import NAMES, close, of, quick, r
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "kl_cov"])
 def test_on_policy_all_are_the_policy_gradient(name):
-    """At theta = old the gradient is -A for each token: an advantage weighs the same under every loss.
+    """At theta = old the gradient is -A for each token: an advantage weighs the same under every
+    loss.
 
-    clip_cov draws no token here (its range is empty), and kl_cov's |log r| has no slope at 0 either.
+    clip_cov draws no token here (its range is empty), and kl_cov's |log r| has no slope at 0
+    either.
     """
     x = of(
         [1.0] * 5, [1.0, -2.0, -2.0, 0.5, 3.0], [0, 1, 1, 2, 3], old=[-1.0, -2.0, -0.5, -3.0, -1.5]
@@ -36,7 +38,9 @@ def zero(up, advantage):
 
 
 def dppo(up, advantage):
-    """Cut where the update pushes outward; else -A min(r, 20): 20 for a bad token above, nearly 0 for a good one below."""
+    """Cut where the update pushes outward; else -A min(r, 20): 20 for a bad token above, nearly 0
+    for a good one below.
+    """
     return 20.0 if up and advantage < 0 else 0.0
 
 
@@ -57,7 +61,9 @@ BEYOND_THE_LIMIT = {
     # The pull of |log r| towards the old policy, which is what this loss is for.
     "kl_cov": lambda up, advantage: 1.0 if up else -1.0,
 }
-"""The gradient of a token whose ratio is far above (`up`) or far below the limit; 20 % of clip on both sides."""
+"""The gradient of a token whose ratio is far above (`up`) or far below the limit; 20 % of clip on
+both sides.
+"""
 
 EXTREME_LOG_RATIOS = [
     21.0,
@@ -74,7 +80,9 @@ EXTREME_LOG_RATIOS = [
 
 
 def far_out(log_ratio):
-    """Log-prob of theta and of the old policy: the likelier one is -1, and the other that much below."""
+    """Log-prob of theta and of the old policy: the likelier one is -1, and the other that much
+    below.
+    """
     return min(log_ratio, 0.0) - 1.0, -1.0 - max(log_ratio, 0.0)
 
 
@@ -82,7 +90,9 @@ def far_out(log_ratio):
 @pytest.mark.parametrize("log_ratio", EXTREME_LOG_RATIOS)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_the_gradient_of_an_extreme_log_ratio(name, log_ratio, advantage):
-    """One token, alone in its sequence: its gradient is bounded, and zero where the loss follows the ratio."""
+    """One token, alone in its sequence: its gradient is bounded, and zero where the loss follows
+    the ratio.
+    """
     theta, mu = far_out(log_ratio)
     log_probs = torch.tensor([theta], requires_grad=True)
     old = torch.tensor([mu])
@@ -103,7 +113,9 @@ def test_the_gradient_of_an_extreme_log_ratio(name, log_ratio, advantage):
 
 
 def gradient_beside(name, up, advantage):
-    """The gradient of a token on the old policy whose sequence has one token beyond the limit, and no other."""
+    """The gradient of a token on the old policy whose sequence has one token beyond the limit, and
+    no other.
+    """
     held = (advantage > 0) == up
     if (
         name == "gspo"
@@ -139,14 +151,14 @@ def test_the_gradient_beside_an_extreme_log_ratio(name, log_ratio, advantage):
     "mode", AlgorithmConfig.__dataclass_fields__["rollout_correction"].metadata["choices"]
 )
 def test_an_extreme_correction_weight_bounds_the_gradient(name, log_ratio, mode):
-    """proximal / mu beyond every cap, theta at proximal: at most cap times the policy gradient, and no gradient of the
-    weight itself."""
+    """proximal / mu beyond every cap, theta at proximal: at most cap times the policy gradient, and
+    no gradient of the weight itself."""
     theta, mu = far_out(log_ratio)
     log_probs = torch.tensor([theta], requires_grad=True)
     proximal = torch.tensor([theta])
     sequence = torch.tensor([0])
     weight = pl.correction_weights(log_probs, torch.tensor([mu]), sequence, mode, 2.0)
-    want = (
+    expected = (
         {"none": 1.0, "tis": 2.0, "seq-tis": 2.0}.get(mode, 0.0)
         if log_ratio > 0
         else float(mode == "none")
@@ -155,7 +167,7 @@ def test_an_extreme_correction_weight_bounds_the_gradient(name, log_ratio, mode)
         LossInputs(log_probs, proximal, torch.ones(1), sequence, torch.ones(1))
     )
     (gradient,) = torch.autograd.grad((loss * weight).sum(), log_probs)
-    close(gradient, [-want])
+    close(gradient, [-expected])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -173,7 +185,9 @@ def test_an_empty_micro_batch(name):
 @given(seed=st.integers(0, 1000))
 @quick
 def test_cutting_the_micro_batch_changes_nothing(name, seed):
-    """Whole sequences in one micro-batch or in two: the same loss per token. (The _cov losses say that they differ.)"""
+    """Whole sequences in one micro-batch or in two: the same loss per token. (The _cov losses say
+    that they differ.)
+    """
     g = torch.Generator().manual_seed(seed)
     old = -torch.rand(8, generator=g) * 3 - 0.1
     log_probs = (old + 0.4 * torch.randn(8, generator=g)).clamp(max=-0.01).requires_grad_()

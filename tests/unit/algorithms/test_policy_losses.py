@@ -18,7 +18,8 @@ from tests.unit.algorithms.policy_loss_helpers import close, of, quick, run
 def test_vanilla_by_hand():
     x = of([1.5, 1.5, 0.5, 0.5, 1.1], [1.0, -1.0, 1.0, -1.0, 2.0], clip_low=0.2, clip_high=0.3)
     loss, clipped, gradient = run("vanilla", x)
-    # eq. 7: clipped only where that makes the objective smaller; there the gradient is 0, elsewhere -r A
+    # eq. 7: clipped only where that makes the objective smaller; there the gradient is 0, elsewhere
+    # -r A
     close(loss, [-1.3, 1.5, -0.5, 0.8, -2.2])
     assert clipped == [True, False, False, True, False]
     close(gradient, [0.0, 1.5, -0.5, 0.0, -2.2])
@@ -62,8 +63,8 @@ def test_gspo_gradient_is_that_of_its_sequence_form(seed):
         total -= (
             torch.minimum(ratio * per_sequence[i], ratio.clamp(0.9, 1.2) * per_sequence[i]) / 3
         )  # eq. 5
-    (want,) = torch.autograd.grad(total, log_probs)
-    torch.testing.assert_close(gradient, want, rtol=1e-5, atol=1e-6)
+    (expected,) = torch.autograd.grad(total, log_probs)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gmpo_by_hand():
@@ -121,7 +122,9 @@ def test_dro_by_hand():
 
 
 def test_dro_settles_where_the_log_ratio_is_the_advantage_over_beta():
-    """The minimum of its quadratic: the policy tilted by exp(A / beta), as the paper's closed form has it."""
+    """The minimum of its quadratic: the policy tilted by exp(A / beta), as the paper's closed form
+    has it.
+    """
     log_probs = torch.full((1,), -3.0, requires_grad=True)
     old = torch.full((1,), -3.0)
     for _ in range(200):
@@ -134,7 +137,8 @@ def test_dro_settles_where_the_log_ratio_is_the_advantage_over_beta():
 
 
 def test_dppo_tv_by_hand():
-    # probabilities old -> theta: .5 -> .8 and .5 -> .6 for a good token; .5 -> .2 and .01 -> .001 for a bad one
+    # probabilities old -> theta: .5 -> .8 and .5 -> .6 for a good token; .5 -> .2 and .01 -> .001
+    # for a bad one
     p = [0.8, 0.6, 0.2, 0.001, 0.2]
     q = [0.5, 0.5, 0.5, 0.01, 0.5]
     advantage = [1.0, 1.0, -1.0, -1.0, 1.0]
@@ -206,11 +210,11 @@ def test_kl_cov_by_hand():
     loss, clipped, gradient = run("kl_cov", x, coef=0.5)
     # means: A 0, log-prob about -3; covariances about 4.2, 4.2, 0, the first a little larger
     top = int(pl._covariance(x).argmax())
-    want = [-2.2, 1.8, 0.0]
+    expected = [-2.2, 1.8, 0.0]
     slope = [-2.2, 1.8, 0.0]
-    want[top] += 0.5 * abs(math.log([1.1, 0.9][top]))
+    expected[top] += 0.5 * abs(math.log([1.1, 0.9][top]))
     slope[top] += 0.5 * (1 if top == 0 else -1)
-    close(loss, want)
+    close(loss, expected)
     close(gradient, slope)
     assert clipped == [i == top for i in range(3)]
     assert run("kl_cov", x, share=0.7)[1] == [True, True, False]

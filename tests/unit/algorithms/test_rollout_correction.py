@@ -26,9 +26,9 @@ def test_correction_weights_by_hand():
         ("geo-mask", 1.2, [1, 1, 1, 1, 0]),
         ("geo-mask", 1.1, [0, 0, 0, 1, 0]),
     ):
-        got = pl.correction_weights(proximal, mu, sequence, mode, cap)
-        torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float32))
-        assert not got.requires_grad
+        actual = pl.correction_weights(proximal, mu, sequence, mode, cap)
+        torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float32))
+        assert not actual.requires_grad
     # a lower bound: masked below it, or raised to it; for geo-mask in place of 1 / cap
     for mode, low, cap, expected in (
         ("tis", 0.7, 2.0, [0.7, 1, 2, 1, 2]),
@@ -40,9 +40,9 @@ def test_correction_weights_by_hand():
         ("geo-mask", 0.9, 1.1, [0, 0, 0, 1, 0]),
         ("none", 0.9, 1.1, [1, 1, 1, 1, 1]),
     ):
-        got = pl.correction_weights(proximal, mu, sequence, mode, cap, low)
+        actual = pl.correction_weights(proximal, mu, sequence, mode, cap, low)
         torch.testing.assert_close(
-            got, torch.tensor(expected, dtype=torch.float32), msg=f"{mode} {low} {cap}"
+            actual, torch.tensor(expected, dtype=torch.float32), msg=f"{mode} {low} {cap}"
         )
     # the geometric mean is held from below too
     assert pl.correction_weights(mu, mu + 1, sequence, "geo-mask", 2.0).tolist() == [0] * 5
@@ -60,7 +60,9 @@ def test_decoupled_equals_plain_where_proximal_is_mu():
 @given(st.integers(0, 1000))
 @quick
 def test_sequence_truncation_is_unbiased_without_a_cap(seed):
-    """Sum over all two-token sequences of mu * w = 1: the weight of a sequence is its true importance ratio."""
+    """Sum over all two-token sequences of mu * w = 1: the weight of a sequence is its true
+    importance ratio.
+    """
     g = torch.Generator().manual_seed(seed)
     p, q = (torch.randn(4, generator=g).log_softmax(-1) for _ in range(2))
     total = 0.0

@@ -1,4 +1,6 @@
-"""The learning rate of a run that is resumed with another number of steps: no jump, by formula, in the trainer and on screen."""
+"""The learning rate of a run that is resumed with another number of steps: no jump, by formula, in
+the trainer and on screen.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ def rate(step: int, decay: Decay, kind: str, warmup: int = 2, floor: float = 0.1
 def test_the_rate_never_jumps_however_often_a_run_is_resumed(
     kind, warmup, total, per_step, resumes, floor
 ):
-    """At the step at which it goes on, and in each after it: no further than the decay's own steps; and the run's last
-    step has the lowest rate. `resumes`: trainer steps made, those to come, and optimizer steps in each from then on."""
+    """At the step at which it goes on, and in each after it: no further than the decay's own steps;
+    and the run's last step has the lowest rate. `resumes`: trainer steps made, those to come, and
+    optimizer steps in each from then on."""
     plan = DecayPlan(kind, total, 0, per_step)
     step = 0
     trainer_step = 0
@@ -100,7 +103,9 @@ def test_a_decay_that_the_run_did_not_have_begins_now():
 
 
 def test_checkpoints_of_earlier_versions():
-    """Without a plan the decay counts as one of today's schedule; without a decay as that of a new run."""
+    """Without a plan the decay counts as one of today's schedule; without a decay as that of a new
+    run.
+    """
     assert schedule.resumed_decay(plan(11), 0, SavedSchedule(5, 5, Decay(11, 0), None)) == Decay(
         11, 0
     )
@@ -123,7 +128,9 @@ def test_what_is_kept_is_read():
 
 
 def test_a_worker_goes_on_with_the_rate_that_it_had(model_folders, start_single, tmp_path):
-    """Saved in a run of 10 steps (as `start` has it) and loaded in one of 40; the one that is not is told the old rate."""
+    """Saved in a run of 10 steps (as `start` has it) and loaded in one of 40; the one that is not
+    is told the old rate.
+    """
     cfg = config(model_folders["tied"], actor__lr=1e-3, actor__lr_schedule="linear")
     cfg.trainer.total_steps = 10
     worker = start_single(cfg)
@@ -164,29 +171,33 @@ def resumed_from(folder, start_single, cfg):
 
 
 def test_constant_then_cool_down(model_folders, start_single, tmp_path):
-    """The decay begins where it is asked for, at the peak, however many constant steps there were; and it is not refused."""
+    """The decay begins where it is asked for, at the peak, however many constant steps there were;
+    and it is not refused.
+    """
     cfg = config(model_folders["tied"], actor__lr=1e-3)
-    said = []
+    messages = []
     cfg.trainer.total_steps = 4
     batch = make_batch(model_folders["tied"])
     worker = started(start_single, cfg)
     assert saved_after(worker, batch, 4, tmp_path / "constant") == [1e-3] * 4
     cfg.actor.lr_schedule = "linear"
     cfg.trainer.total_steps = 9
-    schedule.report_resumed_schedules(cfg, tmp_path / "constant", 9, said.append)
-    assert said == ["actor.lr_schedule=linear: was constant; the decay begins at step 4, with a rate of 0.001, and ends "
+    schedule.report_resumed_schedules(cfg, tmp_path / "constant", 9, messages.append)
+    assert messages == ["actor.lr_schedule=linear: was constant; the decay begins at step 4, with a rate of 0.001, and ends "
                     "at step 8 with 0"]  # fmt: skip
     cooling = resumed_from(tmp_path / "constant", start_single, cfg)
     rates = saved_after(cooling, batch, 2, tmp_path / "cooling")
     rates += [resumed_from(tmp_path / "cooling", start_single, cfg).update(batch)["actor/lr"]]
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3]), "resumed again it goes on"
-    schedule.report_resumed_schedules(cfg, tmp_path / "cooling", 9, said.append)
-    assert len(said) == 1
+    schedule.report_resumed_schedules(cfg, tmp_path / "cooling", 9, messages.append)
+    assert len(messages) == 1
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 4), (4, 2)])
 def test_other_mini_batches_from_a_resume_on(first, then, model_folders, start_single, tmp_path):
-    """A trainer step has two optimizer steps, then one, or the reverse: the rate is continuous, and ends with the run."""
+    """A trainer step has two optimizer steps, then one, or the reverse: the rate is continuous, and
+    ends with the run.
+    """
     cfg = config(
         model_folders["tied"],
         actor__lr=1e-3,
@@ -201,10 +212,12 @@ def test_other_mini_batches_from_a_resume_on(first, then, model_folders, start_s
     per_step = 4 // then
     rate_there = 1e-3 * (1 - done / (2 * done - 1))
     cfg.actor.ppo_mini_batch_size = then
-    said = []
-    schedule.report_resumed_schedules(cfg, tmp_path / "saved", 6, said.append)
-    assert len(said) == 1
-    assert f"was for {2 * done} optimizer steps, and is for {done + 3 * per_step} now" in said[0]
+    messages = []
+    schedule.report_resumed_schedules(cfg, tmp_path / "saved", 6, messages.append)
+    assert len(messages) == 1
+    assert (
+        f"was for {2 * done} optimizer steps, and is for {done + 3 * per_step} now" in messages[0]
+    )
     worker = resumed_from(tmp_path / "saved", start_single, cfg)
     assert worker.decay == Decay(done + 3 * per_step, done, pytest.approx(done / (2 * done - 1)))
     step = worker.decay
@@ -221,7 +234,9 @@ def test_other_mini_batches_from_a_resume_on(first, then, model_folders, start_s
 
 
 def test_a_longer_critic_warmup_and_more_epochs(model_folders, start_single, tmp_path):
-    """The actor's remaining optimizer steps are counted, not those of a run that had these settings from its beginning."""
+    """The actor's remaining optimizer steps are counted, not those of a run that had these settings
+    from its beginning.
+    """
     cfg = config(model_folders["tied"], actor__lr=1e-3, actor__lr_schedule="cosine")
     cfg.trainer.total_steps = 10
     worker = started(start_single, cfg)
@@ -236,7 +251,9 @@ def test_a_longer_critic_warmup_and_more_epochs(model_folders, start_single, tmp
 def test_steps_that_made_fewer_optimizer_steps_do_not_bend_the_decay(
     model_folders, start_single, tmp_path
 ):
-    """A step whose groups were dropped has fewer mini-batches; a run that is resumed as it was is still exactly the same."""
+    """A step whose groups were dropped has fewer mini-batches; a run that is resumed as it was is
+    still exactly the same.
+    """
     cfg = config(
         model_folders["tied"],
         actor__lr=1e-3,
@@ -267,43 +284,43 @@ def test_what_is_said(tmp_path):
     cfg = Config()
     cfg.actor.lr = 1e-4
     cfg.actor.lr_schedule = "linear"
-    said = []
+    messages = []
     saved_at(tmp_path / "at", 5, Decay(11, 0), plan(11))
-    schedule.report_resumed_schedules(cfg, tmp_path / "at", 11, said.append)
-    assert said == [], "of the same length"
-    schedule.report_resumed_schedules(cfg, tmp_path / "at", 21, said.append)
-    assert said == ["actor.lr_schedule=linear: was for 11 optimizer steps, and is for 21 now; it continues from its rate at "
+    schedule.report_resumed_schedules(cfg, tmp_path / "at", 11, messages.append)
+    assert messages == [], "of the same length"
+    schedule.report_resumed_schedules(cfg, tmp_path / "at", 21, messages.append)
+    assert messages == ["actor.lr_schedule=linear: was for 11 optimizer steps, and is for 21 now; it continues from its rate at "
                     "step 5, 5e-05, to 0, without a jump"]  # fmt: skip
     saved_at(tmp_path / "end", 11, Decay(11, 0), plan(11))
     with pytest.raises(
         ConfigError,
         match=r"at step 11 it had reached its end, a rate of 0, and would stay there; set actor",
     ):
-        schedule.report_resumed_schedules(cfg, tmp_path / "end", 21, said.append)
+        schedule.report_resumed_schedules(cfg, tmp_path / "end", 21, messages.append)
     cfg.actor.min_lr_ratio = 0.1
-    schedule.report_resumed_schedules(cfg, tmp_path / "end", 21, said.append)
-    assert said[1].endswith(
+    schedule.report_resumed_schedules(cfg, tmp_path / "end", 21, messages.append)
+    assert messages[1].endswith(
         "it continues from its rate at step 11, 1e-05, to 1e-05, without a jump"
     )
     saved_at(tmp_path / "old", 5, None)
-    schedule.report_resumed_schedules(cfg, tmp_path / "old", 21, said.append)
-    assert re.search("warning: .* does not record its length; the rate may jump", said[2])
-    assert len(said) == 3
+    schedule.report_resumed_schedules(cfg, tmp_path / "old", 21, messages.append)
+    assert re.search("warning: .* does not record its length; the rate may jump", messages[2])
+    assert len(messages) == 3
     cfg.actor.lr_schedule = "constant"
-    schedule.report_resumed_schedules(cfg, tmp_path / "at", 21, said.append)
-    assert len(said) == 3
+    schedule.report_resumed_schedules(cfg, tmp_path / "at", 21, messages.append)
+    assert len(messages) == 3
     cfg.actor.lr_schedule = "linear"
     saved_at(tmp_path / "untold", 5, Decay(11, 0))
     for total in (11, 21):
-        schedule.report_resumed_schedules(cfg, tmp_path / "untold", total, said.append)
-    assert len(said) == 5
+        schedule.report_resumed_schedules(cfg, tmp_path / "untold", total, messages.append)
+    assert len(messages) == 5
     assert all(
-        "does not record its schedule, which is taken to be linear" in line for line in said[3:]
+        "does not record its schedule, which is taken to be linear" in line for line in messages[3:]
     )
     cfg.actor.min_lr_ratio = 0.0
     cfg.actor.ppo_epochs = 2
-    schedule.report_resumed_schedules(cfg, tmp_path / "end", 11, said.append)
-    assert len(said) == 5, "a run that is over takes no further step, and is not refused"
+    schedule.report_resumed_schedules(cfg, tmp_path / "end", 11, messages.append)
+    assert len(messages) == 5, "a run that is over takes no further step, and is not refused"
 
 
 @pytest.mark.parametrize(("step", "val_only"), [(5, False), (11, False), (11, True)])
@@ -325,8 +342,8 @@ def test_a_run_says_it_before_any_engine_starts(
         aside = replace(
             cfg, trainer=replace(cfg.trainer, resume="never")
         )  # the stand-in is no whole checkpoint
-        found = prepare(aside, *args[1:])
-        return replace(found, cfg=cfg, resume_point=ResumePoint(path, state))
+        result = prepare(aside, *args[1:])
+        return replace(result, cfg=cfg, resume_point=ResumePoint(path, state))
 
     monkeypatch.setattr(launch, "prepare", prepared)
     monkeypatch.setattr(

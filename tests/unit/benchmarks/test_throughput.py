@@ -215,7 +215,7 @@ def test_mini_batches_grow_with_the_batch(batch: str, mini_batch: int) -> None:
     [
         (
             ["--lengths", "fixed:0"],
-            "--lengths fixed:0: must be short, fixed:TOKENS or longtail:MOST_TOKENS",
+            "--lengths fixed:0: must be short, fixed:TOKENS or longtail:MAX_TOKENS",
         ),
         (["--lengths", "longtail:9"], "a long tail needs 16 tokens or more"),
         (["--lengths", "medium"], "--lengths medium: must be"),

@@ -20,19 +20,30 @@ from tests.unit.checkpoint.checkpoint_helpers import run_config, save
 lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=8)
 
 
+def random_sample(rng: np.random.Generator, index: int, prompt: int, response: int) -> Sample:
+    """A sample of so many tokens; `index` is also its prompt's row."""
+    return Sample(
+        prompt_id=(int(rng.integers(-1, 5)), index),
+        index=index,
+        prompt_ids=rng.integers(0, 99, prompt).astype(np.int32),
+        response_ids=rng.integers(0, 99, response).astype(np.int32),
+        log_probs=rng.normal(size=response).astype(np.float32),
+        loss_mask=rng.random(response) > 0.5,
+        versions=rng.integers(0, 9, response).astype(np.int32),
+        incarnation=2,
+        reward=float(rng.normal()),
+        finish_reason="stop",
+        response='a\n"ü',
+        extra={"k": 1},
+    )
+
+
 @settings(max_examples=50, deadline=None)
 @given(lengths, st.integers(0, 2**31))
 def test_samples_come_back_bit_for_bit(tmp_path_factory, shapes, seed):
     rng = np.random.default_rng(seed)
     folder = tmp_path_factory.mktemp("samples")
-    samples = [
-        Sample(
-            (int(rng.integers(-1, 5)), i), i, rng.integers(0, 99, p).astype(np.int32), rng.integers(0, 99, r).astype(np.int32),
-            rng.normal(size=r).astype(np.float32), rng.random(r) > 0.5, rng.integers(0, 9, r).astype(np.int32),
-            incarnation=2, reward=float(rng.normal()), finish_reason="stop", response="a\n\"ü", extra={"k": 1},
-        )
-        for i, (p, r) in enumerate(shapes)
-    ]  # fmt: skip
+    samples = [random_sample(rng, i, p, r) for i, (p, r) in enumerate(shapes)]
     checkpoint.write_samples(samples, folder)
     for a, b in zip(samples, checkpoint.read_samples(folder), strict=True):
         for name in sample_files.ARRAY_TYPES:

@@ -72,7 +72,7 @@ def test_a_failure_in_a_process_is_named_and_keeps_its_kind(cause, kind, words):
         ("Worker exits unexpectedly.", r"^sync, rollout 1: its process died \(pid 41\)$"),
         (
             "The actor died because its node has died. Node Id: 5b",
-            r"rollout 1: its node is lost, or the network to it: ",
+            r"rollout 1: its node, or the network to it, failed: ",
         ),
     ],
 )

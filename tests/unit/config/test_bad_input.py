@@ -1,4 +1,6 @@
-"""Bad configs, arguments and surroundings, as the whole program meets them. Data, models and checkpoints: the files beside."""
+"""Bad configs, arguments and surroundings, as the whole program meets them. Data, models and
+checkpoints: the files beside.
+"""
 
 from __future__ import annotations
 

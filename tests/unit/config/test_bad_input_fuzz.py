@@ -1,4 +1,6 @@
-"""Whatever is written into a config: a Config whose resolved text means the same, or one line; never another end."""
+"""Whatever is written into a config: a Config whose resolved text means the same, or one line;
+never another end.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ ROOT = Path(__file__).parents[3]
 SHIPPED = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "config").glob("*.yaml"))]
 QUICK = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 
-# Of all kinds that YAML has, and some that it has not: halves of characters, control characters, numbers beyond all floats.
+# Of all kinds that YAML has, and some that it has not: halves of characters, control characters,
+# numbers beyond all floats.
 texts = st.text(max_size=8) | st.text(
     st.characters(min_codepoint=0xD7F0, max_codepoint=0xE010), max_size=3
 )
@@ -69,7 +72,9 @@ def nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settle(argv: list[str], folder: Path) -> None:
-    """Load and check; what comes of it must be a config that its own text means again, or one line."""
+    """Load and check; what comes of it must be a config that its own text means again, or one
+    line.
+    """
     try:
         cfg = load_config(argv)
         text = resolved_yaml(cfg)

@@ -1,4 +1,6 @@
-"""Bad model directories, checkpoints and functions of the user's own, as the whole program meets them."""
+"""Bad model directories, checkpoints and functions of the user's own, as the whole program meets
+them.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,9 @@ def tensors(change_them):
     """The weights, changed by a function of {name: tensor}."""
 
     def change(folder: Path) -> None:
-        found = load_file(folder / WEIGHTS)
-        change_them(found)
-        save_file(found, folder / WEIGHTS, {"format": "pt"})
+        result = load_file(folder / WEIGHTS)
+        change_them(result)
+        save_file(result, folder / WEIGHTS, {"format": "pt"})
 
     return change
 
@@ -59,19 +61,20 @@ def sharded(names: dict[str, str]):
     """The weights' file under another name, and an index of which file holds what."""
 
     def change(folder: Path) -> None:
-        found = load_file(folder / WEIGHTS)
+        result = load_file(folder / WEIGHTS)
         (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors")
-        index = dict.fromkeys(found, "model-00001-of-00002.safetensors") | names
+        index = dict.fromkeys(result, "model-00001-of-00002.safetensors") | names
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
     return change
 
 
-def shorter(found: dict) -> None:
-    found[NORM] = found[NORM][:-1].clone()
+def shorter(result: dict) -> None:
+    result[NORM] = result[NORM][:-1].clone()
 
 
-# (name, what is done to a good model's directory, parts that the line must hold beside model.path=...)
+# (name, what is done to a good model's directory, parts that the line must hold beside
+# model.path=...)
 MODELS = [
     ("empty", lambda folder: [path.unlink() for path in folder.iterdir()], ["has no config.json", "save_pretrained"]),
     ("no config", without("config.json"), ["its config cannot be loaded", "config.json"]),
@@ -103,8 +106,8 @@ MODELS = [
     ("weights' header cut off", cut(WEIGHTS, 0.0005), ["deserializing header", "give a whole model"]),
     ("weights are text", text(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"), ["deserializing header", "give a whole model"]),
     ("weights' header too long", text(WEIGHTS, b"\xff" * 8 + b"{}"), ["deserializing header", "give a whole model"]),
-    ("weights without tensors", tensors(lambda found: found.clear()), ["lacks 2"]),
-    ("a tensor missing", tensors(lambda found: found.pop(NORM)), ["lacks", NORM, "give"]),
+    ("weights without tensors", tensors(lambda result: result.clear()), ["lacks 2"]),
+    ("a tensor missing", tensors(lambda result: result.pop(NORM)), ["lacks", NORM, "give"]),
     ("a layer missing", keys(num_hidden_layers=9), ["num_hidden_layers", "give"]),
     ("a tensor of another shape", tensors(shorter), [NORM, "in their shapes"]),
     ("all of another shape", keys(hidden_size=128), ["give"]),

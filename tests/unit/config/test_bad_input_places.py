@@ -1,4 +1,6 @@
-"""Bad surroundings: folders, disks, memory, a Ray that is none, packages, checkpoints, and functions of the user's own."""
+"""Bad surroundings: folders, disks, memory, a Ray that is none, packages, checkpoints, and
+functions of the user's own.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from one_step_off.runtime import launch
 from one_step_off.runtime.failure_report import report_failure
 from tests.bad_input import base, refused, without_privileges, write
 
-# --- folders and disks -------------------------------------------------------------------------------------------
+# --- folders and disks
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inner", ["", "/deeper/run"])
@@ -149,7 +152,9 @@ OTHERS = [
 def test_only_a_fault_of_the_runs_own_folder_asks_for_another(
     case, models, tmp_path, capsys, monkeypatch
 ):
-    """What else a run may not do, as open a user's socket, is an error of the run, whose traceback is kept."""
+    """What else a run may not do, as open a user's socket, is an error of the run, whose traceback
+    is kept.
+    """
     (make, said), run = case, tmp_path / "own_run"
 
     def fail(*_: object) -> None:
@@ -210,7 +215,8 @@ def test_a_config_that_may_not_be_read(models, tmp_path, capsys):
         )
 
 
-# --- the machine -------------------------------------------------------------------------------------------------
+# --- the machine
+# -------------------------------------------------------------------------------------------------
 
 
 def test_a_model_larger_than_the_memory(models, tmp_path, capsys, monkeypatch):
@@ -315,7 +321,7 @@ MACHINE = [
     ("flash attention without GPUs", ["model.attn_implementation=flash_attention_2"], ["needs GPUs", "use auto"]),
     ("offloading without GPUs", ["actor.param_offload=true"], ["actor.param_offload=true", "on CPU"]),
     ("hub model while offline", ["model.path=some/model"], ["model.path=some/model", "HF_HUB_OFFLINE"]),
-    ("hub model of no name", ["model.path=some/model/of/mine"], ["some/model/of/mine", "no hub id", "check"]),
+    ("hub model of no name", ["model.path=some/model/of/mine"], ["some/model/of/mine", "not a hub id", "check"]),
     ("a file for a model", [f"model.path={__file__}"], ["model.path=", "no such directory", "check"]),
     ("heads that cannot be divided", ["rollout.tensor_parallel_size=3", "placement.pools.rollout=[3]"], ["4 attention heads"]),
     ("too long sequences", ["data.max_response_length=99999999"], ["data.max_prompt_length + data.max_response", "lower"]),
@@ -342,7 +348,8 @@ def test_the_machine_and_what_it_reaches(argv, parts, models, tmp_path, capsys, 
     refused(arguments, parts, tmp_path, capsys)
 
 
-# --- functions of the user's own ---------------------------------------------------------------------------------
+# --- functions of the user's own
+# ---------------------------------------------------------------------------------
 
 FUNCTIONS = [
     ("syntax", "def f(:\n", "reward.function=bad_input_own:f", ["SyntaxError", "fix the module"]),
@@ -381,7 +388,8 @@ def test_functions_of_the_users_own(source, argv, parts, models, tmp_path, capsy
         sys.modules.pop("bad_input_own", None)
 
 
-# --- checkpoints -------------------------------------------------------------------------------------------------
+# --- checkpoints
+# -------------------------------------------------------------------------------------------------
 
 FIXED = {
     "pipeline.staleness": 1,

@@ -1,4 +1,6 @@
-"""The layouts of the Megatron back end: what is accepted, what is refused, and what other roles inherit of them."""
+"""The layouts of the Megatron back end: what is accepted, what is refused, and what other roles
+inherit of them.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +67,9 @@ def test_a_role_of_its_own_inherits_no_layout(monkeypatch):
     for own in ("ref.backend=fsdp", "ref.pipeline_parallel_size=1", "ref.backend=null"):
         cfg = good(*argv, *stages, own)
         validate(cfg, 0)
-        found = role_settings(cfg, "ref")
+        result = role_settings(cfg, "ref")
         follows = own == "ref.backend=null"
-        assert (found.pipeline_parallel_size, found.virtual_pipeline_parallel_size) == (
+        assert (result.pipeline_parallel_size, result.virtual_pipeline_parallel_size) == (
             (2, 2) if follows else (1, None)
         )
     other = good(*argv[:1], *argv[2:], "ref.backend=megatron", "actor.micro_batch_tokens=77")

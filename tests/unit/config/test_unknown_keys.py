@@ -1,4 +1,6 @@
-"""What the program says of keys that it does not have: ours for those of other trainers, the one that was meant, or nothing."""
+"""What the program says of keys that it does not have: ours for those of other trainers, the one
+that was meant, or nothing.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ RUN_QWEN2_7B = """algorithm.adv_estimator data.train_files data.val_files data.t
     trainer.n_gpus_per_node trainer.nnodes trainer.save_freq trainer.test_freq trainer.total_epochs""".split()
 
 
-def said(*argv: str) -> str:
+def refusal_of(*argv: str) -> str:
     with pytest.raises(ConfigError) as error:
         load_config(list(argv))
     return str(error.value)
@@ -64,7 +66,7 @@ def said(*argv: str) -> str:
     ],
 )  # fmt: skip
 def test_the_answer(argument: str, answer: str) -> None:
-    assert answer in said(argument), said(argument)
+    assert answer in refusal_of(argument), refusal_of(argument)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_the_answer(argument: str, answer: str) -> None:
     ["actor.momentum", "rollout.frequency", "trainer.priority", "rollout.k", "data.x", "zebra"],
 )
 def test_nothing_close_has_no_suggestion(key: str) -> None:
-    line = said(f"{key}=1")
+    line = refusal_of(f"{key}=1")
     assert "did you mean" not in line
     assert "(all keys: --help)" in line
     assert not [name for name in KEYS if name in line], line
@@ -81,7 +83,7 @@ def test_nothing_close_has_no_suggestion(key: str) -> None:
 def test_every_key_of_verls_script_is_answered() -> None:
     for key in RUN_QWEN2_7B:
         if key not in KEYS:
-            assert f"(verl's {key}: docs/reference/from_verl.md)" in said(f"{key}=1")
+            assert f"(verl's {key}: docs/reference/from_verl.md)" in refusal_of(f"{key}=1")
 
 
 def test_a_verl_config_file_is_answered_by_its_first_key_that_is_known(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_a_verl_config_file_is_answered_by_its_first_key_that_is_known(tmp_path:
     path.write_text(
         "data: {train_batch_size: 8}\nactor_rollout_ref:\n  nobody: 1\n  actor: {optim: {lr: 1e-6}}\n"
     )
-    line = said(f"config={path}")
+    line = refusal_of(f"config={path}")
     assert line.startswith(
         f"{path}:2: actor_rollout_ref.actor.optim.lr: unknown key; use actor.lr (verl's"
     )
@@ -111,10 +113,10 @@ def test_what_is_recommended_exists() -> None:
 )
 def test_the_distance_of_two_names(a: str, b: str) -> None:
     """Symmetric, zero for equals only, and 1 for one slip of each kind."""
-    found = unknown_keys.distance(a, b)
-    assert found == unknown_keys.distance(b, a)
-    assert (found == 0) == (a == b)
-    assert abs(len(a) - len(b)) <= found <= max(len(a), len(b))
+    result = unknown_keys.distance(a, b)
+    assert result == unknown_keys.distance(b, a)
+    assert (result == 0) == (a == b)
+    assert abs(len(a) - len(b)) <= result <= max(len(a), len(b))
     assert unknown_keys.distance(a + "x" + b, a + b) == 1
     assert unknown_keys.distance(a + "x" + b, a + "%" + b) == 1
     assert unknown_keys.distance(a + "x%" + b, a + "%x" + b) == 1

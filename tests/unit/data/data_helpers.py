@@ -21,7 +21,9 @@ EOS = 257
 
 
 def make_tokenizer(template: str | None = None, adds_special: bool = False) -> Any:
-    """A byte-level tokenizer: one token per byte, then <s> and </s>. Optionally it writes both around plain text."""
+    """A byte-level tokenizer: one token per byte, then <s> and </s>. Optionally it writes both
+    around plain text.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

@@ -42,33 +42,35 @@ def test_pass_at_k_by_a_threshold():
 
 def test_parts_of_rewards_stand_beside_them():
     """A sample that was not scored counts 0, one whose reward has no such part does not count."""
-    found = samples(0, [[1.5, 0.5], [0.0, 0.25]]) + samples(1, [[1.0]])
+    result = samples(0, [[1.5, 0.5], [0.0, 0.25]]) + samples(1, [[1.0]])
     for sample, parts in zip(
-        found, ({"right": 1.0, "form": 0.5}, {"form": 0.5}, None, {}, {"samples": 1.0}), strict=True
+        result,
+        ({"right": 1.0, "form": 0.5}, {"form": 0.5}, None, {}, {"samples": 1.0}),
+        strict=True,
     ):
         sample.extra = (
             {"reward_parts": parts} if parts else {"error": "why"} if parts is None else {}
         )
-    found = evaluation_metrics(found, ["val", "hard"])
-    assert found["val/reward/right"] == 0.5
-    assert found["val/reward/form"] == pytest.approx(1 / 3)
-    assert found["val/hard/reward/samples"] == 1.0
-    assert "val/hard/reward/right" not in found
-    assert evaluation_text({"val/version": 3.0} | found) == (
+    result = evaluation_metrics(result, ["val", "hard"])
+    assert result["val/reward/right"] == 0.5
+    assert result["val/reward/form"] == pytest.approx(1 / 3)
+    assert result["val/hard/reward/samples"] == 1.0
+    assert "val/hard/reward/right" not in result
+    assert evaluation_text({"val/version": 3.0} | result) == (
         "held-out reward of v3: 0.562 (right 0.500, form 0.333) over 4 samples, pass@2 0.500; "
         "hard 1.000 (samples 1.000) over 1 samples"
     )
 
 
 def test_figures_of_two_sets():
-    found = evaluation_metrics(
+    result = evaluation_metrics(
         samples(0, [[1, 0], [0, 0]]) + samples(1, [[0.5], [1.0]]), ["val", "hard"]
     )
-    assert found["val/reward"] == found["val/avg@2"] == found["val/pass@1"] == 0.25
-    assert found["val/pass@2"] == 0.5
-    assert found["val/hard/reward"] == 0.75
-    assert found["val/hard/samples"] == 2
-    assert "val/hard/pass@1" not in found, "one sample each says nothing that the reward does not"
-    assert evaluation_text({"val/version": 3.0} | found) == (
+    assert result["val/reward"] == result["val/avg@2"] == result["val/pass@1"] == 0.25
+    assert result["val/pass@2"] == 0.5
+    assert result["val/hard/reward"] == 0.75
+    assert result["val/hard/samples"] == 2
+    assert "val/hard/pass@1" not in result, "one sample each says nothing that the reward does not"
+    assert evaluation_text({"val/version": 3.0} | result) == (
         "held-out reward of v3: 0.250 over 4 samples, pass@2 0.500; hard 0.750 over 2 samples"
     )

@@ -74,9 +74,9 @@ def test_resume_is_exact(
     # Another batch size continues at the same prompt.
     other = stream_of(rows, second, shuffle, seed)
     other.load_state_dict(saved)
-    got = [p.id for _ in range(after) for p in other.next_batch()]
-    common = min(len(got), len(expected))
-    assert got[:common] == expected[:common]
+    actual = [p.id for _ in range(after) for p in other.next_batch()]
+    common = min(len(actual), len(expected))
+    assert actual[:common] == expected[:common]
 
 
 @given(rows=sizes, batch=st.integers(1, 30), epochs=st.integers(1, 5))

@@ -107,7 +107,9 @@ def test_bad_chat_rows(tmp_path: Path, changes: dict[str, Any], reason: str) -> 
 
 
 def test_the_other_columns_of_a_row(tmp_path: Path) -> None:
-    """Entries of extra_info and all columns that have no argument of their own; extra_info wins; a text stays a column."""
+    """Entries of extra_info and all columns that have no argument of their own; extra_info wins; a
+    text stays a column.
+    """
     rows: list[Any] = [
         chat_row(level=3, index=9, tests=["a"]),
         chat_row(level=4, extra_info='{"level": 5}'),
@@ -120,16 +122,16 @@ def test_the_other_columns_of_a_row(tmp_path: Path) -> None:
             "prompt": "x",
         },
     ]
-    found = load_rows(
+    result = load_rows(
         write_jsonl(tmp_path / "d.jsonl", rows), "train", DataConfig(), 0, DataReport("data")
     )
-    assert [row.extra for row in found] == [
+    assert [row.extra for row in result] == [
         {"level": 3, "index": 7, "tests": ["a"]},
         {"level": 4, "extra_info": '{"level": 5}'},
         {},
         {"question": "1 + 1?", "answer": "two\n#### 2", "level": 1, "prompt": "x"},
     ]
-    assert [row.where.rpartition(":")[2] for row in found] == ["1", "2", "3", "4"]
+    assert [row.where.rpartition(":")[2] for row in result] == ["1", "2", "3", "4"]
 
 
 def test_a_rows_own_agent_loop(tmp_path: Path) -> None:
@@ -138,11 +140,11 @@ def test_a_rows_own_agent_loop(tmp_path: Path) -> None:
         chat_row(agent_loop=" tool ", extra_info={"agent_loop": {"a": 1}}),
         chat_row(agent_loop=None),
     ]
-    found = load_rows(
+    result = load_rows(
         write_jsonl(tmp_path / "d.jsonl", rows), "train", DataConfig(), 0, DataReport("data")
     )
-    assert [row.agent_loop for row in found] == ["tool", ""]
-    assert found[0].extra == {"agent_loop": {"a": 1}}
+    assert [row.agent_loop for row in result] == ["tool", ""]
+    assert result[0].extra == {"agent_loop": {"a": 1}}
 
     def tools_of(name: str) -> None:
         if name:
@@ -153,11 +155,11 @@ def test_a_rows_own_agent_loop(tmp_path: Path) -> None:
         match=r"data row .*d.jsonl:1, column agent_loop='tool': agent.loop='tool': unkn",
     ):
         tokenize_rows(
-            found, PLAIN, DataConfig(chat_template="never"), 0, DataReport("data"), tools_of
+            result, PLAIN, DataConfig(chat_template="never"), 0, DataReport("data"), tools_of
         )
     plain, own = (
         tokenize_rows([row], PLAIN, DataConfig(chat_template="never"), 0, DataReport("data"))
-        for row in found[::-1]
+        for row in result[::-1]
     )
     assert own[0].agent_loop == "tool"
     own[0] = dataclasses.replace(own[0], id=plain[0].id)

@@ -28,7 +28,7 @@ def test_every_token_of_the_expected_weights_passes():
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (sample([3, 3, 2]), "token 2: made by weights .*version 2.*version 3"),
+        (sample([3, 3, 2]), "token 2: generated with weights .*version 2.*version 3"),
         (sample([4]), "token 0: .*version 4"),
         (sample([3, 3], incarnation=1), "incarnation 1"),
         (sample([3], tokens=2), "sample 0"),
@@ -61,11 +61,11 @@ def test_samples_arrive_as_they_were_in_a_few_arrays(sizes):
         before[-1].prompt_ids = ids
         before[-1].extra = {"baseline": float(i)}
         before[-1].response = f"so {i}"
-    found, arrays = sent(PackedSamples(before))
-    assert type(found) is list
-    assert len(found) == len(sizes)
+    result, arrays = sent(PackedSamples(before))
+    assert type(result) is list
+    assert len(result) == len(sizes)
     assert len(arrays) == (5 if sizes else 0)
-    pairs: list[Any] = list(zip(before, found, strict=True))
+    pairs: list[Any] = list(zip(before, result, strict=True))
     for old, new in pairs:
         for name, value in vars(old).items():
             if isinstance(value, np.ndarray):
@@ -74,7 +74,7 @@ def test_samples_arrive_as_they_were_in_a_few_arrays(sizes):
             elif name != "reward":
                 assert value == getattr(new, name)
         assert np.isnan(new.reward)
-        assert new.prompt_ids is found[0].prompt_ids
+        assert new.prompt_ids is result[0].prompt_ids
     shortened = PackedSamples(before)
     shortened.omitted_fields = "response", "extra"
     assert [(s.response, s.extra, s.index) for s in sent(shortened)[0]] == [
@@ -84,22 +84,22 @@ def test_samples_arrive_as_they_were_in_a_few_arrays(sizes):
 
 def test_a_sample_whose_arrays_disagree_arrives_so_and_is_found():
     torn = sample([3, 3], tokens=3)
-    found = sent(PackedSamples([sample([3]), torn, sample([3])]))[0]
-    assert [len(s.versions) for s in found] == [1, 2, 1]
-    assert [len(s.response_ids) for s in found] == [1, 3, 1]
+    result = sent(PackedSamples([sample([3]), torn, sample([3])]))[0]
+    assert [len(s.versions) for s in result] == [1, 2, 1]
+    assert [len(s.response_ids) for s in result] == [1, 3, 1]
     with pytest.raises(StalenessError, match="sample 0, token 0"):
-        assert_staleness(Batch(4, found, expected_stamp=(0, 3)))
+        assert_staleness(Batch(4, result, expected_stamp=(0, 3)))
 
 
 def test_arrays_and_shares_arrive_as_lists_and_dicts():
     given = {7: np.ones((2, 2)), 3: np.zeros((0, 2)), 5: np.arange(6.0).reshape(3, 2)}
     for before, kind in ((PackedArrays(given.values()), list), (PackedShares(given), dict)):
-        found, arrays = sent(before)
-        assert type(found) is kind
+        result, arrays = sent(before)
+        assert type(result) is kind
         assert len(arrays) == 1
         keys = given if kind is dict else range(3)
-        assert all(np.array_equal(found[key], before[key]) for key in keys)
-        assert len(found) == 3
+        assert all(np.array_equal(result[key], before[key]) for key in keys)
+        assert len(result) == 3
     assert sent(PackedArrays())[0] == []
     assert sent(PackedShares())[0] == {}
 

@@ -62,7 +62,7 @@ def megatron_config(path, layout):
             "llama",
             {"num_key_value_heads": 1},
             TP,
-            "actor.tensor_parallel_size=2 does not divide the 1 key-value heads .*use a size that does",
+            "tensor_parallel_size=2 does not divide the 1 key-value heads .*use a size that does",
         ),
         (
             "llama",
@@ -109,7 +109,7 @@ def test_a_model_without_safetensors_is_refused(tmp_path):
 
 def test_experts_and_tensor_parallelism_need_sequence_parallelism(tmp_path):
     write_config(tmp_path, "qwen3_moe", **EXPERTS)
-    with pytest.raises(ConfigError, match="actor.sequence_parallel=false.*needs it true"):
+    with pytest.raises(ConfigError, match="actor.sequence_parallel=false.*needs it to be true"):
         read_config(megatron_config(tmp_path, TP), "actor")
     read_config(megatron_config(tmp_path, TP | {"sequence_parallel": True}), "actor")
 

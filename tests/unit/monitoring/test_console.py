@@ -89,7 +89,7 @@ class Clock:
         return self.now
 
 
-def test_what_is_said_while_running_shows_no_secret(monkeypatch):
+def test_printed_lines_show_no_secret(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh123")
     url = "http://me:hunter2pass@h:1/v1?token=s3cr3tvalue"
     out = io.StringIO()
@@ -104,7 +104,7 @@ def test_what_is_said_while_running_shows_no_secret(monkeypatch):
     )
 
 
-def test_what_takes_long_is_told_once_and_with_its_time():
+def test_long_work_is_printed_once_and_with_its_time():
     out = io.StringIO()
     clock = Clock()
     with RunConsole(out, clock=clock) as run_console, run_console.working("reading"):
@@ -119,7 +119,7 @@ def test_what_takes_long_is_told_once_and_with_its_time():
     ]
 
 
-def test_what_failed_is_not_said_to_have_ended():
+def test_work_that_failed_has_no_line_of_its_end():
     out = io.StringIO()
     with pytest.raises(ValueError), RunConsole(out) as run_console, run_console.working("reading"):
         raise ValueError
@@ -182,7 +182,7 @@ def test_other_work_has_a_moving_line_and_leaves_its_time():
     assert "building: 20 s" in console.file.getvalue()
 
 
-def test_the_live_part_goes_and_what_was_said_stays():
+def test_the_bar_is_removed_and_printed_lines_stay():
     console = terminal()
     with RunConsole(console) as run_console:
         a_run(run_console)

@@ -98,7 +98,7 @@ def test_rates_and_mfu_of_both_groups():
     )
 
 
-def test_what_tools_said_is_read_and_not_generated():
+def test_the_output_of_tools_is_read_and_not_generated():
     batch = batch_of()
     batch.samples[1].versions[1:3] = -1
     metrics = step(Meter(Config(), SHAPE), batch, generate_s=0.5, update_s=2.0, step_s=4.0)

@@ -166,7 +166,7 @@ def test_samples_of_an_earlier_run_go_from_where_this_one_starts(tmp_path):
     ]
 
 
-def test_a_broken_logger_is_told_once_and_left_out(tmp_path, monkeypatch):
+def test_a_broken_logger_is_named_once_and_left_out(tmp_path, monkeypatch):
     def broken(self, *_):
         raise OSError("No space left on device")
 
@@ -174,13 +174,12 @@ def test_a_broken_logger_is_told_once_and_left_out(tmp_path, monkeypatch):
     lines: list[str] = []
     log_steps(config(tmp_path), range(3), lines)
     assert lines == [
-        "warning: the sample dump failed and is left out from now on: "
-        "OSError: No space left on device"
+        "warning: the sample dump failed and is disabled: OSError: No space left on device"
     ]
     assert len(scalars(tmp_path)["reward/mean"]) == 3
 
 
-def test_loggers_are_told_how_the_run_ended():
+def test_loggers_receive_how_the_run_ended():
     class Ending:
         failed = None
 
@@ -194,7 +193,7 @@ def test_loggers_are_told_how_the_run_ended():
         assert Ending.failed is failed
 
 
-def test_a_logger_that_cannot_start_is_told():
+def test_a_logger_that_cannot_start_is_named():
     lines: list[str] = []
     run_loggers = Loggers(lines.append)
 
@@ -203,9 +202,7 @@ def test_a_logger_that_cannot_start_is_told():
 
     run_loggers.add("TensorBoard", make)
     run_loggers.close()
-    assert lines == [
-        "warning: TensorBoard failed and is left out from now on: ImportError: no module"
-    ]
+    assert lines == ["warning: TensorBoard failed and is disabled: ImportError: no module"]
 
 
 def test_a_hanging_logger_holds_the_run_for_a_limited_time_only(monkeypatch):
@@ -226,7 +223,7 @@ def test_a_hanging_logger_holds_the_run_for_a_limited_time_only(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
-def test_a_missing_package_is_refused_with_the_mend(tmp_path, monkeypatch, name):
+def test_a_missing_package_is_refused_with_the_fix(tmp_path, monkeypatch, name):
     from one_step_off.config import packages
 
     cfg = config(tmp_path, **{name: True})
@@ -270,7 +267,7 @@ def test_wandb_offline_and_its_id(tmp_path, monkeypatch):
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first}/run-{first}.wandb"))) == 1
     log_steps(cfg, range(2, 4), lines)
     assert (tmp_path / "wandb_run_id").read_text().strip() == first, (
-        "a resumed run goes on in the same W&B run"
+        "a resumed run continues the same W&B run"
     )
     log_steps(cfg, range(1), lines)
     assert (tmp_path / "wandb_run_id").read_text().strip() != first, "a new run is another one"

@@ -93,18 +93,18 @@ def test_first_and_last_rewards_are_of_different_steps(tmp_path):
     assert rewards_of(tmp_path, 20) == (2, 17, 5)
 
 
-def test_unjudged_responses_are_counted_and_told_once(tmp_path):
+def test_unjudged_responses_are_counted_and_named_once(tmp_path):
     out = io.StringIO()
     tracker = Tracker(str(tmp_path), 3, out=out)
     for step, count in enumerate((0.0, 2.0, 1.0)):
         samples = [sample(0, 2), sample(0, 2)]
         samples[1].extra = {
             "fault": "reward/timeouts",
-            "error": "not judged within reward.timeout_s",
+            "error": "not scored within reward.timeout_s",
         }
         tracker.step(Batch(step, samples, (0, 0)), 0, times() | {"reward/timeouts": count})
     assert out.getvalue().count("warning") == 1
-    assert "not judged within reward.timeout_s" in out.getvalue()
+    assert "not scored within reward.timeout_s" in out.getvalue()
     assert tracker.summary()["reward/timeouts"] == 3
 
 
@@ -157,7 +157,7 @@ def test_a_row_that_a_kill_cut_off_does_not_keep_the_run_from_going_on(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
-def test_a_kill_while_a_resumed_run_drops_rows_loses_none_before_its_checkpoint(
+def test_a_kill_while_a_resumed_run_drops_rows_keeps_those_before_its_checkpoint(
     tmp_path, monkeypatch, name
 ):
     three_steps(tmp_path)
@@ -177,7 +177,7 @@ def test_a_kill_while_a_resumed_run_drops_rows_loses_none_before_its_checkpoint(
     assert rows_of(tmp_path, "metrics.jsonl") == rows_of(tmp_path, "ledger.jsonl") == [0, 1]
 
 
-def test_no_evaluation_is_lost_when_two_end_within_one_step(tmp_path):
+def test_no_evaluation_is_missing_when_two_end_within_one_step(tmp_path):
     tracker = Tracker(str(tmp_path), 1, out=io.StringIO())
     for version in (3, 4):
         tracker.evaluation(version, [sample(0.5, 2, epoch=-1)], 0.1)
@@ -228,7 +228,7 @@ def test_speed_and_memory_in_rows_and_summary(tmp_path):
     )
 
 
-def test_what_tools_said_is_part_of_the_response_and_not_generated(tmp_path):
+def test_the_output_of_tools_is_part_of_the_response_and_not_generated(tmp_path):
     tracker = Tracker(str(tmp_path), 1, out=io.StringIO())
     talk = sample(0, 10)
     talk.versions[2:8] = -1
@@ -260,7 +260,7 @@ def test_batches_that_an_earlier_run_skipped_make_room_for_this_run_s(tmp_path):
 
 
 def test_a_step_without_a_sync_is_in_the_summary_too(tmp_path):
-    """The last replica was lost in it; the run was resumed and went on to its end."""
+    """The last replica failed in it, and the run was resumed."""
     tracker = Tracker(str(tmp_path), 4, out=io.StringIO())
     for step in range(4):
         found = times()

@@ -216,16 +216,32 @@ def test_a_calibration_that_fails_says_why(monkeypatch) -> None:
         (["--times", "1,2,3", "--gpus", "1"], "--gpus 1: must be a whole number from 2"),
         (["--times", "1,2,3", "--gpus", "many"], "invalid int value: 'many'"),
         (["--times", "1,2,3", "--gpus", "99999999"], "--gpus 99999999: must be"),
-        (["--times", "1,2,3", "--gpus", "3", "rollout.tensor_parallel_size=4", "placement.pools.rollout=[4]"], "no split"),
-        (["--times", "1,2,3", "rollout.engine_kwargs={max_num_seqs: none}"], "max_num_seqs=none: must be a whole number"),
-        (["--from", "nowhere"], "--from nowhere: is no trainer.output_dir of a synchronous run: "),
+        (
+            [
+                "--times",
+                "1,2,3",
+                "--gpus",
+                "3",
+                "rollout.tensor_parallel_size=4",
+                "placement.pools.rollout=[4]",
+            ],
+            "no split",
+        ),
+        (
+            ["--times", "1,2,3", "rollout.engine_kwargs={max_num_seqs: none}"],
+            "max_num_seqs=none: must be a whole number",
+        ),
+        (
+            ["--from", "nowhere"],
+            "--from nowhere: is not the trainer.output_dir of a synchronous run",
+        ),
         (["--frm", "x"], "unrecognized arguments: --frm"),
         (["--times", "1,2,3", "rollout.nn=1"], "rollout.nn: unknown key; did you mean"),
         (["--times", "1,2,3", "placement.pools={rollout: [2]}"], "no such pool"),
         (["--times", "1,2,3", "model.path="], "model.path=: not set"),
         (["oops"], "argument oops: must be"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line_and_starts_nothing(monkeypatch, capsys, arguments, said) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("something was started"))
     assert main([*GPUS, *arguments]) == 2

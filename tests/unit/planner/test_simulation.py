@@ -170,9 +170,20 @@ def test_the_real_assertion_watches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.integers(1, 5), st.integers(1, 5), st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.floats(0, 50), st.floats(1e-6, 1e-2),
-    st.floats(0, 20), st.floats(0, 1), st.floats(0, 1), st.booleans(), st.booleans(), st.integers(1, 40), st.integers(1, 300),
-)  # fmt: skip
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.floats(0, 0.1),
+    st.floats(1e-6, 1e-3),
+    st.floats(0, 50),
+    st.floats(1e-6, 1e-2),
+    st.floats(0, 20),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 40),
+    st.integers(1, 300),
+)
 def test_a_step_is_never_shorter_than_a_phase_nor_longer_than_their_sum(
     replicas,
     ranks,

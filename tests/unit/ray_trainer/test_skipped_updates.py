@@ -150,7 +150,7 @@ def test_a_torn_batch_is_refused_in_one_line(tear, tmp_path, capsys):
     line = capsys.readouterr().err.removesuffix("\n")
     assert line.startswith(f"error: --replay {folder}: no batch: ")
     assert "\n" not in line
-    assert line.endswith("; name a folder as OUTPUT_DIR/skipped/step_000012")
+    assert line.endswith("; name a folder such as OUTPUT_DIR/skipped/step_000012")
 
 
 def test_a_replay_names_the_tokens():

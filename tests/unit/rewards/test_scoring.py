@@ -1,8 +1,7 @@
-"""Rewards: what counts as right, what stops a run, and the time limit."""
+"""The reward worker: the user's functions, what they return, and the time limit."""
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import re
@@ -14,128 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import RewardConfig
 from one_step_off.rewards.functions import RewardFunctions
-from one_step_off.rewards.reward import Reward, RewardError, RewardItem
+from one_step_off.rewards.reward import RewardError, RewardItem
 from one_step_off.rewards.scoring import Scorer
-from one_step_off.rewards.verifiers import gsm8k, math
-
-
-def item(response: str = "#### 1", truth: str = "1", prompt: str = "p", n: int = 0) -> RewardItem:
-    """A response to score."""
-    return RewardItem(
-        prompt_id=(2, 17), index=n, prompt=prompt, response=response, ground_truth=truth
-    )
-
-
-GSM8K_RIGHT = [
-    ("7 + 2 = 9\n#### 9", "9"),
-    ("####72", "72"),
-    ("#### 72\nQuestion: something else", "72"),
-    ("#### 5\n#### 72", "72"),
-    ("#### 1,234", "1234"),
-    ("#### 1234", "1,234"),
-    ("#### $72", "72"),
-    ("#### -$72", "-72"),
-    ("#### 72.", "72"),
-    ("#### 72.00", "72"),
-    ("#### 45%", "45"),
-    ("#### 72 apples.", "72"),
-    ("#### **72**", "72"),
-    ("#### 1/2", "0.5"),
-    ("#### 4/2", "2"),
-    ("#### \\frac{1}{2}", "0.5"),
-    ("#### $72$", "72"),
-    ("#### \\boxed{72}", "72"),
-    ("#### 72\r", "72"),
-    ("#### 0", "-0"),
-]
-
-GSM8K_WRONG = [
-    ("", "72"),
-    ("72", "72"),
-    ("The answer is 72", "72"),
-    ("####", "72"),
-    ("#### \n72", "72"),
-    ("#### 71", "72"),
-    ("#### 72\n#### 71", "72"),
-    ("#### 72 or 73", "73"),
-    ("#### 73 or 72", "73"),
-    ("#### 36 + 36", "72"),
-    ("#### 75-3", "72"),
-    ("#### 72 = 72", "72"),
-    ("#### 1/0", "0"),
-    ("#### 1/000", "0"),
-    ("#### +-72", "72"),
-    ("#### 72.0000000000000000000001", "72"),
-    ("#### seventy", "72"),
-    ("#### 9^{9^{9^9}}", "72"),
-    ("#### 99999999!", "72"),
-    ("#### " + "(" * 100_000, "72"),
-    ("#### " + "9" * 100_000, "72"),
-    ("#### \\frac{", "72"),
-    ("#### \ud800", "72"),
-    ("#### \u0667", "7"),
-]
-
-
-@pytest.mark.parametrize(("response", "truth"), GSM8K_RIGHT)
-def test_gsm8k_right(response: str, truth: str) -> None:
-    assert gsm8k(response=response, ground_truth=truth, prompt="", data_source="") == 1.0
-
-
-@pytest.mark.parametrize(("response", "truth"), GSM8K_WRONG)
-def test_gsm8k_wrong(response: str, truth: str) -> None:
-    assert gsm8k(response, truth) == 0.0
-
-
-@given(
-    st.integers(-(10**9), 10**9),
-    st.sampled_from(["{:d}", "{:,d}", "{:d}.", "{:d}.0", " {:d} ", "{:d} km"]),
-)
-def test_gsm8k_takes_every_spelling_of_an_integer(n: int, spelling: str) -> None:
-    assert gsm8k("so\n#### " + spelling.format(n), str(n)) == 1.0
-    assert gsm8k("so\n#### " + spelling.format(n + 1), str(n)) == 0.0
-
-
-def test_gsm8k_is_fast() -> None:
-    start = time.process_time()
-    for _ in range(2000):
-        gsm8k("7 + 2 = 9\n#### 9", "9")
-    assert (time.process_time() - start) / 2000 < 50e-6
-
-
-@pytest.mark.parametrize(
-    ("response", "truth", "score"),
-    [
-        ("so \\boxed{72}", "72", 1.0),
-        ("\\boxed{\\frac12}", "\\frac{1}{2}", 1.0),
-        ("\\boxed{0.5}", "1/2", 1.0),
-        ("\\boxed{3} no, \\boxed{4}", "4", 1.0),
-        ("\\boxed{4} no, \\boxed{3}", "4", 0.0),
-        ("\\boxed{(1,2)}", "(1,2)", 1.0),
-        ("\\boxed{A}", "A", 1.0),
-        ("\\boxed{B}", "A", 0.0),
-        ("the answer is 12", "12", 1.0),
-        ("7 + 5 = 12", "12", 1.0),
-        ("to add 7 + 5 we need", "12", 0.0),
-        ("\\boxed{7+5}", "12", 0.0),
-        ("\\boxed{2^3}", "8", 1.0),
-        ("we get $x^2+1$", "x^2+1", 1.0),
-        ("x " * 50_000 + "the answer is 12", "12", 1.0),
-        ("", "12", 0.0),
-        ("\\boxed{", "12", 0.0),
-        ("\\boxed{}", "", 0.0),
-        ("no idea", "12", 0.0),
-        ("\ud800 \\boxed{\ud800}", "12", 0.0),
-    ],
-)
-def test_math(response: str, truth: str, score: float) -> None:
-    assert math(response=response, ground_truth=truth, prompt="", data_source="") == score
+from tests.unit.rewards.reward_helpers import item
 
 
 def test_a_response_that_cannot_be_judged_in_time_stops_nothing() -> None:
@@ -145,39 +29,6 @@ def test_a_response_that_cannot_be_judged_in_time_stops_nothing() -> None:
     assert scorer.score_batch(items) == [None, 1.0]
     assert time.monotonic() - start < 3
 
-
-# --- rewards as loops see them ---
-
-
-def test_a_reward_is_a_number_with_its_parts():
-    reward = Reward.of({"right": 1.0, "form": 0.5})
-    assert (reward.total, reward.parts) == (1.5, {"right": 1.0, "form": 0.5})
-    assert type(reward.total) is float
-    assert reward * 2 == 3.0
-    assert 1 + reward == 2.5
-    assert reward > 1
-    assert sum([reward, reward]) == 3.0
-    assert bool(reward)
-    half = reward.scaled(0.5)
-    again = pickle.loads(pickle.dumps(reward))
-    assert (half.total, half.parts) == (0.75, {"right": 0.5, "form": 0.25})
-    assert (again.total, again.parts) == (reward.total, reward.parts)
-    assert json.dumps(reward) == "1.5"
-    assert (Reward.of(0.25).total, Reward.of(0.25).parts) == (0.25, {})
-    assert Reward.of(reward).parts == reward.parts
-    assert Reward.of(np.float32(0.5)).total == 0.5
-    for wrong in (
-        None,
-        "1",
-        float("nan"),
-        {"a": "b"},
-        Reward(float("nan")),
-        Reward(1.0, {"a": float("inf")}),
-    ):
-        assert Reward.of(wrong) is None
-
-
-# --- your own functions ---
 
 MODULE = """
 import itertools
@@ -327,7 +178,9 @@ def of_four(prompt, response, ground_truth, data_source):
 
 
 def test_functions_by_data_source_and_the_other_columns_of_the_row(own, tmp_path, monkeypatch):
-    """A function of the four texts alone goes on working; one that takes `extra_info`, by name or by **kwargs, gets it."""
+    """A function of the four texts alone goes on working; one that takes `extra_info`, by name or
+    by **kwargs, gets it.
+    """
     (tmp_path / "columns_rewards.py").write_text(COLUMNS_MODULE)
     functions = {
         "a": "columns_rewards:by_name",
@@ -355,7 +208,9 @@ def test_arguments_go_to_all_functions_of_the_users_own(own):
 
 
 def test_a_score_beside_other_figures_is_no_part(own: str) -> None:
-    """Other trainers' functions return {"score": ..., "acc": ...}: their sum would be a silently wrong reward."""
+    """Other trainers' functions return {"score": ..., "acc": ...}: their sum would be a silently
+    wrong reward.
+    """
     refused('what others call "score" is "reward" here', own, item("{'score': 1.0, 'acc': 1.0}"))
 
 
@@ -368,31 +223,31 @@ def test_a_raising_function_is_named_with_its_prompt(own: str) -> None:
 
 
 def test_a_functions_error_shows_no_secret(own: str) -> None:
-    said = refused(
+    error_text = refused(
         "own_rewards:value",
         own,
         item("open('http://me:hunter2pass@h/v1?token=s3cr3tvalue ' + 'x' * 3000)"),
     )
-    assert "http://***@h/v1?token=***" in said
-    assert "hunter2pass" not in said
-    assert "s3cr3tvalue" not in said
+    assert "http://***@h/v1?token=***" in error_text
+    assert "hunter2pass" not in error_text
+    assert "s3cr3tvalue" not in error_text
 
 
 @pytest.mark.parametrize(
     "result", ["Evil('__repr__')", "Evil('__float__')", "Evil('boom\\nboom')", "'x' * 10**6"]
 )
 def test_a_result_that_misbehaves_itself_is_one_line(own: str, result: str) -> None:
-    said = refused("own_rewards:value", own, item(result))
-    assert "\n" not in said
-    assert len(said) <= 1000
+    error_text = refused("own_rewards:value", own, item(result))
+    assert "\n" not in error_text
+    assert len(error_text) <= 1000
 
 
 def test_one_bad_item_leaves_the_others_their_rewards(own: str) -> None:
-    found = Scorer(RewardConfig(function=f"{own}:value")).score_batch(
+    actual = Scorer(RewardConfig(function=f"{own}:value")).score_batch(
         [item("1.0"), item("1 / 0"), item("2.0")]
     )
-    assert (found[0], found[2]) == (1.0, 2.0)
-    assert isinstance(found[1], RewardError)
+    assert (actual[0], actual[2]) == (1.0, 2.0)
+    assert isinstance(actual[1], RewardError)
 
 
 @pytest.mark.parametrize("function", ["spin", "swallow", "swallow_all"])

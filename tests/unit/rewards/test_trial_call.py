@@ -1,4 +1,6 @@
-"""Each reward function of the user's own is called once on its first row, before any engine starts."""
+"""Each reward function of the user's own is called once on its first row, before any engine
+starts.
+"""
 
 from __future__ import annotations
 
@@ -156,12 +158,12 @@ def test_a_replay_scores_nothing_so_it_calls_no_function(models, own, monkeypatc
 
 @pytest.mark.parametrize("on_error", ["zero", "drop"])
 def test_where_errors_do_not_end_the_run_a_warning_says_so(on_error, models, own):
-    said: list[str] = []
+    printed_lines: list[str] = []
     changes = {"reward.function": "own_trial:crashes", "reward.on_error": on_error}
-    launch.prepare(config(own, models(), **changes), said.append)
+    launch.prepare(config(own, models(), **changes), printed_lines.append)
     assert [
         BEFORE in line
-        for line in said
+        for line in printed_lines
         if line.startswith("warning: reward.function='own_trial:crashes'")
     ] == [True]
 

@@ -33,7 +33,7 @@ def sample_of(replica: RolloutReplica, **fields: Any) -> Sample:
 @pytest.mark.parametrize(
     ("response", "reward", "extra"),
     [
-        ("late", 0.0, {"fault": "reward/timeouts", "error": "not judged within reward.timeout_s"}),
+        ("late", 0.0, {"fault": "reward/timeouts", "error": "not scored within reward.timeout_s"}),
         ("x", 3.0, {}),
         ("parts", 1.5, {"reward_parts": PARTS}),
     ],

@@ -129,7 +129,7 @@ def set_attribute(section: str, name: str, value: object) -> Config:
     [
         (Config(actor=ActorConfig(lr="abc")), "actor.lr=abc: must be a number"),
         (Config(model=ModelConfig(path=["a"])), r"model.path=\[a\]: must be text"),
-        (Config(actor={"lr": 1.0}), "actor={lr: 1.0}: must be an object of ActorConfig"),
+        (Config(actor={"lr": 1.0}), "actor={lr: 1.0}: must be an instance of ActorConfig"),
         (set_attribute("actor", "lr", None), "actor.lr=null: must be a number"),
         (set_attribute("actor", "lr", -1), "actor.lr=-1.0: must be above 0"),
         (set_attribute("rollout", "n", 1.5), "rollout.n=1.5: must be a whole number"),

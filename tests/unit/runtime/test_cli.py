@@ -166,7 +166,7 @@ def test_later_faults_and_interrupts(
     monkeypatch.setattr(failure_report, "report_failure", lambda cfg, error: f"error: {error}")
 
     def refuse(cfg: Config) -> int:
-        raise ConfigError("data row a.jsonl:3: bad\nmend it")
+        raise ConfigError("data row a.jsonl:3: bad\nfix it")
 
     def interrupt(cfg: Config) -> int:
         raise KeyboardInterrupt
@@ -176,7 +176,7 @@ def test_later_faults_and_interrupts(
 
     for run, code, line in (
         (fail, 1, "error: engine 0 died\n"),
-        (refuse, 2, "error: data row a.jsonl:3: bad mend it\n"),
+        (refuse, 2, "error: data row a.jsonl:3: bad fix it\n"),
         (interrupt, 130, "interrupted\n"),
         (lambda cfg: 7 if cfg.model.path == "tiny:qwen2" else 0, 7, ""),
     ):

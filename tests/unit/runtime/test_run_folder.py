@@ -32,7 +32,7 @@ class Reached(Exception):
 
 @pytest.fixture
 def try_run(tmp_path, monkeypatch):
-    """Whether a run with these arguments goes on to its model: the exit code and what is message, if
+    """Whether a run with these arguments gets as far as its model, and the error, if
     it does not."""
 
     def prepare(*_: object) -> None:
@@ -72,7 +72,7 @@ def test_a_run_without_a_checkpoint_is_not_replaced(more, try_run, tmp_path, cap
     assert message.startswith(f"error: trainer.output_dir={tmp_path}/run: holds a run of 40 steps")
     assert message.count("\n") == 1
     assert all(way in message for way in WAYS)
-    assert "it cannot be resumed, for it has no checkpoint (trainer.save_freq=" in message
+    assert "it cannot be resumed, because it has no checkpoint (trainer.save_freq=" in message
     assert try_run(capsys, *more, "trainer.overwrite=true")[0]
     assert try_run(capsys, *more, f"trainer.output_dir={tmp_path}/other")[0]
 
@@ -100,7 +100,7 @@ def test_a_run_with_checkpoints_is_resumed_and_not_replaced(try_run, tmp_path, c
         (0, (50, 100), "the checkpoint step_000100"),
     ],
 )
-def test_going_back_loses_nothing_unasked(steps, checkpoints, holds, try_run, tmp_path, capsys):
+def test_going_back_deletes_nothing_unasked(steps, checkpoints, holds, try_run, tmp_path, capsys):
     """The same command given twice: the first time it went on from step 50, the second time that
     would drop what it did."""
     write_earlier_run(tmp_path / "run", steps, checkpoints)
@@ -172,7 +172,7 @@ def test_an_evaluation_alone_replaces_no_run(try_run, tmp_path, capsys):
     assert try_run(capsys, "trainer.val_only=true", "data.val_files=generator:word_problems")[0]
 
 
-def test_it_is_said_before_anything_slow_is_read(models, tmp_path, capsys):
+def test_it_is_refused_before_anything_slow_is_read(models, tmp_path, capsys):
     """The whole program; the folder stays as it was, which `refused` checks."""
     argv = [*base(tmp_path, models()), "trainer.overwrite=false"]
     refused(argv, ["trainer.output_dir=TMP/run: holds a run of 1 steps", *WAYS], tmp_path, capsys)

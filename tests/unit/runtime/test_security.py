@@ -97,7 +97,7 @@ def test_a_masked_config_asks_for_its_secret(tmp_path):
         validate(again)
     whole = load_config([f"config={tmp_path}/x.yaml", f"reward_model.url={URL}"])
     validate(whole)
-    assert whole == cfg, "nothing but the secret is lost"
+    assert whole == cfg, "nothing but the secret is missing"
 
 
 def test_wandb_is_given_no_secret(tmp_path, monkeypatch):

@@ -133,7 +133,7 @@ class Fails(AgentLoop):
         raise KeyError("mood")
 
 
-def test_a_loop_that_raises_names_its_line_and_what_the_policy_said():
+def test_a_loop_that_raises_names_its_line_and_the_response():
     cfg = Config()
     tokenizer = tiny_qwen.build_tokenizer()
     cfg.agent.loop = f"{__name__}:Fails"

@@ -1,4 +1,4 @@
-"""The actor's loss token by token from the papers' formulas, and its gradients, on a plain model."""
+"""The actor's loss token by token from the papers' formulas, and its gradients, without a worker."""
 
 from dataclasses import dataclass
 

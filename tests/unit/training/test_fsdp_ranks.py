@@ -1,4 +1,4 @@
-"""The FSDP back end on several ranks: the same update as on one, and a stream that covers every row once."""
+"""The FSDP back end on several ranks: the same update as on one, and every row streamed once."""
 
 import dataclasses
 

@@ -86,8 +86,8 @@ def test_values_are_the_heads_before_each_token(model_folders, judge, start_sing
 
 
 def value_loss_by_hand(model, batch, clip, aggregation):
-    """max((V - R)^2, (V clipped around V_old - R)^2) / 2 over the trained tokens: their mean, or the
-    mean over sequences of their means. Returns the loss, and how many tokens are clipped."""
+    """max((V - R)^2, (V clipped around V_old - R)^2) / 2 over the trained tokens: their mean, or
+    the mean over sequences of their means. Returns the loss, and how many tokens are clipped."""
     trained_tokens = [int(s.loss_mask.sum()) for s in batch.samples]
     sequences = sum(count > 0 for count in trained_tokens)
     loss = torch.zeros(())

@@ -134,8 +134,16 @@ def test_scores_come_back_in_order_and_few_requests_are_open(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "bad", [500, "no json", json.dumps({"scores": [1.0]}), json.dumps({"scores": [1, 2, None, 4]}), "{}", '{"scores": [1,2,3,NaN]}']
-)  # fmt: skip
+    "bad",
+    [
+        500,
+        "no json",
+        json.dumps({"scores": [1.0]}),
+        json.dumps({"scores": [1, 2, None, 4]}),
+        "{}",
+        '{"scores": [1,2,3,NaN]}',
+    ],
+)
 def test_what_fails_once_is_asked_again(monkeypatch, bad):
     server = Server()
     server.answers = [bad]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from one_step_off.algorithms.policy_losses import vanilla
+from one_step_off.algorithms.policy_losses import ppo_clip
 from one_step_off.checkpoint import read_batch, write_batch
 from one_step_off.data.samples import Batch
 from one_step_off.monitoring.tracker import Tracker
@@ -35,9 +35,9 @@ MARK = 77.0  # the advantage of the sample whose loss is to be no number
 
 
 def nan_loss(x, **_):
-    """The vanilla loss; and no number, without a gradient, for one sample: only the rank that has
+    """The PPO clip loss; and no number, without a gradient, for one sample: only the rank that has
     it sees it."""
-    loss, clipped = vanilla(x)
+    loss, clipped = ppo_clip(x)
     return loss + torch.where(x.advantage == MARK, torch.nan, 0.0), clipped
 
 

@@ -20,18 +20,24 @@ def weights(words: int, seed: int) -> torch.Tensor:
 
 
 def changed(base: torch.Tensor, where: torch.Tensor, kind: str, seed: int) -> torch.Tensor:
-    """A copy of `base` (int16 [n]) in which the words at `where` are others, of a kind."""
+    """A copy of `base` (int16 [n]) in which the words at `where` have changed in a way of KINDS."""
     generator = torch.Generator().manual_seed(seed)
-    new, size = base.clone(), (len(where),)
+    size = (len(where),)
     old = base[where].int()
-    new[where] = {
-        "ulp": lambda: old + torch.randint(0, 2, size, generator=generator) * 2 - 1,
-        "random": lambda: torch.randint(-(2**15), 2**15, size, generator=generator),
-        "sign": lambda: old ^ 0x8000,
-        "nan": lambda: 0x7F80 + torch.randint(0, 128, size, generator=generator),
-        "same": lambda: old,
-        "byte": lambda: old + torch.randint(-140, 140, size, generator=generator),
-    }[kind]().to(torch.int16)
+    if kind == "ulp":
+        words = old + torch.randint(0, 2, size, generator=generator) * 2 - 1
+    elif kind == "random":
+        words = torch.randint(-(2**15), 2**15, size, generator=generator)
+    elif kind == "sign":
+        words = old ^ 0x8000
+    elif kind == "nan":
+        words = 0x7F80 + torch.randint(0, 128, size, generator=generator)
+    elif kind == "byte":
+        words = old + torch.randint(-140, 140, size, generator=generator)
+    else:
+        words = old
+    new = base.clone()
+    new[where] = words.to(torch.int16)
     return new
 
 
@@ -40,9 +46,9 @@ def assert_round_trip(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor | N
     payload, count = delta.encode(new.view(torch.uint8), base.view(torch.uint8))
     assert count == int((new != base).sum())
     if payload is not None:
-        assert (
-            payload.dtype == torch.uint8 and len(payload) % 16 == 0 and len(payload) < 2 * len(new)
-        )
+        assert payload.dtype == torch.uint8
+        assert len(payload) % 16 == 0
+        assert len(payload) < 2 * len(new)
         words = base.clone()
         delta.apply(payload, words.view(torch.uint8))
         assert torch.equal(words, new)
@@ -64,9 +70,8 @@ def test_any_change_comes_back(size, kinds, share, run, small, seed):
             patch.setitem(delta._BLOCK_WORDS, "cpu", 96)
         new = base = weights(8 * size, seed)
         generator = torch.Generator().manual_seed(seed)
-        for (
-            kind
-        ) in kinds:  # single words, or runs of them, as when only some rows of an embedding change
+        # Single words, or runs of them, as when only some rows of an embedding change.
+        for kind in kinds:
             starts = (torch.rand(len(base), generator=generator) < share / run).nonzero().flatten()
             where = (starts[:, None] + torch.arange(run)).flatten().unique()
             new = changed(new, where[where < len(base)], kind, seed)
@@ -160,10 +165,8 @@ def test_what_does_not_fit_raises():
         for value in (-1, 0, 1, 2**31 - 1):
             wrong = payload.clone()
             header = wrong[:32].view(torch.int32)
-            if header[field] == value or (field, value) == (
-                1,
-                2**31 - 1,
-            ):  # a block may be larger than the bucket
+            is_larger_block = field == 1 and value == 2**31 - 1  # which is allowed
+            if header[field] == value or is_larger_block:
                 continue
             header[field] = value
             with pytest.raises(ValueError, match="delta: "):
@@ -176,9 +179,8 @@ def test_nothing_is_written_when_a_later_block_is_wrong(monkeypatch):
     base = torch.zeros(2048, dtype=torch.int16)
     new = changed(base, torch.tensor([3, 2047]), "ulp", 0)
     payload, _ = delta.encode(new.view(torch.uint8), base.view(torch.uint8))
-    gap = payload[56:58].view(
-        torch.int16
-    )  # of the second block's word: the only number of two bytes
+    # The gap of the second block's word is the only number of two bytes.
+    gap = payload[56:58].view(torch.int16)
     assert gap.item() == 1023
     gap += 1
     with pytest.raises(ValueError, match="not within a block"):

@@ -1,0 +1,116 @@
+"""The built-in verifiers: what counts as right."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from one_step_off.rewards.verifiers import gsm8k, math
+
+GSM8K_RIGHT = [
+    ("7 + 2 = 9\n#### 9", "9"),
+    ("####72", "72"),
+    ("#### 72\nQuestion: something else", "72"),
+    ("#### 5\n#### 72", "72"),
+    ("#### 1,234", "1234"),
+    ("#### 1234", "1,234"),
+    ("#### $72", "72"),
+    ("#### -$72", "-72"),
+    ("#### 72.", "72"),
+    ("#### 72.00", "72"),
+    ("#### 45%", "45"),
+    ("#### 72 apples.", "72"),
+    ("#### **72**", "72"),
+    ("#### 1/2", "0.5"),
+    ("#### 4/2", "2"),
+    ("#### \\frac{1}{2}", "0.5"),
+    ("#### $72$", "72"),
+    ("#### \\boxed{72}", "72"),
+    ("#### 72\r", "72"),
+    ("#### 0", "-0"),
+]
+
+GSM8K_WRONG = [
+    ("", "72"),
+    ("72", "72"),
+    ("The answer is 72", "72"),
+    ("####", "72"),
+    ("#### \n72", "72"),
+    ("#### 71", "72"),
+    ("#### 72\n#### 71", "72"),
+    ("#### 72 or 73", "73"),
+    ("#### 73 or 72", "73"),
+    ("#### 36 + 36", "72"),
+    ("#### 75-3", "72"),
+    ("#### 72 = 72", "72"),
+    ("#### 1/0", "0"),
+    ("#### 1/000", "0"),
+    ("#### +-72", "72"),
+    ("#### 72.0000000000000000000001", "72"),
+    ("#### seventy", "72"),
+    ("#### 9^{9^{9^9}}", "72"),
+    ("#### 99999999!", "72"),
+    ("#### " + "(" * 100_000, "72"),
+    ("#### " + "9" * 100_000, "72"),
+    ("#### \\frac{", "72"),
+    ("#### \ud800", "72"),
+    ("#### \u0667", "7"),
+]
+
+
+@pytest.mark.parametrize(("response", "truth"), GSM8K_RIGHT)
+def test_gsm8k_right(response: str, truth: str) -> None:
+    assert gsm8k(response=response, ground_truth=truth, prompt="", data_source="") == 1.0
+
+
+@pytest.mark.parametrize(("response", "truth"), GSM8K_WRONG)
+def test_gsm8k_wrong(response: str, truth: str) -> None:
+    assert gsm8k(response, truth) == 0.0
+
+
+@given(
+    st.integers(-(10**9), 10**9),
+    st.sampled_from(["{:d}", "{:,d}", "{:d}.", "{:d}.0", " {:d} ", "{:d} km"]),
+)
+def test_gsm8k_takes_every_spelling_of_an_integer(n: int, spelling: str) -> None:
+    assert gsm8k("so\n#### " + spelling.format(n), str(n)) == 1.0
+    assert gsm8k("so\n#### " + spelling.format(n + 1), str(n)) == 0.0
+
+
+def test_gsm8k_is_fast() -> None:
+    start = time.process_time()
+    for _ in range(2000):
+        gsm8k("7 + 2 = 9\n#### 9", "9")
+    assert (time.process_time() - start) / 2000 < 50e-6
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("so \\boxed{72}", "72", 1.0),
+        ("\\boxed{\\frac12}", "\\frac{1}{2}", 1.0),
+        ("\\boxed{0.5}", "1/2", 1.0),
+        ("\\boxed{3} no, \\boxed{4}", "4", 1.0),
+        ("\\boxed{4} no, \\boxed{3}", "4", 0.0),
+        ("\\boxed{(1,2)}", "(1,2)", 1.0),
+        ("\\boxed{A}", "A", 1.0),
+        ("\\boxed{B}", "A", 0.0),
+        ("the answer is 12", "12", 1.0),
+        ("7 + 5 = 12", "12", 1.0),
+        ("to add 7 + 5 we need", "12", 0.0),
+        ("\\boxed{7+5}", "12", 0.0),
+        ("\\boxed{2^3}", "8", 1.0),
+        ("we get $x^2+1$", "x^2+1", 1.0),
+        ("x " * 50_000 + "the answer is 12", "12", 1.0),
+        ("", "12", 0.0),
+        ("\\boxed{", "12", 0.0),
+        ("\\boxed{}", "", 0.0),
+        ("no idea", "12", 0.0),
+        ("\ud800 \\boxed{\ud800}", "12", 0.0),
+    ],
+)
+def test_math(response: str, truth: str, score: float) -> None:
+    assert math(response=response, ground_truth=truth, prompt="", data_source="") == score
