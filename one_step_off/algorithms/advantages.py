@@ -32,8 +32,13 @@ EPS = 1e-6
 # "prob_squares" (both from the trainer).
 NEEDS = {
     "values": "the role critic; set placement.roles.critic to a pool",
-    "parts": "rewards in parts; let your reward.function return {name: number}, or add a reward model",
-    "baselines": "greedy responses; samples of a checkpoint that lacks them cannot be used: set trainer.resume=never",
+    "parts": (
+        "rewards in parts; let your reward.function return {name: number}, or add a reward model"
+    ),
+    "baselines": (
+        "greedy responses; samples of a checkpoint that lacks them cannot be used: "
+        "set trainer.resume=never"
+    ),
 }
 
 ADVANTAGE_ESTIMATORS = Registry("algorithm.adv_estimator")

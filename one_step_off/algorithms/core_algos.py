@@ -42,11 +42,12 @@ def token_weights(
     """The weight of each token of a sequence in the loss: loss = sum over all trained tokens of
     weight * l.
 
-        token-mean          w_i = 1 / global_tokens                     (DAPO, arXiv:2503.14476, eq. 12)
+        token-mean          w_i = 1 / global_tokens               (DAPO, arXiv:2503.14476, eq. 12)
         token-sum           w_i = 1
-        sequence-mean       w_i = 1 / (len_i * global_sequences)        (GRPO, arXiv:2402.03300, eq. 3)
+        sequence-mean       w_i = 1 / (len_i * global_sequences)  (GRPO, arXiv:2402.03300, eq. 3)
         seq-mean-token-sum  w_i = 1 / global_sequences
-        seq-sum-norm        w_i = 1 / (longest * global_sequences)      (Dr. GRPO, arXiv:2503.20783, section 3.2)
+        seq-sum-norm        w_i = 1 / (longest * global_sequences)
+                            (Dr. GRPO, arXiv:2503.20783, section 3.2)
 
     The denominators count the whole mini-batch over all ranks, so the losses of its parts add up.
 
@@ -125,7 +126,7 @@ def kl(log_p: Tensor, log_q: Tensor, estimator: str = "k3") -> Tensor:
     """Estimate KL(p || q) from tokens that p made, one value per token
     (http://joschu.net/blog/kl-approx.html).
 
-    With r = q / p:     k1 = -log r        k2 = (log r)^2 / 2        k3 = (r - 1) - log r        abs = |log r|
+    With r = q / p:  k1 = -log r    k2 = (log r)^2 / 2    k3 = (r - 1) - log r    abs = |log r|
 
     As values: k1 is unbiased but can be negative; k2 is biased and never negative; k3 is unbiased
     and never negative; abs is a distance, and no estimate of the KL.

@@ -2,9 +2,9 @@
 
 Formulas and sources: docs/concepts/algorithms.md.
 
-The PPO clip loss is `ppo_clip`, registered as "vanilla". To add a loss, write one function here with
-`@register("name")`: `algorithm.policy_loss` then knows it. A policy loss takes `LossInputs`, and its
-own settings by keyword. It returns
+The PPO clip loss is `ppo_clip`, registered as "vanilla". To add a loss, write one function here
+with `@register("name")`: `algorithm.policy_loss` then knows it. A policy loss takes `LossInputs`,
+and its own settings by keyword. It returns
 
     the loss [n], to be minimized, before its aggregation weight, and
     bool [n]: the tokens that the loss clips or masks, which the metric clip_frac counts.
@@ -147,7 +147,8 @@ def gspo(x: LossInputs) -> Loss:
 def gmpo(x: LossInputs) -> Loss:
     """GMPO (arXiv:2507.20673): the geometric mean over a sequence of ratios clipped one by one.
 
-        l_t = -A exp(mean_t k_t)      k = min(log r, clip_high) where A > 0, else max(log r, -clip_low)
+        l_t = -A exp(mean_t k_t)
+        k = min(log r, clip_high) where A > 0, else max(log r, -clip_low)
 
     The clip range is one of log-ratios; the paper uses 0.4 on both sides. It is meant for
     advantages per sequence, and for loss_agg=sequence-mean.
@@ -231,7 +232,8 @@ def dppo_tv(x: LossInputs, *, cap: float = 20.0) -> Loss:
     """DPPO with the binary total variation (arXiv:2602.04879): it bounds probabilities, not their
     ratio.
 
-        l = -A min(r, cap) m log theta      m = 0 where |theta - old| > clip and the update pushes outward
+        l = -A min(r, cap) m log theta
+        m = 0 where |theta - old| > clip and the update pushes outward
 
     clip_high bounds tokens with A > 0, clip_low those with A < 0. `old` should be mu:
     old_log_probs=rollout.
@@ -246,7 +248,7 @@ def dppo_kl(x: LossInputs, *, cap: float = 20.0) -> Loss:
     """DPPO with the binary KL (arXiv:2602.04879): as `dppo_tv`, with the KL of "this token or
     another".
 
-    KL(old || theta) = q log(q / p) + (1 - q) log((1 - q) / (1 - p))      q = old, p = theta, in nats
+    KL(old || theta) = q log(q / p) + (1 - q) log((1 - q) / (1 - p))    q = old, p = theta, in nats
     """
     log_p = x.log_probs.detach()
     log_q = x.old_log_probs
@@ -277,8 +279,8 @@ def _largest(values: Tensor, share: float) -> Tensor:
 def clip_cov(
     x: LossInputs, *, share: float = 2e-4, cov_low: float = 1.0, cov_high: float = 5.0
 ) -> Loss:
-    """Clip-Cov (arXiv:2505.22617): the PPO clip loss, but a few random tokens of high covariance get no
-    gradient.
+    """Clip-Cov (arXiv:2505.22617): the PPO clip loss, but a few random tokens of high covariance
+    get no gradient.
 
     `share` of all tokens (at least one) is drawn from those with cov_low < covariance < cov_high
     that PPO does not clip. The paper takes means and share over the mini-batch. Here they are those

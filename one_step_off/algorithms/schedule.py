@@ -236,11 +236,16 @@ def _report_length(
     step = saved.optimizer_steps
     rate = _rate(settings, decay, step)
     if rate == 0.0:
-        fix = f"set {role}.lr_schedule=constant and {role}.lr, or {role}.min_lr_ratio, or resume an earlier checkpoint"
+        fix = (
+            f"set {role}.lr_schedule=constant and {role}.lr, or {role}.min_lr_ratio, "
+            "or resume an earlier checkpoint"
+        )
         raise ConfigError(
-            f"{change}; at step {step} it had reached its end, a rate of 0, and would stay there; {fix}"
+            f"{change}; at step {step} it had reached its end, a rate of 0, and would stay there; "
+            f"{fix}"
         )
     end = _rate(settings, decay, decay.total - 1)
     print_line(
-        f"{change}; it continues from its rate at step {step}, {rate:.3g}, to {end:.3g}, without a jump"
+        f"{change}; it continues from its rate at step {step}, {rate:.3g}, to {end:.3g}, "
+        "without a jump"
     )

@@ -97,14 +97,16 @@ def _check_named_function(
         if not is_user_spec(spec):
             fix = did_you_mean(spec, registry, f"known are {', '.join(registry)}")
             raise key_error(cfg, registry.key, f"no such name, and not {USER_FUNCTION_FORM}; {fix}")
-        return  # the user's own: it is imported, and its settings are checked, when the run is prepared
+        # The user's own: it is imported, and its settings are checked, when the run is prepared.
+        return
     entry = registry[spec]
     _check_needs(cfg, registry.key, entry)
     if entry.grouped and cfg.rollout.n == 1:
         raise key_error(
             cfg,
             "rollout.n",
-            f"{spec} compares the samples of one prompt, so a single sample has no advantage; use at least 2",
+            f"{spec} compares the samples of one prompt, so a single sample has no advantage; "
+            "use at least 2",
         )
     known = entry.settings()
     for name, value in kwargs.items():

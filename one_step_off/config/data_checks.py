@@ -60,7 +60,8 @@ def _check_source(key: str, source: str) -> None:
         if exists or not may_be_hub_id:
             missing = "" if exists else "no such file or folder; "
             raise ConfigError(
-                f"{location}: {missing}must be a {', '.join(FILE_ENDINGS)} file, generator:NAME or a hub id"
+                f"{location}: {missing}must be a {', '.join(FILE_ENDINGS)} file, "
+                "generator:NAME or a hub id"
             )
 
 
@@ -77,7 +78,8 @@ def _check_rewards(cfg: Config) -> None:
         raise key_error(
             cfg,
             "reward.function",
-            "reward.functions names the function of every data_source; put it there, or remove one of the two",
+            "reward.functions names the function of every data_source; "
+            "put it there, or remove one of the two",
         )
 
 

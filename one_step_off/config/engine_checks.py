@@ -49,17 +49,18 @@ KEYS_OF_VLLM_FIELDS = {
 }
 
 # Fields of AsyncEngineArgs that the program sets; they are refused whatever their value.
-ENGINE_FIELDS_SET_BY_US = """pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size nnodes
-    device_ids distributed_executor_backend logprobs_mode max_logprobs weight_transfer_config worker_extension_cls
-    worker_cls""".split()
+ENGINE_FIELDS_SET_BY_US = """pipeline_parallel_size prefill_context_parallel_size
+    decode_context_parallel_size nnodes device_ids distributed_executor_backend logprobs_mode
+    max_logprobs weight_transfer_config worker_extension_cls worker_cls""".split()
 
 # Fields that are refused unless they are off. With them the engine's log-probs would not be the
 # policy's, or the engine would hold another model, or parts of one that the weight sync does not
 # write: adapters, draft models, offloaded or quantized weights, values cached with older weights.
-UNSAFE_ENGINE_FIELDS = """logits_processors watermark_config diffusion_config kv_cache_dtype hf_overrides hf_config_path
-    revision model_class_overrides model_weights code_revision quantization quantization_config enable_lora
-    cpu_offload_gb offload_group_size enable_eplb speculative_config spec_method spec_model spec_tokens
-    kv_transfer_config ec_transfer_config kv_offloading_size""".split()
+UNSAFE_ENGINE_FIELDS = """logits_processors watermark_config diffusion_config kv_cache_dtype
+    hf_overrides hf_config_path revision model_class_overrides model_weights code_revision
+    quantization quantization_config enable_lora cpu_offload_gb offload_group_size enable_eplb
+    speculative_config spec_method spec_model spec_tokens kv_transfer_config
+    ec_transfer_config kv_offloading_size""".split()
 
 # A seeded request whose prompt is split crashes vLLM's CPU engine.
 UNSAFE_ENGINE_FIELDS_ON_CPU = ("enable_chunked_prefill", "long_prefill_token_threshold")

@@ -6,7 +6,10 @@ from one_step_off.config.loading import KEYS
 from one_step_off.config.schema import Config
 from one_step_off.config.text import format_value
 
-_USAGE_LINE = "usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help] [--profile STEP] [--replay FOLDER]"
+_USAGE_LINE = (
+    "usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] "
+    "[--dry-run] [--help] [--profile STEP] [--replay FOLDER]"
+)
 
 USAGE = f"""{_USAGE_LINE}
   check a config:    python -m one_step_off.main_ppo config=config/gsm8k_tiny_cpu.yaml --dry-run
@@ -28,7 +31,7 @@ Trains a language model with one-step-off-policy PPO.
 
 Exit codes: 0 success, 1 the run failed, 2 bad input (one line names it), 130 interrupted.
 
-Keys:"""
+Keys:"""  # noqa: E501 (printed as it is)
 
 
 def help_text() -> str:

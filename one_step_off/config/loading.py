@@ -92,7 +92,8 @@ def find_key(dotted: str, value: Any = None) -> ConfigKey:
     section, _, name = dotted.partition(".")
     if section in SECTIONS and not name:
         raise ConfigError(
-            f"{format_value(dotted)}: a section, not a key; write {section}.KEY=VALUE (all keys: --help)"
+            f"{format_value(dotted)}: a section, not a key; "
+            f"write {section}.KEY=VALUE (all keys: --help)"
         )
     shown, suggestion = hint(dotted, value, KEYS, SECTIONS)
     raise ConfigError(f"{format_value(shown)}: unknown key; {suggestion} (all keys: --help)")
@@ -175,7 +176,8 @@ def _read_argument(argument: str) -> _Assignment:
         value, _ = parse_yaml(text)
     except YAML_ERRORS as error:
         raise ConfigError(
-            f"{format_value(dotted)}={format_value(text)}: {yaml_error_text(error)}; quote the value"
+            f"{format_value(dotted)}={format_value(text)}: {yaml_error_text(error)}; "
+            "quote the value"
         ) from None
     return _Assignment(dotted, value)
 
@@ -283,7 +285,8 @@ def _check_bounds(key: ConfigKey, value: float) -> None:
             continue
         also = f", or {metadata['also']}" if "also" in metadata else ""
         raise ConfigError(
-            f"{key.dotted}={format_value(value)}: must be {words} {bound:.10g}{also} ({metadata['help']})"
+            f"{key.dotted}={format_value(value)}: "
+            f"must be {words} {bound:.10g}{also} ({metadata['help']})"
         )
 
 

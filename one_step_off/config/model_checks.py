@@ -71,5 +71,6 @@ def _check_model_directory(location: str, path: str) -> None:
     for endings in MODEL_FILES:
         if not any(name.endswith(endings) for name in names):
             raise ConfigError(
-                f"{location}: the directory has no {' or '.join(endings)}; give one saved by save_pretrained"
+                f"{location}: the directory has no {' or '.join(endings)}; "
+                "give one saved by save_pretrained"
             )

@@ -111,7 +111,8 @@ def check_layouts(cfg: Config, device: str) -> None:
 def _check_stages(role: str, settings: Any) -> None:
     if settings.sequence_parallel and settings.tensor_parallel_size == 1:
         raise ConfigError(
-            f"{role}.sequence_parallel=true: nothing to split with tensor_parallel_size=1; set it to false"
+            f"{role}.sequence_parallel=true: nothing to split with tensor_parallel_size=1; "
+            "set it to false"
         )
     virtual_stages = settings.virtual_pipeline_parallel_size
     if virtual_stages and settings.pipeline_parallel_size == 1:
@@ -151,7 +152,8 @@ def _check_megatron_packages(role: str, device: str) -> None:
         raise ConfigError(f"{location}: megatron-core is missing; run MEGATRON=1 shell/setup.sh")
     if device == "cuda" and not packages.is_installed("transformer_engine"):
         raise ConfigError(
-            f"{location}: transformer-engine, for GPUs, is missing; run EXTRA=gpu MEGATRON=1 shell/setup.sh"
+            f"{location}: transformer-engine, for GPUs, is missing; "
+            "run EXTRA=gpu MEGATRON=1 shell/setup.sh"
         )
 
 
@@ -255,7 +257,8 @@ def check_hardware(cfg: Config, device: str, num_gpus: int) -> None:
         if len(gpus_per_node) > 1:
             raise ConfigError(
                 f"placement.pools.{format_value(name)}={format_value(gpus_per_node)}: "
-                f"{len(gpus_per_node)} nodes, but this machine is one; use [{sum(gpus_per_node)}], {fix}"
+                f"{len(gpus_per_node)} nodes, but this machine is one; "
+                f"use [{sum(gpus_per_node)}], {fix}"
             )
     gpus_needed = sum(map(sum, pools.values()))
     if device == "cuda" and gpus_needed > num_gpus:

@@ -114,7 +114,8 @@ class RewardModelConfig(with_actor_defaults(BackendConfig)):
     path: str = path_key("", "HF sequence-classification model (role reward_model)")
     url: str = config_key(
         "",
-        "a server instead of the role; it answers POST {prompts, responses, ground_truths} with {scores}",
+        "a server instead of the role; "
+        "it answers POST {prompts, responses, ground_truths} with {scores}",
     )
     weight: float = config_key(
         1.0,

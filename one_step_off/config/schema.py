@@ -108,7 +108,8 @@ class PlacementConfig:
     )
     pin_cores: bool = config_key(
         True,
-        "CPU runs on one machine: pin each process to its own cores, separate for rollout and trainer",
+        "CPU runs on one machine: pin each process to its own cores, "
+        "separate for rollout and trainer",
     )
 
 
@@ -153,7 +154,8 @@ class RolloutConfig:
     )
     oversample: float = config_key(
         1.0,
-        "partial_rollout: batches of prompts in progress; the prompts that complete first form the batch",
+        "partial_rollout: batches of prompts in progress; "
+        "the prompts that complete first form the batch",
         low=1.0,
     )
     heartbeat_s: float = config_key(
@@ -184,7 +186,8 @@ class AlgorithmConfig:
 
     adv_estimator: str = config_key(
         "grpo",
-        "advantage estimator: a name from docs/concepts/algorithms.md, or your own as module:function",
+        "advantage estimator: a name from docs/concepts/algorithms.md, "
+        "or your own as module:function",
     )
     adv_kwargs: dict[str, Any] = config_key({}, "settings of the estimator, e.g. {pass_k: 4}")
     norm_adv_by_std: bool = config_key(
@@ -219,7 +222,8 @@ class AlgorithmConfig:
     )
     max_gen_batches: int = config_key(
         1,
-        "dynamic sampling (DAPO): generate at most this many batches to replace zero-variance groups",
+        "dynamic sampling (DAPO): generate at most this many batches "
+        "to replace zero-variance groups",
         low=1,
     )
     filter_overlong: bool = config_key(
@@ -233,7 +237,8 @@ class AlgorithmConfig:
     )
     kl_in_reward: bool = config_key(
         False,
-        "add -kl_coef * log(policy/reference) to each token's reward instead of a KL term in the loss",
+        "add -kl_coef * log(policy/reference) to each token's reward "
+        "instead of a KL term in the loss",
     )
     kl_target: Optional[float] = config_key(
         None, "kl_in_reward: adapt kl_coef to this KL, in nats per response", above=0.0
@@ -248,7 +253,8 @@ class AlgorithmConfig:
     )
     old_log_probs: str = config_key(
         "rollout",
-        "policy of the PPO ratio's denominator: rollout: mu; recompute: proximal, the trainer before the update",
+        "policy of the PPO ratio's denominator: rollout: mu; "
+        "recompute: proximal, the trainer before the update",
         choices="rollout recompute",
     )
     rollout_correction: str = config_key(
@@ -290,7 +296,8 @@ class RewardConfig:
     )
     overlong_buffer: int = config_key(
         0,
-        "soft overlong penalty (DAPO): it grows linearly over this many last tokens of max_response_length",
+        "soft overlong penalty (DAPO): it grows linearly over this many "
+        "last tokens of max_response_length",
         low=0,
     )
     overlong_penalty: float = config_key(
@@ -304,7 +311,8 @@ class AgentConfig:
 
     loop: str = config_key(
         "single_turn",
-        "a loop from docs/tutorials/your_own_agent.md, or your own as module:Class; a data row may name another",
+        "a loop from docs/tutorials/your_own_agent.md, or your own as module:Class; "
+        "a data row may name another",
     )
     loop_kwargs: dict[str, Any] = config_key(
         {}, "settings of loops by name, e.g. {tool: {format: llama}}"
@@ -421,7 +429,8 @@ class TrainerConfig:
     )
     overwrite: bool = config_key(
         False,
-        "allow replacing an earlier run in output_dir, or truncating it to the checkpoint that resume names",
+        "allow replacing an earlier run in output_dir, or "
+        "truncating it to the checkpoint that resume names",
     )
     grace_s: float = config_key(
         120.0,

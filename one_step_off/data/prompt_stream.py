@@ -81,9 +81,13 @@ class PromptStream:
         unchanged.
         """
         if state["digest"] != self._digest(self._order_of_epoch(state["epoch"])):
-            same_keys = "data.train_files, tokenizer, data.max_prompt_length, data.instruction, data.shuffle, trainer.seed"
+            same_keys = (
+                "data.train_files, tokenizer, data.max_prompt_length, data.instruction, "
+                "data.shuffle, trainer.seed"
+            )
             raise ConfigError(
-                f"data: the checkpoint has other prompts or another order; resume with the same {same_keys}"
+                "data: the checkpoint has other prompts or another order; "
+                f"resume with the same {same_keys}"
             )
         self._move_to(state["epoch"], state["offset"])
 

@@ -161,11 +161,15 @@ def _read_source(source: str, split: str, cfg: DataConfig, seed: int) -> list[tu
             fix = f"change data.{key}={getattr(cfg, key)}"
             rows = list(_read_generator(generator, split, cfg, seed))
         else:
-            fix = "check the id and the network, run `hf auth login` for gated data, or give a local .jsonl file"
+            fix = (
+                "check the id and the network, run `hf auth login` for gated data, "
+                "or give a local .jsonl file"
+            )
             rows = list(_read_hub(source, split))
     except Exception as error:  # many libraries may raise here
         raise ConfigError(
-            f"data source {location}: cannot be read: {type(error).__name__}: {first_line(error)}; {fix}"
+            f"data source {location}: cannot be read: "
+            f"{type(error).__name__}: {first_line(error)}; {fix}"
         ) from error
     if not rows:
         raise ConfigError(f"data source {location}: holds no rows; give another")
@@ -281,7 +285,8 @@ def _parse_row(columns: Any, instruction: str) -> dict[str, Any]:
     else:
         names = ", ".join(map(str, columns))
         raise BadRow(
-            f"found the columns {names}, not question+answer or prompt+reward_model; rename the columns"
+            f"found the columns {names}, not question+answer or prompt+reward_model; "
+            "rename the columns"
         )
     _check_unicode(fields)
     loop = columns.get("agent_loop")

@@ -98,5 +98,6 @@ def _note_overlap(prompts: list[Prompt], training_texts: set[str], report: DataR
     shared = sum(prompt.text in training_texts for prompt in prompts)
     if shared:
         report.notes.append(
-            f"warning: {shared} of the {len(prompts)} held-out prompts are also in the training data"
+            f"warning: {shared} of the {len(prompts)} held-out prompts "
+            "are also in the training data"
         )

@@ -69,7 +69,8 @@ def _uses_template(rows: Sequence[Row], tokenizer: Any, cfg: DataConfig) -> bool
     if is_needed and not has_template:
         fix = "use a chat model, or data.chat_template=never to join the messages as plain text"
         raise ConfigError(
-            f"data.chat_template={setting}: the tokenizer has no chat template, and rows need one; {fix}"
+            f"data.chat_template={setting}: the tokenizer has no chat template, and rows need one; "
+            f"{fix}"
         )
     return has_template and setting != "never"
 
@@ -127,6 +128,7 @@ def _skip_overlong(row: Row, tokens: int, cfg: DataConfig, report: DataReport) -
     if cfg.overlong_prompts == "fail":
         problem = f"more than data.max_prompt_length={cfg.max_prompt_length}"
         raise ConfigError(
-            f"data row {row.where}: {tokens} tokens, {problem}; raise that, or set data.overlong_prompts=skip"
+            f"data row {row.where}: {tokens} tokens, {problem}; "
+            "raise that, or set data.overlong_prompts=skip"
         )
     report.overlong.append((row.where, tokens))

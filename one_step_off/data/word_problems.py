@@ -1,7 +1,7 @@
 """Generated problems, which need no download.
 
-All generators take (split, size, seed). Train and test never share a problem, whatever their seeds. To
-add a generator, write a function here, add it to GENERATORS, and repeat its name in
+All generators take (split, size, seed). Train and test never share a problem, whatever their seeds.
+To add a generator, write a function here, add it to GENERATORS, and repeat its name in
 `config.data_checks.GENERATORS`.
 """
 
@@ -18,9 +18,9 @@ QuestionRow = dict[str, str]
 Problem = tuple[str, int, int]
 """(operation, a, b)."""
 
-# Operands: two digits, then one digit, and only the last digit changes (no carry, no borrow). So the
-# parts of a held-out problem occur in the train split too (3 + 5 under other tens), and a tiny model can
-# solve it by the rule.
+# Operands: two digits, then one digit, and only the last digit changes (no carry, no borrow). So
+# the parts of a held-out problem occur in the train split too (3 + 5 under other tens), and a tiny
+# model can solve it by the rule.
 FIRST_OPERANDS = range(10, 100)
 SECOND_OPERANDS = range(1, 10)
 
@@ -51,7 +51,9 @@ _WORDINGS = len(TEMPLATES["+"]) * len(NAMES) * len(OBJECTS)
 
 
 def _split_of(key: str) -> str:
-    """The split of a problem, from its content: the same in every run, process and Python version."""
+    """The split of a problem, from its content: the same in every run, process and Python
+    version.
+    """
     digest = hashlib.sha256(key.encode()).hexdigest()
     is_test = int(digest[:8], 16) % 100 < TEST_PERCENT
     return "test" if is_test else "train"
@@ -89,9 +91,9 @@ def _question_row(problem: Problem, wording: int) -> QuestionRow:
 def make(split: str, size: int, seed: int) -> list[QuestionRow]:
     """Word problems of one addition or subtraction.
 
-    Example: `{"question": ..., "answer": "27 + 2 = 29\\n#### 29"}`. Every (operation, a, b) of the split
-    is used once before any is used again, and then with another wording. A shorter list is a prefix of a
-    longer one.
+    Example: `{"question": ..., "answer": "27 + 2 = 29\\n#### 29"}`. Every (operation, a, b) of the
+    split is used once before any is used again, and then with another wording. A shorter list is a
+    prefix of a longer one.
 
     Raises:
         ValueError: the test split has fewer different questions.
@@ -139,10 +141,11 @@ def _chat_row(turns: list[tuple[str, str]], truth: str) -> dict[str, Any]:
 
 
 def make_addition(split: str, size: int, seed: int) -> list[dict[str, Any]]:
-    """Sums of two-digit numbers as chat messages, after a solved example: `27 + 58 =`, `27 + 58 = 85`.
+    """Sums of two-digit numbers as chat messages, after a solved example: `27 + 58 =`,
+    `27 + 58 = 85`.
 
-    For small pretrained models: SmolLM2-135M-Instruct solves none when asked in words, and a fifth after
-    an example.
+    For small pretrained models: SmolLM2-135M-Instruct solves none when asked in words, and a fifth
+    after an example.
     """
     example = [("system", "Calculate."), ("user", "12 + 35 ="), ("assistant", "12 + 35 = 47")]
     pairs = _operand_pairs("+", split, size, random.Random(f"addition {split} {seed}"))
@@ -157,7 +160,9 @@ _PRODUCT_TEMPLATES = (
 
 
 def make_products(split: str, size: int, seed: int) -> list[QuestionRow]:
-    """Products of two-digit numbers: too many for a tiny model to learn, so that it needs a calculator."""
+    """Products of two-digit numbers: too many for a tiny model to learn, so that it needs a
+    calculator.
+    """
     rng = random.Random(f"products {split} {seed}")
     rows = []
     for a, b in _operand_pairs("*", split, size, rng):
@@ -198,7 +203,9 @@ GENERATORS: dict[str, Callable[[str, int, int], list[Any]]] = {
 
 
 def default_test_size(name: str) -> int:
-    """Held-out problems where the config asks for all: one per (operation, a, b) of the split, or 256."""
+    """Held-out problems where the config asks for all: one per (operation, a, b) of the split, or
+    256.
+    """
     if name == "word_problems":
         return len(problems_of_split("test"))
     return DEFAULT_TEST_SIZE

@@ -13,8 +13,9 @@ COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 def check_torch_companions() -> None:
     """Refuse packages that cannot be imported beside this torch.
 
-    `pip install "one_step_off[cpu]"` may take torchvision, torchaudio and torchcodec from an index that only has their
-    CUDA builds. transformers and vLLM find them, import them, and fail with an error that does not name the cause.
+    `pip install "one_step_off[cpu]"` may take torchvision, torchaudio and torchcodec from an index
+    that only has their CUDA builds. transformers and vLLM find them, import them, and fail with an
+    error that does not name the cause.
 
     Raises:
         ConfigError: some cannot be imported; the message names them and says how to remove them.
@@ -27,13 +28,16 @@ def check_torch_companions() -> None:
         return
     names = ", ".join(f"{name} {metadata.version(name)}" for name in broken)
     raise ConfigError(
-        f"{names}: cannot be imported beside torch {torch_version}, and transformers and vLLM import them; "
+        f"{names}: cannot be imported beside torch {torch_version}, "
+        "and transformers and vLLM import them; "
         f"remove them: {sys.executable} -m pip uninstall {' '.join(broken)}"
     )
 
 
 def _is_other_build(package: str) -> bool:
-    """Whether an installed package is not a CPU build by its version. Importing is slow, and needed only then."""
+    """Whether an installed package is not a CPU build by its version. Importing is slow, and needed
+    only then.
+    """
     try:
         return not metadata.version(package).endswith("+cpu")
     except metadata.PackageNotFoundError:

@@ -101,6 +101,7 @@ def _require_memory(cfg: Config, bytes_by_role: dict[str, int]) -> None:
     parts = ", ".join(f"{role} {needed / GIB:.3g}" for role, needed in bytes_by_role.items())
     raise ConfigError(
         f"model.path={cfg.model.path}: weights, optimizer states and KV cache take "
-        f"{needed_bytes / GIB:.3g} GiB ({parts}), and this machine has {limit_bytes / GIB:.3g} GiB; "
+        f"{needed_bytes / GIB:.3g} GiB ({parts}), "
+        f"and this machine has {limit_bytes / GIB:.3g} GiB; "
         "use a smaller model, or lower placement.pools or rollout.kv_cache_mb"
     )

@@ -1,7 +1,9 @@
-"""`WeightPiece`: the unit of the weight sync, a block of one tensor as the Hugging Face checkpoint names it.
+"""`WeightPiece`: the unit of the weight sync, a block of one tensor as the Hugging Face checkpoint
+names it.
 
-A training back end knows nothing of vLLM, and the receiver knows nothing of FSDP or Megatron. Between them stand
-`WeightPiece`s. What else a back end offers is listed in `training/worker_interface.py`.
+A training back end knows nothing of vLLM, and the receiver knows nothing of FSDP or Megatron.
+Between them stand `WeightPiece`s. What else a back end offers is listed in
+`training/worker_interface.py`.
 """
 
 from dataclasses import dataclass, replace
