@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from one_step_off.monitoring.callbacks import StopTraining
     from one_step_off.runtime.api import RunResult, load_config, train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Config", "ConfigError", "RunResult", "StopTraining", "load_config", "train"]
 
 _MODULES = {

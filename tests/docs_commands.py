@@ -14,6 +14,7 @@ OWN_PACKAGES = ("one_step_off", "benchmarks", "tests", "docs")
 # Programs of other projects that a page may call: their first word, or two.
 OTHER_PROGRAMS = (
     "pip install",
+    "pip wheel",
     "ray start",
     "ray stop",
     "ray status",
@@ -27,6 +28,7 @@ OTHER_PROGRAMS = (
     "source",
 )
 WRAPPERS = ("bash", "sbatch")
+CONSOLE_SCRIPT = "one-step-off"  # the installed command of one_step_off.main_ppo
 PLACEHOLDERS = ("[", "...")  # as in [section.key=value ...]
 VARIABLE = re.compile(r"([A-Z_]+)=(.*)")
 CONTINUED_LINE = re.compile(r"\\\n\s*")
@@ -83,6 +85,8 @@ def program_of(words: list[str]) -> tuple[str, list[str]] | None:
             words = words[1:]
     if not words:
         return None
+    if words[0] == CONSOLE_SCRIPT:
+        return "one_step_off.main_ppo", words[1:]
     name = words[0].removeprefix("./")
     if not re.search(r"(^|/)python3?$", name):
         return (name, words[1:]) if re.fullmatch(r"shell/\w+\.sh", name) else None
@@ -141,7 +145,7 @@ def commands() -> list[Command]:
     found: dict[str, Command] = {}
     for page in PAGES:
         for line in possible_commands(page.read_text()):
-            if "python" not in line and ".sh" not in line:
+            if not any(part in line for part in ("python", ".sh", CONSOLE_SCRIPT)):
                 continue
             try:
                 command = read(line, page.name)

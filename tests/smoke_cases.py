@@ -367,6 +367,8 @@ def covers(case: SmokeCase, command: Command) -> bool:
     keys = {name: value for name, value in command.keys.items() if name not in SIZES}
     if keys.get("config") == "FILE":  # any config
         del keys["config"]
+    elif "config" in keys and "/" not in keys["config"]:  # a config of the package, by name
+        keys["config"] = f"config/{keys['config']}.yaml"
     small = case.command
     script_of_config = SCRIPTS.get(keys.get("config", ""))
     if program == MAIN and small.program == script_of_config and "BACKEND" not in small.variables:

@@ -61,6 +61,7 @@ def test_pages_call_known_programs() -> None:
         ("$ .venv/bin/python -m benchmarks.lora --out=DIR  # a word", "benchmarks.lora", {"--out"}),
         ("sbatch --nodes=4 shell/slurm_qwen_gsm8k.sh", "shell/slurm_qwen_gsm8k.sh", set()),
         ("python docs/make_reference.py", "docs/make_reference.py", set()),
+        ("one-step-off config=gsm8k_tiny_cpu --dry-run", "one_step_off.main_ppo", {"--dry-run"}),
         ("python -m verl.trainer.main_ppo --flag", None, set()),
         ("pip install -e .", None, set()),
     ],
