@@ -146,7 +146,7 @@ def test_loops_with_several_turns_need_a_chat_template(tokenizer, loop):
     cfg = make_config(loop=loop)
     without_template = tiny_qwen.build_tokenizer()
     without_template.chat_template = None
-    with pytest.raises(ConfigError, match="has turns, which a chat template writes"):
+    with pytest.raises(ConfigError, match="has several turns, so it needs a chat template"):
         Loops(cfg, without_template).get()
     refusing = tokenizer_with(
         "{{ raise_exception('no') if messages | length > 2 }}{{ messages[1]['content'] }}"

@@ -172,7 +172,7 @@ def test_gdpo_by_hand():
     np.testing.assert_allclose(
         first(t, "gdpo", weights={"form": 2.0}), x / x.std(ddof=1), rtol=1e-4
     )
-    with pytest.raises(ConfigError, match="'fom'.*no part.*'form', 'right'"):
+    with pytest.raises(ConfigError, match="'fom'.*not a part.*'form', 'right'"):
         estimate_advantages("gdpo", t, weights={"fom": 1.0})
 
 

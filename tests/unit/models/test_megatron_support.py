@@ -52,7 +52,7 @@ def megatron_config(path, layout):
             {},
             "model type gemma is not one of llama, qwen2, qwen3, qwen3_moe; use backend=fsdp",
         ),
-        ("llama", {"hidden_act": "gelu"}, {}, "its hidden_act=gelu is not known"),
+        ("llama", {"hidden_act": "gelu"}, {}, "its hidden_act=gelu is not supported"),
         ("llama", {"mlp_bias": True}, {}, "its mlp_bias=True"),
         ("qwen3", {"attention_bias": True}, {}, "its attention_bias=True"),
         ("qwen2", {"use_sliding_window": True}, {}, "its use_sliding_window=True"),

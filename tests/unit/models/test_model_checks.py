@@ -52,7 +52,7 @@ def assert_refused(cfg: Config, words: str) -> None:
         ),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            r"quantized \(gptq\), .*; give the model",
+            r"quantized \(gptq\), .*; give the original model",
         ),
         (
             {"num_hidden_layers": "two"},

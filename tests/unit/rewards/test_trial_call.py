@@ -202,7 +202,7 @@ def test_built_in_functions_are_not_tried_and_rows_without_a_function_are_refuse
     ]
     parts = [
         "data row TMP/rows.jsonl:3: reward.functions: no function for the data_source 'products'",
-        "there are those of sums",
+        "defined: sums",
     ]
     refused(argv, parts, own, capsys)
 

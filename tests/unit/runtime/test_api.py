@@ -106,7 +106,7 @@ def test_texts_stay_as_they_are(text):
         ([], {"actor": {"lrr": 1}}, "actor.lrr: unknown key; did you mean actor.lr"),
         ([], {"actr": {"lr": 1}}, "actr.lr: unknown key"),
         ([], {"actor": {"lr": "abc"}}, "actor.lr=abc: must be a number"),
-        ([], {"actor": {"lr": print}}, "actor.lr=<built-in.*: must be a number, a text"),
+        ([], {"actor": {"lr": print}}, "actor.lr=<built-in.*: must be a number, a string"),
         ([], {"actor": {"lr": -1.0}}, r"actor.lr=-1.0: must be above 0"),
     ],
 )

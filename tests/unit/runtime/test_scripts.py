@@ -112,7 +112,7 @@ def test_setup_never_mixes_two_vllms(checkout: Path) -> None:
     (checkout / ".venv" / ".setup-done").write_text("gpu\n123 4\n")
     (checkout / ".venv" / "left-over").touch()
     again = shell(checkout, "setup.sh", EXTRA="cpu", PYTHON=python)
-    assert "was made for another EXTRA; creating it again" in again.stdout
+    assert "was created for another EXTRA; creating it again" in again.stdout
     assert "setup: ready" in again.stdout
     assert not (checkout / ".venv" / "left-over").exists()
 
