@@ -190,14 +190,14 @@ class Pipeline:
         await self._checkpoint_if_due(step, batch)
         # Sync v(step) into every replica, then launch evaluation when due, then the rollouts of the
         # next step.
-        renewal = self.background.create_task(self._sync_and_launch(step, total_steps))
+        sync_task = self.background.create_task(self._sync_and_launch(step, total_steps))
         if not self.overlap_sync:
-            await renewal
+            await sync_task
         if batch is None:
             batch, batch_metrics = await self.batches.batch(step)
         # Log-probs and values, advantages, then the updates: v(step) -> v(step + 1).
         train_metrics = await self._train(batch)
-        metrics = batch_metrics | train_metrics | await renewal
+        metrics = batch_metrics | train_metrics | await sync_task
         metrics["time/step_s"] = now() - begin
         self.trained_steps = step + 1
         if self.cfg.pipeline.partial_rollout:
@@ -225,8 +225,7 @@ class Pipeline:
         log_prob_s = now() - begin
         metrics |= await self._update(batch)
         self._check_skipped_updates(batch, metrics)
-        # Asked now, because the next update may begin before the next sync has ended; and often the
-        # trainer idles now.
+        # Scored now, before the next update changes the weights.
         self.expected_canary = self.roles.sync.score_canary()
         # The wait until the weights were sent is no training.
         train_s = now() - begin - metrics.get("actor/sync_wait_s", 0.0)
@@ -239,8 +238,8 @@ class Pipeline:
         """Ask every role for its view of the samples, all at once. Greedy responses are scored and
         become baselines."""
         roles = self.roles
-        scored = batch.samples
-        batch.samples = [sample for sample in scored if "greedy" not in sample.extra]
+        with_greedy = batch.samples
+        batch.samples = [sample for sample in with_greedy if "greedy" not in sample.extra]
         estimator = ADVANTAGE_ESTIMATORS.find(self.cfg.algorithm.adv_estimator)
         calls: dict[str, Awaitable[Any]] = {}
         if roles.ref is not None:
@@ -252,17 +251,17 @@ class Pipeline:
         if roles.critic is not None:
             calls["values"] = roles.critic.values(batch)
         if roles.reward_model is not None:
-            calls["scores"] = roles.reward_model.rewards(replace(batch, samples=scored))
+            calls["scores"] = roles.reward_model.rewards(replace(batch, samples=with_greedy))
         answers = dict(zip(calls, await asyncio.gather(*calls.values()), strict=True))
         if "scores" in answers:
-            mix(scored, answers.pop("scores"), self.cfg)
+            mix(with_greedy, answers.pop("scores"), self.cfg)
         if "log_probs_and_squares" in answers:
             columns = answers.pop("log_probs_and_squares")
             batch.old_log_probs = [column[:, 0] for column in columns]
             batch.prob_squares = [column[:, 1] for column in columns]
         for name, answer in answers.items():
             setattr(batch, name, answer)
-        set_baselines(batch.samples, scored, self.cfg)
+        set_baselines(batch.samples, with_greedy, self.cfg)
 
     async def _update(self, batch: Batch) -> dict[str, float]:
         """Update actor and critic side by side. An empty batch counts as a step, and changes no
@@ -446,15 +445,16 @@ class Pipeline:
             )
         self.empty_batches = 0 if batch.samples else self.empty_batches + 1
         in_a_row = [metrics.get(f"{role}/skipped_in_a_row", 0) for role in TRAINED_ROLES]
-        most = max(self.empty_batches, *in_a_row)
-        if most < self.cfg.trainer.max_skipped_updates:
+        most = int(max(self.empty_batches, *in_a_row))
+        limit = self.cfg.trainer.max_skipped_updates
+        if most < limit:
             return
         reason = "a loss or gradient is not finite, or too large"
         if self.empty_batches:
             reason = "all groups were dropped"
         raise RoleError(
-            f"step {batch.step}: trainer.max_skipped_updates={most:.0f} were skipped in a row: "
-            + reason
+            f"step {batch.step}: {most} updates were skipped in a row "
+            f"(trainer.max_skipped_updates={limit}): {reason}"
         )
 
 

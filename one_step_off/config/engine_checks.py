@@ -89,7 +89,8 @@ def check_sampling(cfg: Config) -> None:
                 name, ALLOWED_SAMPLING_FIELDS, f"remove it (allowed are {allowed})", cutoff=0.8
             )
             raise ConfigError(
-                f"{location}: only fields that keep the sampled distribution may be set; {fix}"
+                f"{location}: only fields that keep the engine's log-probs equal to "
+                f"the policy's may be set; {fix}"
             )
         type_text, is_valid = ALLOWED_SAMPLING_FIELDS[name]
         if not is_valid(value):

@@ -229,7 +229,7 @@ class ReplicaSupervisor:
         self.on_message(f"rollout {i} failed ({reason}); restarting it")
         self.restarts += 1
         task = asyncio.create_task(self._restart(i))
-        task.add_done_callback(_mark_exception_retrieved)  # `_wait_for_restart` raises it
+        task.add_done_callback(_mark_exception_retrieved)  # `_wait_for_restart` reports it
         self.restart_tasks[i] = task
 
     def exclude(self, i: int, reason: str) -> None:
@@ -244,7 +244,7 @@ class ReplicaSupervisor:
         self.on_message(f"rollout {i} is excluded from now on: {reason}")
         excluded = asyncio.get_running_loop().create_future()
         excluded.set_exception(RoleError(f"rollout {i}: {reason}"))
-        _mark_exception_retrieved(excluded)  # `_wait_for_restart` raises it
+        _mark_exception_retrieved(excluded)  # `_wait_for_restart` reports it
         self.restart_tasks[i] = excluded
 
     def _give_up(self, i: int, reason: str) -> None:
@@ -262,7 +262,7 @@ class ReplicaSupervisor:
         begin = time.monotonic()
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
-                await self._start_again(i)
+                await self._try_restart(i)
                 del self.restart_tasks[i]
                 seconds = time.monotonic() - begin
                 self.on_message(f"rollout {i} is back after {seconds:.1f} s")
@@ -277,8 +277,8 @@ class ReplicaSupervisor:
                 if last:
                     raise
 
-    async def _start_again(self, i: int) -> None:
-        """One attempt of a restart. Raises whatever it fails by."""
+    async def _try_restart(self, i: int) -> None:
+        """One attempt of a restart. Raises its failure."""
         name = f"rollout {i}, start"
         self.replicas[i] = self.respawn(i)
         answer = self.replicas[i].start.remote(self.child_processes[i])

@@ -108,8 +108,9 @@ class FsdpBackend(ModelWorker):
         self.optimizer.zero_grad(set_to_none=True)
 
     def _move_moments(self, target: torch.device | str) -> None:
-        """GPUs with optimizer_offload: the moments wait in pinned host memory, where torch puts
-        what it copies to the host without blocking; its allocator reuses the blocks."""
+        """Move AdamW's moments to `target`, with optimizer_offload on a GPU. (With param_offload
+        FSDP2 keeps them on the host itself.) Torch copies to pinned host memory without blocking,
+        and its allocator reuses the blocks."""
         role_config = self.role_config
         if not role_config.optimizer_offload or role_config.param_offload:
             return

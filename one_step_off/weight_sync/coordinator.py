@@ -45,8 +45,8 @@ SLOWEST_LINK = 50e6
 """Bytes per second: a sync slower than this counts as stuck."""
 
 CONNECT_GRACE_S = 5.0
-"""Seconds beyond `connect_timeout`, which each process keeps by itself, for one that hangs outside
-of its waits."""
+"""Each process enforces `connect_timeout` itself. The driver waits this many seconds longer, for a
+process that hangs where it enforces nothing."""
 
 LogProbs = list[np.ndarray]
 """float32 [tokens] of each sequence of the canary."""
@@ -192,7 +192,7 @@ class WeightSync:
         Raises:
             SyncError: the sync is not exact; names the process, phase, bucket and version.
             ProcessDied: a trainer is gone or hangs.
-            NoReplica: all replicas are.
+            NoReplica: all replicas are gone or hang.
         """
         begin = time.perf_counter()
         trainer_log_probs = await (expected or self.score_canary())
@@ -217,8 +217,8 @@ class WeightSync:
     async def restore(self, number: int) -> bool:
         """Bring a restarted replica to the weights that were sent last.
 
-        If nothing was sent yet, or the senders keep nothing, it waits for the next sync. Returns
-        whether the replica is still alive.
+        If nothing was sent yet, or the senders keep nothing, the replica stays stale until the next
+        sync. Returns whether the replica is still alive.
         """
         can_resend = self.cfg.keep_sent and self.cfg.sender == "sharded"
         if self.last_sent is None or not can_resend:
@@ -298,7 +298,7 @@ class WeightSync:
         calls = []
         for i, sender in enumerate(self.senders):
             answer = sender.connect_sync.remote(self.epoch, receivers, same_device[i])
-            calls.append(SyncCall(f"trainer rank {i}", sender, answer))
+            calls.append(SyncCall(self._rank_name(sender), sender, answer))
         replicas = [self.rollout.replicas[number] for number in numbers]
         for position, (number, replica) in enumerate(zip(numbers, replicas, strict=True)):
             first_receiver = position * workers_per_replica
@@ -310,6 +310,11 @@ class WeightSync:
         what = f"weight sync, groups of epoch {self.epoch}"
         await run_or_abort(what, calls, limit_s, limit_s, self._abort)
         self.connected_replicas = replicas
+
+    def _rank_name(self, rank: Any) -> str:
+        """A trainer's name in messages. Senders are not all ranks: one that owns no pieces sends
+        nothing."""
+        return f"trainer rank {self.actor.ranks.index(rank)}"
 
     def _same_device_receivers(self, numbers: list[int]) -> list[list[int]]:
         """Per sender the receivers on its device. Only replicas with one worker share a device with
@@ -325,9 +330,9 @@ class WeightSync:
         begin = time.perf_counter()
         _, version = stamp
         calls = []
-        for i, rank in enumerate(self.sending_ranks):
+        for rank in self.sending_ranks:
             answer = rank.send_weights.remote(version)
-            calls.append(SyncCall(f"trainer rank {i}", rank, answer))
+            calls.append(SyncCall(self._rank_name(rank), rank, answer))
         for number in numbers:
             replica = self.rollout.replicas[number]
             answer = replica.sync.remote(stamp)

@@ -29,7 +29,7 @@ class AlwaysCallsPython(ToolLoop):
 
     def __init__(self, cfg: Config, tokenizer: Any) -> None:
         super().__init__(cfg, tokenizer, taught=True)
-        self.calls = lambda text: [("python", {"code": "print('x ' * 20)"})]
+        self.parse_calls = lambda text: [("python", {"code": "print('x ' * 20)"})]
 
 
 def write_rows_of_two_loops(path: Path) -> None:

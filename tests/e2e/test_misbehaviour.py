@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from one_step_off.algorithms.trajectories import Options, Trajectories
 from one_step_off.config.schema import Config
 from tests.conftest import tiny_config
 from tests.e2e.run_folder import file_contents, read_rows
@@ -148,9 +149,9 @@ def fails_for_multiples_of_three(
 estimator_calls = itertools.count()
 
 
-def nan_in_the_second_call(tensors: Any, options: Any) -> Any:
+def nan_in_the_second_call(trajectories: Trajectories, options: Options) -> np.ndarray:
     """An advantage estimator with one value that is no number, in the second step."""
-    advantages = tensors.rewards - tensors.rewards.mean()
+    advantages = trajectories.rewards - trajectories.rewards.mean()
     if next(estimator_calls) == 1:
         advantages[3] = np.nan
     return advantages

@@ -97,9 +97,12 @@ def test_the_example_of_the_page_runs_in_a_notebook(notebook: Notebook, tmp_path
     )
     facts = json.loads(notebook.output)
     folder = "outputs/from_python"
-    assert facts["steps"] == [0, 1, 2, 3] and facts["summary"] == 4
-    assert 0 <= facts["reward"] <= 1 and facts["evaluations"] > 0
-    assert facts["report"] == f"{folder}/report.html" and facts["model"] == f"{folder}/hf_model"
+    assert facts["steps"] == [0, 1, 2, 3]
+    assert facts["summary"] == 4
+    assert 0 <= facts["reward"] <= 1
+    assert facts["evaluations"] > 0
+    assert facts["report"] == f"{folder}/report.html"
+    assert facts["model"] == f"{folder}/hf_model"
     assert (tmp_path / folder / "hf_model" / "model.safetensors").is_file()
 
 
@@ -128,7 +131,8 @@ def test_a_cell_is_interrupted_and_the_run_is_resumed_until_a_callback_stops_it(
         time.sleep(0.1)
     notebook.interrupt()
     answer = notebook.finish(request)
-    assert answer["status"] == "error" and answer["ename"] == "KeyboardInterrupt", notebook.output
+    assert answer["status"] == "error", notebook.output
+    assert answer["ename"] == "KeyboardInterrupt", notebook.output
     assert "press Ctrl-C again to abort" in notebook.output
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
     first = int(checkpoint.name.removeprefix("step_"))

@@ -110,7 +110,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(models, tmp_path):
     output, _ = run.communicate(timeout=60)
     assert run.returncode == 130, output
     assert "checkpoint of step" in output
-    assert "the same command goes on" in output
+    assert "the same command resumes from" in output
     assert "Traceback" not in output
     assert_all_ended(processes)
     steps_done = len(read_rows(tmp_path, "metrics.jsonl"))
@@ -118,7 +118,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(models, tmp_path):
     run = start_run(models, tmp_path, **{"trainer.total_steps": total_steps})
     output, _ = run.communicate(timeout=120)
     assert run.returncode == 0, output
-    assert "it is replaced" not in output
+    assert "its files are replaced" not in output
     assert f"resuming from step {steps_done} of {total_steps}" in output
     ledger = read_rows(tmp_path, "ledger.jsonl")
     assert [row["step"] for row in ledger] == list(range(total_steps))

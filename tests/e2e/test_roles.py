@@ -45,7 +45,8 @@ COLOCATED = {
 
 @pytest.fixture(scope="module")
 def judge(models, tmp_path_factory) -> str:
-    """A reward model of another architecture than the policy, whose head tells samples apart."""
+    """The path of a reward model of another architecture than the policy. Its random head gives
+    samples different scores."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     path = models("qwen3", True)

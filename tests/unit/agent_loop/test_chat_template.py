@@ -113,20 +113,20 @@ TOOLS = "{{ tools | tojson }}"
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (CHATML.replace(f"\n{CONTENT}", ""), "does not show messages of 'tool'"),
-        (CHATML.replace(CONTENT, CONTENT * 2), "does not show messages of 'tool'"),
+        (CHATML.replace(f"\n{CONTENT}", ""), "does not render messages of 'tool'"),
+        (CHATML.replace(CONTENT, CONTENT * 2), "does not render messages of 'tool'"),
         (
             CHATML.replace("%}", "%}" + MISSES_ALL_BUT_THE_LAST, 1),
-            "does not show 2 messages in a row of 'tool'",
+            "does not render 2 messages in a row of 'tool'",
         ),
         (
             CHATML.replace("{% for", REFUSES_TWO + "{% for", 1),
-            "does not take 'tool': TemplateError: no",
+            "does not accept 'tool': TemplateError: no",
         ),
         (CHATML.replace(TOOLS, ""), "does not write the tools into prompts"),
         (
             CHATML.replace(TOOLS, "{{ raise_exception('no') }}"),
-            "does not take the tools: TemplateError: no",
+            "does not accept the tools: TemplateError: no",
         ),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_template_that_does_not_show_tools_or_their_answers_is_refused(templat
 
 def test_a_template_that_hides_the_policys_turn_is_refused():
     template = "{% for m in messages if m['role'] != 'assistant' %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(ConfigError, match="does not show the assistant's turn once"):
+    with pytest.raises(ConfigError, match="does not render the assistant's turn exactly once"):
         Loops(make_config(), tokenizer_with(template)).get()
 
 
@@ -151,7 +151,7 @@ def test_loops_with_several_turns_need_a_chat_template(tokenizer, loop):
     refusing = tokenizer_with(
         "{{ raise_exception('no') if messages | length > 2 }}{{ messages[1]['content'] }}"
     )
-    with pytest.raises(ConfigError, match=r"does not take '(tool|user)': TemplateError: no"):
+    with pytest.raises(ConfigError, match=r"does not accept '(tool|user)': TemplateError: no"):
         Loops(cfg, refusing).get()
     cfg.data.chat_template = "never"
     with pytest.raises(ConfigError, match="data.chat_template=never"):

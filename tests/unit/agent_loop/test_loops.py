@@ -36,11 +36,11 @@ def test_the_names_in_the_config_checks_are_those_that_exist():
     ("settings", "words"),
     [
         ({"loop": "nothing"}, "agent.loop='nothing': unknown; use module:Class or one of"),
-        ({"loop": "json:dumps"}, "agent.loop='json:dumps': is no agent loop; name a class"),
+        ({"loop": "json:dumps"}, "agent.loop='json:dumps': is not an agent loop; name a subclass"),
         ({"loop_kwargs": {"tool": {"color": 1}}}, "color"),
         ({"loop_kwargs": {"tool": {"format": "xml"}}}, "format='xml'"),
-        ({"tools": ""}, "agent.tools names none"),
-        ({"tools": "json:dumps"}, "no JSON schema can be made"),
+        ({"tools": ""}, "agent.tools is empty"),
+        ({"tools": "json:dumps"}, "no JSON schema can be built"),
         ({"tools": "json:nothing"}, "agent.tools='json:nothing'"),
     ],
 )

@@ -197,7 +197,7 @@ def test_an_estimator_of_ones_own():
     t = outcome([1.0, 3.0], [0, 1])
     assert first(t, f"{__name__}:double") == [2, 6]
     assert first(t, f"{__name__}:double", times=3.0) == [3, 9]
-    with pytest.raises(ValueError, match="other lengths"):
+    with pytest.raises(ValueError, match="lengths differ"):
         estimate_advantages(f"{__name__}:ragged", t)
     with pytest.raises(ConfigError, match="adv_estimator.*has no attribute 'nothing'"):
         estimate_advantages(f"{__name__}:nothing", t)

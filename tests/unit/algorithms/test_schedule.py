@@ -320,7 +320,8 @@ def test_what_is_said(tmp_path):
         schedule.report_resumed_schedules(cfg, tmp_path / "untold", total, messages.append)
     assert len(messages) == 5
     assert all(
-        "does not record its schedule, which is taken to be linear" in line for line in messages[3:]
+        "does not record its schedule, which is assumed to be linear" in line
+        for line in messages[3:]
     )
     cfg.actor.min_lr_ratio = 0.0
     cfg.actor.ppo_epochs = 2

@@ -94,7 +94,7 @@ def assert_refused(run, words: str) -> None:
     """
     cfg, path = run
     cfg.trainer.resume = str(path)
-    message = f"trainer.resume={path}: checkpoint {path}: {words}.*; name a good one"
+    message = f"trainer.resume={path}: checkpoint {path}: {words}.*; name an intact one"
     with pytest.raises(ConfigError, match=message):
         checkpoint.find(cfg)
     lines: list[str] = []

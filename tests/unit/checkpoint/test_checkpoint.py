@@ -85,21 +85,21 @@ def test_a_save_that_fails_leaves_the_older_one(tmp_path):
     [
         (
             lambda c: setattr(c.pipeline, "staleness", 0),
-            "pipeline.staleness=0: checkpoint .* was made with 1",
+            "pipeline.staleness=0: checkpoint .* was written with 1",
         ),
         (lambda c: setattr(c.rollout, "n", 3), "rollout.n=3"),
         (lambda c: setattr(c.trainer, "seed", 3), "trainer.seed=3"),
         (
             lambda c: setattr(c.agent, "loop", "tool"),
-            "agent.loop=tool: checkpoint .* was made with single_turn",
+            "agent.loop=tool: checkpoint .* was written with single_turn",
         ),
         (
             lambda c: setattr(c.actor, "backend", "megatron"),
-            "actor.backend=megatron: .* was made with fsdp; resume with",
+            "actor.backend=megatron: .* was written with fsdp; resume with",
         ),
         (
             lambda c: setattr(c.trainer, "resume", "/nowhere/step_000001"),
-            "step_000001: manifest.json: FileNotFoundError: .*name a good one, or",
+            "step_000001: manifest.json: FileNotFoundError: .*name an intact one, or",
         ),
     ],
 )

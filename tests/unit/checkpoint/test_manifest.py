@@ -120,7 +120,9 @@ def test_other_adapters_are_an_error_not_a_reason_to_take_an_earlier_one(run, ke
     cfg, path = run
     setattr(cfg.model, key, value)
     warnings: list[str] = []
-    with pytest.raises(ConfigError, match=rf"model.{key}={value}: checkpoint {path} was made with"):
+    with pytest.raises(
+        ConfigError, match=rf"model.{key}={value}: checkpoint {path} was written with"
+    ):
         checkpoint.find(cfg, warnings.append)
     assert not warnings
 

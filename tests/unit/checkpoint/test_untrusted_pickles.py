@@ -29,11 +29,11 @@ def test_a_pickle_that_would_run_something_is_refused_and_not_run(run, start_sin
     rewrite_manifest(path)
     with pytest.raises(
         ConfigError,
-        match=r"the part of the actor does not fit .*names posix.system, which has no place",
+        match=r"the part of the actor does not fit .*names posix.system, which is not allowed",
     ):
         start_single(cfg).load_state(str(path))
     assert_refused(
-        run, "actor/.metadata: UnpicklingError: names posix.system, which has no place there"
+        run, "actor/.metadata: UnpicklingError: names posix.system, which is not allowed there"
     )
     assert not Path("pwned").exists()
     pickle.loads(pickle.dumps(Evil()))

@@ -445,7 +445,7 @@ def state(**changed: object) -> dict[str, str]:
     }
 
 
-GOOD_ONE = "name a good one, or start from step 0"
+GOOD_ONE = "name an intact one, or start from step 0"
 CHECKPOINTS = [
     ("nothing there", None, ["no checkpoint there", "state.json is missing", "use auto"]),
     ("an empty folder", {}, ["no checkpoint there", "state.json is missing", "use auto"]),
@@ -464,13 +464,13 @@ CHECKPOINTS = [
     ("another format", {"state.json": "{}", "manifest.json": '{"format": 1}'},
      ["it has format 1", "reads 2", GOOD_ONE]),
     ("other samples per prompt", state(rollout__n=8),
-     ["rollout.n=2", "was made with 8", "resume with it"]),
+     ["rollout.n=2", "was written with 8", "resume with it"]),
     ("another seed", state(trainer__seed=5),
-     ["trainer.seed=0", "was made with 5", "trainer.resume=never"]),
+     ["trainer.seed=0", "was written with 5", "trainer.resume=never"]),
     ("another back end", state(actor__backend="megatron"),
-     ["actor.backend=fsdp", "was made with megatron"]),
+     ["actor.backend=fsdp", "was written with megatron"]),
     ("another model's rank", state(model__lora_rank=8),
-     ["model.lora_rank=0", "was made with 8", "another trainer.output_dir"]),
+     ["model.lora_rank=0", "was written with 8", "another trainer.output_dir"]),
 ]  # fmt: skip
 
 

@@ -166,12 +166,16 @@ BAD = [
     ),
     (
         ["actor.tensor_parallel_size=2"],
-        ["actor.tensor_parallel_size=2", "only Megatron has it", "actor.backend=megatron"],
+        [
+            "actor.tensor_parallel_size=2",
+            "only the megatron back end supports it",
+            "actor.backend=megatron",
+        ],
     ),
     (["actor.sequence_parallel=true"], ["actor.sequence_parallel=true", "tensor_parallel_size=1"]),
     (
         ["actor.virtual_pipeline_parallel_size=2"],
-        ["virtual_pipeline_parallel_size=2", "needs stages"],
+        ["virtual_pipeline_parallel_size=2", "needs pipeline stages"],
     ),
     (["rollout.n=1"], ["rollout.n=1", "at least 2"]),
     (["weight_sync.sender=gather"], ["weight_sync.sender=gather", "weight_sync.overlap=false"]),
@@ -352,8 +356,8 @@ def test_fault_is_one_clear_line(argv: list[str], parts: list[str]) -> None:
 
 
 BAD_FILES = [
-    ("", ["must hold a mapping"]),
-    ("- 1\n- 2\n", ["must hold a mapping"]),
+    ("", ["must contain a mapping"]),
+    ("- 1\n- 2\n", ["must contain a mapping"]),
     ("model: {path: x\ndata: 1", ["not valid YAML", "line 2"]),
     ("model:\n  path: 'x\n", ["not valid YAML", "line"]),
     ("model:\n\tpath: x\n", ["not valid YAML", "line 2"]),

@@ -57,8 +57,8 @@ BAD_GSM8K = [
     ({"question": "\ud800", "answer": "#### 1"}, "not valid Unicode"),
     ({"question": "a", "answer": ""}, "'answer' holds '', not a text"),
     ({"question": "a", "answer": "2"}, "no '#### NUMBER'"),
-    ({"question": "a", "answer": "#### two"}, "stands 'two', not a number"),
-    ({"question": "a", "answer": "####"}, "stands '', not a number"),
+    ({"question": "a", "answer": "#### two"}, "comes 'two', not a number"),
+    ({"question": "a", "answer": "####"}, "comes '', not a number"),
 ]
 
 
@@ -252,7 +252,7 @@ def test_unusable_files(tmp_path: Path, content: str, message: str) -> None:
             "broken.json",
             "broken.json: cannot be read: JSONDecodeError: Expecting value: line 1 .*fix the file",
         ),
-        (" , ", "names nothing"),
+        (" , ", "names no data"),
     ],
 )
 def test_unusable_sources(

@@ -51,5 +51,5 @@ def test_build_with_the_generator() -> None:
 
 
 def test_build_without_data() -> None:
-    with pytest.raises(ConfigError, match="'' names nothing"):
+    with pytest.raises(ConfigError, match="'' names no data"):
         load_run_data(run_config(""), PLAIN)

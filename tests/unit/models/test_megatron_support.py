@@ -50,7 +50,7 @@ def megatron_config(path, layout):
             "gemma",
             {},
             {},
-            "model type gemma is none of llama, qwen2, qwen3, qwen3_moe; use backend=fsdp",
+            "model type gemma is not one of llama, qwen2, qwen3, qwen3_moe; use backend=fsdp",
         ),
         ("llama", {"hidden_act": "gelu"}, {}, "its hidden_act=gelu is not known"),
         ("llama", {"mlp_bias": True}, {}, "its mlp_bias=True"),

@@ -40,12 +40,12 @@ def assert_refused(cfg: Config, words: str) -> None:
             {"model_type": "qwen99"},
             "its config cannot be loaded .*newer than transformers .* needs a newer one",
         ),
-        ({"model_type": "vit"}, r"\(model type 'vit'\) is no causal language model"),
+        ({"model_type": "vit"}, r"\(model type 'vit'\) is not a causal language model"),
         (
             {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-            "BertForMaskedLM .* is no causal .*; give",
+            "BertForMaskedLM .* is not a causal .*; give",
         ),
-        ({"architectures": ["Qwen2Model"]}, "Qwen2Model .* is no causal language model"),
+        ({"architectures": ["Qwen2Model"]}, "Qwen2Model .* is not a causal language model"),
         (
             {"model_type": "openai-gpt", "architectures": ["OpenAIGPTLMHeadModel"]},
             "vLLM.* no code for OpenAIGPTLMHeadModel; give",
@@ -59,7 +59,7 @@ def assert_refused(cfg: Config, words: str) -> None:
             r"its config cannot be loaded \(Validation error for field .num_hidden_layers.: \w",
         ),
         ({"quantization_config": {"bits": 4}}, r"quantized \(quantization_config in config.json\)"),
-        ({"max_position_embeddings": 100}, "max_response_length = 144: .* takes 100 tokens"),
+        ({"max_position_embeddings": 100}, "max_response_length = 144: .* supports 100 tokens"),
     ],
 )
 def test_models_that_do_not_fit(models, tmp_path, keys, words):
@@ -99,7 +99,7 @@ def refusal_of_the_hub(code: str) -> httpx.Response:
     [
         (
             GatedRepoError("403\nno", response=refusal_of_the_hub("GatedRepo")),
-            "gated: ask for access .* `hf auth login`",
+            "gated: request access .* `hf auth login`",
         ),
         (
             RepositoryNotFoundError("401", response=refusal_of_the_hub("RepoNotFound")),
@@ -165,7 +165,7 @@ def test_critic_and_reference_must_read_the_policys_tokens(
 ):
     path = model_with_other_tokens
     cfg = config_with_role(models(), tmp_path, role, path)
-    assert_refused(cfg, f"{role}.path={path}: its tokens mean something else")
+    assert_refused(cfg, f"{role}.path={path}: its token ids do not match those of")
 
 
 @pytest.mark.parametrize("role", ["ref", "critic"])

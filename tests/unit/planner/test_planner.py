@@ -259,7 +259,10 @@ def test_a_critic_elsewhere_is_not_planned(capsys) -> None:
     ]
     roles += ["placement.roles={rollout: rollout, actor: actor, critic: critic}"]
     assert main([*GPUS, *roles, "--times", "1,2,3"]) == 2
-    assert "placement.roles.critic=critic: only two pools are planned" in capsys.readouterr().err
+    assert (
+        "placement.roles.critic=critic: the planner supports only two pools"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("broken", ["staleness", "steps", "json", "samples", "n"])

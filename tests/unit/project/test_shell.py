@@ -132,7 +132,7 @@ def test_slurm_pools(checkout: Path, nodes: int, gpus: str, pools: str) -> None:
     [
         ({"SLURM_JOB_ID": ""}, "not inside a Slurm job"),
         ({"SLURM_GPUS_ON_NODE": ""}, "no GPUs"),
-        ({"SLURM_SUBMIT_DIR": "/"}, "no checkout"),
+        ({"SLURM_SUBMIT_DIR": "/"}, "not a checkout"),
         ({"FAIL": "2"}, ""),
     ],
 )

@@ -196,7 +196,8 @@ def test_functions_by_data_source_and_the_other_columns_of_the_row(own, tmp_path
     ]
     assert scorer.score_batch(items) == [0.0, 1.0, 7.0, 1.0, 4.0]
     with pytest.raises(
-        ConfigError, match="reward.functions: none for the data_source 'f'; add one .*a, b/c, d, e"
+        ConfigError,
+        match="reward.functions: no function for the data_source 'f'; add one .*a, b/c, d, e",
     ):
         RewardFunctions(RewardConfig(functions=functions)).find("f")
 
@@ -212,7 +213,11 @@ def test_a_score_beside_other_figures_is_no_part(own: str) -> None:
     """Other trainers' functions return {"score": ..., "acc": ...}: their sum would be a silently
     wrong reward.
     """
-    refused('what others call "score" is "reward" here', own, item("{'score': 1.0, 'acc': 1.0}"))
+    refused(
+        'the key "score" of other libraries is "reward" here',
+        own,
+        item("{'score': 1.0, 'acc': 1.0}"),
+    )
 
 
 def test_a_raising_function_is_named_with_its_prompt(own: str) -> None:

@@ -201,7 +201,7 @@ def test_built_in_functions_are_not_tried_and_rows_without_a_function_are_refuse
         "reward.functions={sums: gsm8k}",
     ]
     parts = [
-        "data row TMP/rows.jsonl:3: reward.functions: none for the data_source 'products'",
+        "data row TMP/rows.jsonl:3: reward.functions: no function for the data_source 'products'",
         "there are those of sums",
     ]
     refused(argv, parts, own, capsys)
@@ -224,7 +224,7 @@ def test_a_module_that_cannot_be_imported_twice(models, own, capsys):
     try:
         refused(
             argv,
-            [WHO, "cannot be imported in a process of its own: ", "OSError: it is taken"],
+            [WHO, "cannot be imported in a separate process: ", "OSError: it is taken"],
             own,
             capsys,
         )

@@ -148,7 +148,7 @@ def test_a_run_that_has_ended_has_nothing_left_to_do(
     monkeypatch.setattr(launch, "run_on_ray", fail)
     (tmp_path / "summary.json").write_text("{}")
     assert launch.run(cfg_at_last_step) == 0
-    assert "nothing is left to do; raise trainer.total_steps" in capsys.readouterr().out
+    assert "nothing left to do; raise trainer.total_steps" in capsys.readouterr().out
 
 
 def test_a_run_that_was_killed_before_its_model_was_written_writes_it(

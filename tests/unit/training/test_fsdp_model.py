@@ -31,7 +31,7 @@ def test_a_checkpoint_with_missing_weights_is_refused(model_folders, start_singl
     state = {k: v for k, v in model.state_dict().items() if "layers.1.mlp.up_proj" not in k}
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(
-        ConfigError, match="lacks 1 weights .*, as model.layers.1.mlp.up_proj.weight"
+        ConfigError, match="lacks 1 weights .*, such as model.layers.1.mlp.up_proj.weight"
     ):
         start_single(config(str(tmp_path)))
 
@@ -75,7 +75,7 @@ def test_fused_experts_are_refused():
     )
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(moe)
-    with pytest.raises(ConfigError, match="another layout"):
+    with pytest.raises(ConfigError, match="a layout that differs"):
         check_layout(model, "some/moe")
 
 

@@ -306,7 +306,7 @@ def test_what_cannot_have_an_adapter_is_refused(model_folders, start_single):
     ):
         with pytest.raises(ConfigError, match=f"model.lora_target_modules={targets}: "):
             start_single(adapted(path, model__lora_target_modules=targets))
-    with pytest.raises(ConfigError, match="lm_head is no linear layer with weights of its own"):
+    with pytest.raises(ConfigError, match="lm_head is not a linear layer with weights of its own"):
         start_single(adapted(model_folders["tied"], model__lora_target_modules="q_proj,lm_head"))
     for changes, message in (
         (
