@@ -1,4 +1,6 @@
-"""The commands in README.md, CONTRIBUTING.md and docs/: in fenced bash blocks, indented blocks and inline code."""
+"""The commands in README.md, CONTRIBUTING.md and docs/: in fenced bash blocks, indented blocks and
+inline code.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ def read(line: str, page: str) -> Command | None:
 
 
 def possible_commands(text: str) -> Iterator[str]:
-    """Every line of a page that may be a command. Inline code may continue over the end of a line."""
+    """Every line of a page that may be a command. Inline code may continue over the end of a
+    line.
+    """
     text = CONTINUED_LINE.sub(" ", text)
     for block in FENCED_BLOCK.finditer(text):
         if block[1] == "bash":

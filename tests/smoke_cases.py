@@ -1,4 +1,6 @@
-"""The smallest form of each benchmark and of each documented command, and the documented commands that have none."""
+"""The smallest form of each benchmark and of each documented command, and the documented commands
+that have none.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def run(
 def benchmark(
     name: str, *arguments: str, program: str = "", writes: tuple[str, ...] = RESULTS, **more: object
 ) -> SmokeCase:
-    """A benchmark that writes into outputs/NAME; its program is of the same name unless it says another."""
+    """A benchmark that writes into outputs/NAME; its program is of the same name unless it says
+    another.
+    """
     return SmokeCase(
         name,
         f"benchmarks.{program or name}",
@@ -179,9 +183,8 @@ BENCHMARKS = [
             "--models",
             "tiny:qwen2",
         )
-        + tuple(
-            "--lengths fixed:8 --batches 2x2 --splits 1:1 --runs 1 --warmup 0 --steps 2 --arms overlapped".split()
-        ),
+        + tuple("--lengths fixed:8 --batches 2x2 --splits 1:1 --runs 1".split())
+        + tuple("--warmup 0 --steps 2 --arms overlapped".split()),
         writes=RESULTS,
     ),
     benchmark(
@@ -297,7 +300,10 @@ class CommandWithoutCase:
 
 
 GPUS = "needs GPUs; tests/unit/project/test_docs.py reads its config and its keys"
-CLUSTER = "needs a cluster; tests/unit/project/test_shell.py runs it with tools that only record their calls"
+CLUSTER = (
+    "needs a cluster; "
+    "tests/unit/project/test_shell.py runs it with tools that only record their calls"
+)
 COMPARED = "tests/unit/project/test_docs.py compares what it writes"
 FIRST_OF_CI = "continuous integration begins with it"
 PRETRAINED = (
@@ -322,7 +328,8 @@ WITHOUT = [
         flags=("--replay",),
     ),
     CommandWithoutCase(
-        "two runs of ten steps; plan_runs reads two such runs, and tests/unit/planner/test_planner.py makes a calibration fail",
+        "two runs of ten steps; plan_runs reads two such runs, and "
+        "tests/unit/planner/test_planner.py makes a calibration fail",
         "one_step_off.plan",
         alone=True,
     ),
@@ -361,7 +368,8 @@ SCRIPTS = {
 def covers(case: SmokeCase, command: Command) -> bool:
     """Whether a case is the command in a smaller form.
 
-    It must have the same program, every flag and variable, and every key with the same value except SIZES.
+    It must have the same program, every flag and variable, and every key with the same value except
+    SIZES.
     """
     program = command.program
     keys = {name: value for name, value in command.keys.items() if name not in SIZES}

@@ -54,7 +54,8 @@ def _check_pool(cfg: Config, pool: str, gpus_per_node: list[int]) -> None:
     in_range = all(1 <= count <= MAX_PROCESSES_PER_NODE for count in gpus_per_node)
     if not gpus_per_node or not in_range:
         raise ConfigError(
-            f"{location}: must list the processes (GPUs) of each node (from 1 to 1024), such as [4, 4]"
+            f"{location}: must list the processes (GPUs) of each node (from 1 to 1024), "
+            "such as [4, 4]"
         )
     if pool not in cfg.placement.roles.values():
         raise ConfigError(

@@ -70,13 +70,16 @@ ME = os.getpid()
         (f"import os; os.sched_setaffinity({ME}, [0])", "PermissionError"),
         (f"import os; os.setpriority(os.PRIO_PROCESS, {ME}, 5)", "PermissionError"),
         *((CALL.format(f"({number}, {arguments})"), "refused Operation not permitted")
-          for number, arguments in [(310, f"{ME}, 0, 0, 0, 0, 0"), (438, "3, 0, 0"), (29, "0, 4096, 0o1600"),
-                                    (272, "0x10000000"), (240, "b'/q', 0o102, 0o600, 0"), (434, f"{ME}, 0")]),
+          for number, arguments in [(310, f"{ME}, 0, 0, 0, 0, 0"), (438, "3, 0, 0"),
+                                    (29, "0, 4096, 0o1600"), (272, "0x10000000"),
+                                    (240, "b'/q', 0o102, 0o600, 0"), (434, f"{ME}, 0")]),
         *((f"import fcntl; fcntl.{call}", "PermissionError")
-          for call in (f"fcntl(1, 8, {ME})", "fcntl(1, 10, 9)", "fcntl(1, 15, bytes(8))", f"ioctl(1, 0x8901, b'{ME:04}')")),
+          for call in (f"fcntl(1, 8, {ME})", "fcntl(1, 10, 9)", "fcntl(1, 15, bytes(8))",
+                       f"ioctl(1, 0x8901, b'{ME:04}')")),
         ("import fcntl; print(fcntl.fcntl(1, fcntl.F_GETFL))", "2"),
         ("import os; os.memfd_create('a')", "PermissionError"),
-        ("import ctypes; b = (ctypes.c_long * 2)(); ctypes.CDLL(None).syscall(97, 0, b); print(*b)", "10 10"),
+        ("import ctypes; b = (ctypes.c_long * 2)(); ctypes.CDLL(None).syscall(97, 0, b); print(*b)",
+         "10 10"),
         ("open('/etc/passwd')", "PermissionError"),
         (f"import os; os.listdir({str(Path(__file__).parent)!r})", "PermissionError"),
         ("open('/tmp/one_step_off_escaped', 'w')", "PermissionError"),
@@ -150,7 +153,8 @@ with open("a", "w") as f:
 with open("a", "a") as f, tempfile.TemporaryFile() as g, tempfile.NamedTemporaryFile("w") as h:
     print(f.write("c"), g.write(b"d"), h.write("e"))
 with tempfile.TemporaryDirectory() as folder:
-    print(os.path.basename(shutil.copy("a", folder)), os.path.basename(shutil.copy2("a", folder + "/b")))
+    copies = shutil.copy("a", folder), shutil.copy2("a", folder + "/b")
+    print(*map(os.path.basename, copies))
     shutil.copytree(folder, "tree")
 shutil.move("a", "tree/c")
 print(sorted(os.listdir("tree")), open("tree/c").read())

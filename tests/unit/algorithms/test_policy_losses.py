@@ -236,5 +236,8 @@ def test_a_loss_of_ones_own():
 
 
 def test_the_names_are_known_without_torch():
-    code = "import sys; from one_step_off.algorithms import policy_losses; from one_step_off.algorithms import advantages; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from one_step_off.algorithms import policy_losses; "
+        "from one_step_off.algorithms import advantages; sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -32,7 +32,8 @@ def rate(step: int, decay: Decay, kind: str, warmup: int = 2, floor: float = 0.1
 
 @given(
     st.sampled_from(["cosine", "linear"]), st.integers(0, 5), st.integers(3, 40), st.integers(1, 3),
-    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 60), st.integers(1, 4)), max_size=3), st.floats(0, 1),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 60), st.integers(1, 4)), max_size=3),
+    st.floats(0, 1),
 )  # fmt: skip
 def test_the_rate_never_jumps_however_often_a_run_is_resumed(
     kind, warmup, total, per_step, resumes, floor
@@ -183,8 +184,10 @@ def test_constant_then_cool_down(model_folders, start_single, tmp_path):
     cfg.actor.lr_schedule = "linear"
     cfg.trainer.total_steps = 9
     schedule.report_resumed_schedules(cfg, tmp_path / "constant", 9, messages.append)
-    assert messages == ["actor.lr_schedule=linear: was constant; the decay begins at step 4, with a rate of 0.001, and ends "
-                    "at step 8 with 0"]  # fmt: skip
+    assert messages == [
+        "actor.lr_schedule=linear: was constant; the decay begins at step 4, "
+        "with a rate of 0.001, and ends at step 8 with 0"
+    ]
     cooling = resumed_from(tmp_path / "constant", start_single, cfg)
     rates = saved_after(cooling, batch, 2, tmp_path / "cooling")
     rates += [resumed_from(tmp_path / "cooling", start_single, cfg).update(batch)["actor/lr"]]
@@ -289,8 +292,10 @@ def test_what_is_said(tmp_path):
     schedule.report_resumed_schedules(cfg, tmp_path / "at", 11, messages.append)
     assert messages == [], "of the same length"
     schedule.report_resumed_schedules(cfg, tmp_path / "at", 21, messages.append)
-    assert messages == ["actor.lr_schedule=linear: was for 11 optimizer steps, and is for 21 now; it continues from its rate at "
-                    "step 5, 5e-05, to 0, without a jump"]  # fmt: skip
+    assert messages == [
+        "actor.lr_schedule=linear: was for 11 optimizer steps, and is for 21 now; "
+        "it continues from its rate at step 5, 5e-05, to 0, without a jump"
+    ]
     saved_at(tmp_path / "end", 11, Decay(11, 0), plan(11))
     with pytest.raises(
         ConfigError,

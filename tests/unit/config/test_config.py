@@ -28,7 +28,11 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 def test_values_are_read_as_meant(tmp_path: Path) -> None:
-    text = "actor: {lr: 1e-6, eps: 1E-8, grad_clip: 1}\nrollout: {seed_samples: on}\ntrainer: {total_steps: null, output_dir: 2026-01-01}\n"
+    text = (
+        "actor: {lr: 1e-6, eps: 1E-8, grad_clip: 1}\n"
+        "rollout: {seed_samples: on}\n"
+        "trainer: {total_steps: null, output_dir: 2026-01-01}\n"
+    )
     cfg = load_config(
         [f"config={write(tmp_path / 'x.yaml', text)}", "actor.weight_decay=1e-2", "rollout.n=4.0"]
     )
@@ -149,13 +153,15 @@ def test_cpu_runs_count_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     validate(good())
 
 
+_YAML_VALUES = (
+    "null true on ~ ??? ${a} ${actor.lr} ${model} {} [] {a:1} [1] {a:[1]} {1:2} !!set{a} "
+    "tiny:qwen2 &a[*a] /"
+).split()
 _values = st.one_of(
     st.text(max_size=12),
     st.integers().map(str),
     st.floats().map(str),
-    st.sampled_from(
-        "null true on ~ ??? ${a} ${actor.lr} ${model} {} [] {a:1} [1] {a:[1]} {1:2} !!set{a} tiny:qwen2 &a[*a] /".split()
-    ),
+    st.sampled_from(_YAML_VALUES),
     st.recursive(
         st.integers(-3, 3) | st.sampled_from(["a", "1e-6", "x: y"]),
         lambda inner: (

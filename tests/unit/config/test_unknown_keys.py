@@ -16,18 +16,25 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import KEYS, find_key, load_config
 
 # Every key that examples/grpo_trainer/run_qwen2-7b.sh of verl sets.
-RUN_QWEN2_7B = """algorithm.adv_estimator data.train_files data.val_files data.train_batch_size data.max_prompt_length
-    data.max_response_length data.filter_overlong_prompts data.truncation actor_rollout_ref.model.path
-    actor_rollout_ref.actor.optim.lr actor_rollout_ref.model.use_remove_padding actor_rollout_ref.actor.ppo_mini_batch_size
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu actor_rollout_ref.actor.use_kl_loss
-    actor_rollout_ref.actor.kl_loss_coef actor_rollout_ref.actor.kl_loss_type actor_rollout_ref.actor.entropy_coeff
-    actor_rollout_ref.model.enable_gradient_checkpointing actor_rollout_ref.actor.fsdp_config.param_offload
-    actor_rollout_ref.actor.fsdp_config.optimizer_offload actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
+RUN_QWEN2_7B = """algorithm.adv_estimator data.train_files data.val_files
+    data.train_batch_size data.max_prompt_length data.max_response_length
+    data.filter_overlong_prompts data.truncation actor_rollout_ref.model.path
+    actor_rollout_ref.actor.optim.lr actor_rollout_ref.model.use_remove_padding
+    actor_rollout_ref.actor.ppo_mini_batch_size
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+    actor_rollout_ref.actor.use_kl_loss actor_rollout_ref.actor.kl_loss_coef
+    actor_rollout_ref.actor.kl_loss_type actor_rollout_ref.actor.entropy_coeff
+    actor_rollout_ref.model.enable_gradient_checkpointing
+    actor_rollout_ref.actor.fsdp_config.param_offload
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
     actor_rollout_ref.rollout.tensor_model_parallel_size actor_rollout_ref.rollout.name
     actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.n
-    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu actor_rollout_ref.ref.fsdp_config.param_offload
-    algorithm.use_kl_in_reward trainer.critic_warmup trainer.logger trainer.project_name trainer.experiment_name
-    trainer.n_gpus_per_node trainer.nnodes trainer.save_freq trainer.test_freq trainer.total_epochs""".split()
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu
+    actor_rollout_ref.ref.fsdp_config.param_offload algorithm.use_kl_in_reward
+    trainer.critic_warmup trainer.logger trainer.project_name trainer.experiment_name
+    trainer.n_gpus_per_node trainer.nnodes trainer.save_freq trainer.test_freq
+    trainer.total_epochs""".split()
 
 
 def refusal_of(*argv: str) -> str:
@@ -45,14 +52,18 @@ def refusal_of(*argv: str) -> str:
         ("rollout.num_generations=4", "use rollout.n (TRL's"),
         ("rollout.n_samples=4", "use rollout.n "),
         ("trainer.n_gpus_per_node=8", "use placement.pools.actor=[6], the actor's pool, or"),
-        ("actor_rollout_ref.actor.optim.lr=1e-6", "use actor.lr (verl's actor_rollout_ref.actor.optim.lr: docs/reference/from_verl.md)"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6",
+         "use actor.lr (verl's actor_rollout_ref.actor.optim.lr: docs/reference/from_verl.md)"),
         ("+actor_rollout_ref.actor.optim.lr=1e-6", "use actor.lr (verl's"),
         ("actor.optim.lr=1e-6", "use actor.lr (verl's actor_rollout_ref.actor.optim.lr"),
         ("rollout.tensor_model_parallel_size=2", "use rollout.tensor_parallel_size (verl's"),
         ("actor_rollout_ref.rollout.name=vllm", "remove it: always vLLM (verl's"),
-        ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "use algorithm.loss_agg=sequence-mean (verl's"),
-        ("actor_rollout_ref.actor.loss_agg_mode=my", "use algorithm.loss_agg=token-mean; or algorithm.loss_agg=sequence-mean; or"),
-        ("algorithm.rollout_correction.bypass_mode=False", "use algorithm.old_log_probs=recompute (verl's"),
+        ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+         "use algorithm.loss_agg=sequence-mean (verl's"),
+        ("actor_rollout_ref.actor.loss_agg_mode=my",
+         "use algorithm.loss_agg=token-mean; or algorithm.loss_agg=sequence-mean; or"),
+        ("algorithm.rollout_correction.bypass_mode=False",
+         "use algorithm.old_log_probs=recompute (verl's"),
         ("loss_type=dr_grpo", "use algorithm.loss_agg=seq-sum-norm (TRL's"),
         ("gradient_accumulation_steps=2", "docs/reference/from_trl.md#batch-sizes (TRL's"),
         ("resource_pool_spec={}", "placement.roles: docs/concepts/placement.md (verl's"),
@@ -89,7 +100,8 @@ def test_every_key_of_verls_script_is_answered() -> None:
 def test_a_verl_config_file_is_answered_by_its_first_key_that_is_known(tmp_path: Path) -> None:
     path = tmp_path / "verl.yaml"
     path.write_text(
-        "data: {train_batch_size: 8}\nactor_rollout_ref:\n  nobody: 1\n  actor: {optim: {lr: 1e-6}}\n"
+        "data: {train_batch_size: 8}\n"
+        "actor_rollout_ref:\n  nobody: 1\n  actor: {optim: {lr: 1e-6}}\n"
     )
     line = refusal_of(f"config={path}")
     assert line.startswith(

@@ -14,7 +14,8 @@ from one_step_off.data.tokenization import tokenize_rows
 TEMPLATE = (
     "{% if with_bos %}{{ bos_token }}{% endif %}"
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 BOS = 256
 EOS = 257

@@ -100,7 +100,8 @@ def test_choices(run, capsys):
     [
         (
             ["nowhere"],
-            "error: nowhere: no samples of --step LAST: there are none; give the trainer.output_dir",
+            "error: nowhere: no samples of --step LAST: there are none; "
+            "give the trainer.output_dir",
         ),
         (["RUN", "--step", "3"], "no samples of --step 3: there are 3, from 0 to 4"),
         (["RUN", "--val", "1"], "no samples of --val 1: there are 1, from 3 to 3"),

@@ -1,4 +1,6 @@
-"""The chaos program's own parts, and what it is there to check: nothing is left when a driver is killed."""
+"""The chaos program's own parts, and what it is there to check: nothing is left when a driver is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +77,10 @@ CHILD = """
     with cleanup_after_run():
         memory = shared_memory.SharedMemory(create=True, size=64)
         resource_tracker.unregister(memory._name, "shared_memory")  # nobody else cleans up
-        code = "import time, multiprocessing.shared_memory as s; m = s.SharedMemory({!r}); print(flush=True); time.sleep(600)"
-        child = subprocess.Popen([sys.executable, "-c", code.format(memory.name)], start_new_session=True, stdout=subprocess.PIPE)
+        code = "import time, multiprocessing.shared_memory as s; m = s.SharedMemory({!r}); "
+        code += "print(flush=True); time.sleep(600)"
+        command = [sys.executable, "-c", code.format(memory.name)]
+        child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
         child.stdout.readline()
         print(os.environ["ONE_STEP_OFF_RUN"], child.pid, memory._name, flush=True)
         memory.close()
@@ -86,7 +90,9 @@ CHILD = """
 
 @pytest.mark.parametrize("how", ["killed", "ended"])
 def test_whatever_a_run_started_is_gone_soon_after_its_driver(how):
-    """Its children, though in sessions of their own, the shared memory they hold, and its temporary files."""
+    """Its children, though in sessions of their own, the shared memory they hold, and its temporary
+    files.
+    """
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-c", textwrap.dedent(CHILD), how]
     driver = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
@@ -108,7 +114,9 @@ def test_whatever_a_run_started_is_gone_soon_after_its_driver(how):
 
 
 def test_the_folder_of_a_run_leaves_room_for_the_names_of_sockets(tmp_path, monkeypatch):
-    """vLLM's are 37 letters longer than it, those of Python's multiprocessing 32, and the kernel takes 107."""
+    """vLLM's are 37 letters longer than it, those of Python's multiprocessing 32, and the kernel
+    takes 107.
+    """
     from one_step_off.runtime import launch
 
     deep = tmp_path / ("d" * 60)
@@ -135,7 +143,8 @@ LEAVES = """
     with cleanup_after_run():
         code = "import os, time, multiprocessing as m, multiprocessing.shared_memory as s\\n"
         code += "x, y = s.SharedMemory(create=True, size=64), m.get_context('spawn').Lock()\\n"
-        code += "print(x.name, 'sem.' + y._semlock.name.strip('/'), flush=True); os.kill(m.resource_tracker._resource_tracker._pid, 9); time.sleep(600)"
+        code += "print(x.name, 'sem.' + y._semlock.name.strip('/'), flush=True); "
+        code += "os.kill(m.resource_tracker._resource_tracker._pid, 9); time.sleep(600)"
         child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         print(child.stdout.readline().strip(), flush=True)
         child.kill()
@@ -144,7 +153,9 @@ LEAVES = """
 
 
 def test_what_a_killed_process_had_for_a_moment_goes_and_what_is_not_ours_stays(tmp_path):
-    """A segment and a semaphore, both there for less than a second; and a model that the run mapped."""
+    """A segment and a semaphore, both there for less than a second; and a model that the run
+    mapped.
+    """
     foreign = [Path(f"/dev/shm/{name}_{os.getpid()}.safetensors") for name in ("model", "psm")]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     held, late = (shared_memory.SharedMemory(create=True, size=64) for _ in range(2))
@@ -203,9 +214,12 @@ def test_a_process_and_what_it_holds_are_found_by_its_mark():
     holds = watch.Belongings()
     memory = shared_memory.SharedMemory(create=True, size=64)
     mark = f"test-{os.getpid()}."
-    code = f"import socket, time, multiprocessing.shared_memory as s; m = s.SharedMemory({memory.name!r})\n"
-    code += "s.resource_tracker.unregister(m._name, 'shared_memory')\n"  # or its tracker would remove ours
-    code += "p = socket.create_server(('127.0.0.1', 0)); print(p.getsockname()[1], flush=True); time.sleep(60)"
+    code = "import socket, time, multiprocessing.shared_memory as s; "
+    code += f"m = s.SharedMemory({memory.name!r})\n"
+    # Otherwise its tracker would remove our segment.
+    code += "s.resource_tracker.unregister(m._name, 'shared_memory')\n"
+    code += "p = socket.create_server(('127.0.0.1', 0)); "
+    code += "print(p.getsockname()[1], flush=True); time.sleep(60)"
     env = os.environ | {watch.MARK: f"{mark}3."}
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True

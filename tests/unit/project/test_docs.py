@@ -97,7 +97,8 @@ def test_configs(text: str, working_directory: Path) -> None:
     path = working_directory / "config.yaml"
     path.write_text(yaml.safe_dump(content))
     check(load_config([f"config={path}"]))
-    # The block itself too, which safe_load is more tolerant of: duplicate keys, numbers that are text.
+    # The block itself too, which safe_load is more tolerant of: duplicate keys, numbers that are
+    # text.
     path.write_text(text)
     load_config([f"config={path}"])
 
@@ -315,7 +316,9 @@ PLACEHOLDERS = {
 
 
 def described_metrics() -> list[re.Pattern[str]]:
-    """The first column of the tables of docs/reference/metrics.md. Words in capitals stand for names."""
+    """The first column of the tables of docs/reference/metrics.md. Words in capitals stand for
+    names.
+    """
     page = (ROOT / "docs/reference/metrics.md").read_text()
     first_columns = re.findall(r"^\|((?: `[^`|]+`,?)+) \|", page, re.M)
     names = re.findall(r"`([^`]+)`", " ".join(first_columns))

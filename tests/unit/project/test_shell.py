@@ -1,4 +1,6 @@
-"""The shell scripts: their syntax, and what they give the program, with stand-ins for Slurm, Ray and the program."""
+"""The shell scripts: their syntax, and what they give the program, with stand-ins for Slurm, Ray
+and the program.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "setup.cfg", tmp_path)
     log = f'echo "$(basename "$0") $* [RAY_ADDRESS=${{RAY_ADDRESS:-}}]" >>{tmp_path}/log'
     sleep = shutil.which("sleep")  # the scripts' own sleep is cut short below
-    # "-" is the wait for the cluster: long enough here for all of Ray's stand-ins to have written their line.
+    # "-" is the wait for the cluster: long enough here for all of Ray's stand-ins to have written
+    # their line.
     tool(
         tmp_path / ".venv-gpu/bin/python",
         f"{log}; [[ $1 != - ]] || {{ cat >/dev/null; {sleep} 1; }}; exit $((${{FAIL:-0}}))",
@@ -148,7 +151,8 @@ def test_dapo_script(checkout: Path) -> None:
     done, calls = run(checkout, "run_dapo_7b_4x12.sh", "--dry-run", **given)
     assert done.returncode == 0, done.stderr
     assert calls == [
-        f"python -P {PROGRAM} config={checkout}/config/dapo_7b.yaml model.path=c/d data.train_files=setup.cfg "
+        f"python -P {PROGRAM} config={checkout}/config/dapo_7b.yaml model.path=c/d "
+        "data.train_files=setup.cfg "
         "data.val_files=a/b trainer.test_freq=10 --dry-run [RAY_ADDRESS=h:1]"
     ]
 
@@ -173,8 +177,11 @@ def test_split_placement_chooses_by_the_gpus(
         f'[[ "${{1:-}}" != --print-venv ]] || exec bash {checkout}/shell/real_setup.sh "$@"',
     )
     for name in (".venv", ".venv-gpu"):
-        say = f'if [[ " $* " == *" -c "* ]]; then echo {gpus}; else echo "{name} $*" >>{checkout}/log; fi'
-        tool(checkout / name / "bin/python", say)
+        script = (
+            f'if [[ " $* " == *" -c "* ]]; then echo {gpus}; '
+            f'else echo "{name} $*" >>{checkout}/log; fi'
+        )
+        tool(checkout / name / "bin/python", script)
     done, calls = run(checkout, "run_split_placement.sh", "trainer.seed=1", **environment)
     assert done.returncode == 0, done.stderr
     (call,) = calls
@@ -194,7 +201,9 @@ def test_split_placement_says_how_many_gpus_it_needs(checkout: Path) -> None:
 
 @pytest.mark.parametrize("extra", ["cpu", "gpu"])
 def test_a_venv_lasts_with_and_without_megatron(checkout: Path, extra: str) -> None:
-    """Megatron is installed once it is asked for and missing, and nothing is for a start that does not want it."""
+    """Megatron is installed once it is asked for and missing, and nothing is for a start that does
+    not want it.
+    """
     shutil.copy(ROOT / "shell/setup.sh", checkout / "shell/setup.sh")
     shutil.copy(ROOT / "pyproject.toml", checkout)
     venv = checkout / (".venv" if extra == "cpu" else ".venv-gpu")
@@ -218,7 +227,9 @@ def test_a_venv_lasts_with_and_without_megatron(checkout: Path, extra: str) -> N
     ("model", "more"), [("", ""), ("m", " model.path=m agent.loop_kwargs={tool: {taught: false}}")]
 )
 def test_tool_agent(checkout: Path, model: str, more: str) -> None:
-    """On the CPU whatever there is; only the built-in model may know its tools without being told."""
+    """On the CPU whatever there is; only the built-in model may know its tools without being
+    told.
+    """
     tool(
         checkout / "shell/setup.sh",
         f'[[ $EXTRA == cpu && $# == 0 ]] || echo "{checkout}/.venv-$EXTRA"',
@@ -230,7 +241,9 @@ def test_tool_agent(checkout: Path, model: str, more: str) -> None:
 
 
 def test_bench(checkout: Path) -> None:
-    """On the CPU unless asked otherwise, with a folder for the results, and the checkout on the path."""
+    """On the CPU unless asked otherwise, with a folder for the results, and the checkout on the
+    path.
+    """
     tool(checkout / "shell/setup.sh", f'[[ $# == 0 ]] || echo "{checkout}/.venv-$EXTRA"')
     (checkout / "benchmarks").mkdir()
     (checkout / "benchmarks/throughput").mkdir()

@@ -155,8 +155,9 @@ def test_parts_taken(own: str, result: str) -> None:
 
 @pytest.mark.parametrize(
     "result",
-    ["None", "'1'", "float('nan')", "float('inf')", "{}", "{'reward': None}", "[1.0]", "np.zeros(2)", "10**400", "1j",
-     "{'right': 1.0, 'form': None}", "{'right': float('nan')}", "{'right': 1.0, 2: 1.0}", "{'right': {'a': 1.0}}",
+    ["None", "'1'", "float('nan')", "float('inf')", "{}", "{'reward': None}", "[1.0]",
+     "np.zeros(2)", "10**400", "1j", "{'right': 1.0, 'form': None}", "{'right': float('nan')}",
+     "{'right': 1.0, 2: 1.0}", "{'right': {'a': 1.0}}",
      "{'a': 1e308, 'b': 1e308}", "1e31", "{'reward': -1e31}", "{'a': 8e29, 'b': 8e29}"],
 )  # fmt: skip
 def test_results_refused(own: str, result: str) -> None:
@@ -279,8 +280,10 @@ def test_what_no_alarm_ends_ends_with_its_process(own: str, tmp_path: Path, func
         scorer.score_batch([RewardItem((0, 0), 0, "", "", "")])
         """
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], env=dict(os.environ, PYTHONPATH=f"{tmp_path}:{os.getcwd()}"),
-                          capture_output=True, text=True, timeout=60)  # fmt: skip
+    env = dict(os.environ, PYTHONPATH=f"{tmp_path}:{os.getcwd()}")
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1
     assert "Timeout" in done.stderr
     assert function in done.stderr
@@ -306,7 +309,8 @@ def test_no_alarm_is_left_behind(own: str) -> None:
         (
             "no_such_module_here:f",
             {},
-            "cannot be imported: ModuleNotFoundError: No module named 'no_such_module_here'; .*PYTHONPATH",
+            "cannot be imported: ModuleNotFoundError: No module named 'no_such_module_here'; "
+            ".*PYTHONPATH",
         ),
         (
             "needy_rewards:f",

@@ -209,7 +209,12 @@ def test_built_in_functions_are_not_tried_and_rows_without_a_function_are_refuse
 
 def test_a_module_that_cannot_be_imported_twice(models, own, capsys):
     """As one that takes a port, or a lock, at its import."""
-    text = "import os\nif os.path.exists('lock'):\n    raise OSError('it is taken')\nopen('lock', 'w')\ndef f(**_): return 1.0\n"
+    text = (
+        "import os\n"
+        "if os.path.exists('lock'):\n    raise OSError('it is taken')\n"
+        "open('lock', 'w')\n"
+        "def f(**_): return 1.0\n"
+    )
     (own / "own_locked.py").write_text(text)
     argv = [
         *base(own, models()),
@@ -231,18 +236,27 @@ def test_rows_of_an_environment_need_no_function(models, own):
     (own / "rows.jsonl").write_text(
         json.dumps(ROWS[0] | {"agent_loop": "environment", "answer": "#### 7"}) + "\n"
     )
-    changes = {"reward.function": "own_trial:crashes", "agent.loop_kwargs": {"environment": {"env": "tests.environments:Moody"}}}  # fmt: skip
+    changes = {
+        "reward.function": "own_trial:crashes",
+        "agent.loop_kwargs": {"environment": {"env": "tests.environments:Moody"}},
+    }
     launch.prepare(config(own, models(), **changes), lambda line: None)
 
 
 # (arguments, parts)
 REFUSED = [
-    (["reward.functions={sums: own_trial:nowhere}"], ["reward.functions.sums='own_trial:nowhere'", "check the name"]),
-    (["reward.functions={sums: gsm9k}"], ["reward.functions.sums=gsm9k", "must be gsm8k, math, or your own"]),
-    (["reward.functions={sums: gsm8k}", "reward.function=math"], ["reward.function=math", "remove one of the two"]),
-    (["reward.functions={sums: gsm8k}", "reward.kwargs.a=1"], ["reward.kwargs", "takes none; remove them"]),
-    (["reward.functions={sums: own_trial:writes}", "reward.kwargs.b=1"], ["reward.functions.sums=", "unexpected keyword argument 'b'"]),
-    (["reward.function=own_trial:writes", "reward.kwargs.extra_info=1"], ["multiple values for keyword argument 'extra_info'", "rename"]),
+    (["reward.functions={sums: own_trial:nowhere}"],
+     ["reward.functions.sums='own_trial:nowhere'", "check the name"]),
+    (["reward.functions={sums: gsm9k}"],
+     ["reward.functions.sums=gsm9k", "must be gsm8k, math, or your own"]),
+    (["reward.functions={sums: gsm8k}", "reward.function=math"],
+     ["reward.function=math", "remove one of the two"]),
+    (["reward.functions={sums: gsm8k}", "reward.kwargs.a=1"],
+     ["reward.kwargs", "takes none; remove them"]),
+    (["reward.functions={sums: own_trial:writes}", "reward.kwargs.b=1"],
+     ["reward.functions.sums=", "unexpected keyword argument 'b'"]),
+    (["reward.function=own_trial:writes", "reward.kwargs.extra_info=1"],
+     ["multiple values for keyword argument 'extra_info'", "rename"]),
     (["reward.functions=gsm8k"], ["reward.functions=gsm8k: must be a mapping"]),
 ]  # fmt: skip
 

@@ -1,5 +1,6 @@
-"""What is message when a function of the user's own fails: its line, the response, the traceback; and
-where output goes."""
+"""The message when a function of the user's own fails: its line, the response, the traceback; and
+where output goes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The actor's loss token by token from the papers' formulas, and its gradients, without a worker."""
+"""The actor's loss token by token from the papers' formulas, and its gradients, without a
+worker.
+"""
 
 from dataclasses import dataclass
 

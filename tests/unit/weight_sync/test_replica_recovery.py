@@ -188,8 +188,9 @@ def test_a_replica_that_cannot_be_restarted_is_excluded_and_the_last_one_ends_th
 
 
 def test_a_replica_whose_death_was_noticed_elsewhere_does_not_end_the_attempt():
-    """By a heartbeat or a call under way: a new process stands in its place when the sync has failed,
-    and that one answers."""
+    """By a heartbeat or a call under way: a new process stands in its place when the sync has
+    failed, and that one answers.
+    """
 
     async def main():
         sync = FaultySync(2, {})
