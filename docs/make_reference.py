@@ -34,7 +34,7 @@ default. A run must set `model.path`, `data.train_files`, and one of `trainer.to
 - `${oc.env:NAME}` is the value of an environment variable, `${section.key}` that of another key.
 - A leading `~` is the home directory in `model.path`, `data.train_files`, `data.val_files`, `trainer.output_dir` and
   `trainer.resume`.
-"""
+"""  # noqa: E501 (written as it is)
 
 
 def _type(key: ConfigKey) -> str:

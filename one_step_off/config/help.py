@@ -31,7 +31,7 @@ Trains a language model with one-step-off-policy PPO.
 
 Exit codes: 0 success, 1 the run failed, 2 bad input (one line names it), 130 interrupted.
 
-Keys:"""
+Keys:"""  # noqa: E501 (printed as it is)
 
 
 def help_text() -> str:
