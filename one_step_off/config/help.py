@@ -18,15 +18,18 @@ USAGE = f"""{_USAGE_LINE}
 _DESCRIPTION = """
 Trains a language model with one-step-off-policy PPO.
 
-  config=FILE          a YAML file, such as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes), or the
-                       name of a config of the package, such as gsm8k_tiny_cpu; "config=" may be omitted if the
-                       name ends in .yaml or .yml
-  section.key=value    sets one key, overriding the file; the value is YAML, for example placement.pools.rollout=[2]
-  --dry-run            check everything, print the resolved config and the placement, and start nothing; missing
-                       hardware, such as GPUs, is only a warning
-  --profile STEP       write a torch profile of the updates of that step (counted from 0) to OUTPUT_DIR/profile
-  --replay FOLDER      repeat the update of the batch in FOLDER, such as OUTPUT_DIR/skipped/step_000012, on the
-                       trainers alone, to show why it was skipped; the run folder is not changed
+  config=FILE          a YAML file, such as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes),
+                       or the name of a config of the package, such as gsm8k_tiny_cpu; "config="
+                       may be omitted if the name ends in .yaml or .yml
+  section.key=value    sets one key, overriding the file; the value is YAML, for example
+                       placement.pools.rollout=[2]
+  --dry-run            check everything, print the resolved config and the placement, and start
+                       nothing; missing hardware, such as GPUs, is only a warning
+  --profile STEP       write a torch profile of the updates of that step (counted from 0) to
+                       OUTPUT_DIR/profile
+  --replay FOLDER      repeat the update of the batch in FOLDER, such as
+                       OUTPUT_DIR/skipped/step_000012, on the trainers alone, to show why it was
+                       skipped; the run folder is not changed
   --help               print this text
 
 Exit codes: 0 success, 1 the run failed, 2 bad input (one line names it), 130 interrupted.
