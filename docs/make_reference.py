@@ -20,13 +20,15 @@ TABLED = [Path(__file__).parents[1] / page for page in PAGES.values()]
 TABLE = re.compile(r"(<!-- table: (\w+), ([\w ]+) -->\n\n).*?(\n\n<!-- end of table -->)", re.S)
 HEAD = """# Configuration reference
 
-<!-- Written by docs/make_reference.py from one_step_off/config/schema.py. Change it there and run the script again. -->
+<!-- Written by docs/make_reference.py from one_step_off/config/schema.py.
+Change it there and run the script again. -->
 
-What does this key mean? `python -m one_step_off.main_ppo --help` prints the same list, and `--dry-run` prints the
-resolved config of a run.
+What does this key mean? `python -m one_step_off.main_ppo --help` prints the same list, and
+`--dry-run` prints the resolved config of a run.
 
-A run has one YAML file with sections and keys. Arguments `section.key=value` change single keys. Every key has a
-default. A run must set `model.path`, `data.train_files`, and one of `trainer.total_steps` and `trainer.total_epochs`.
+A run has one YAML file with sections and keys. Arguments `section.key=value` change single keys.
+Every key has a default. A run must set `model.path`, `data.train_files`, and one of
+`trainer.total_steps` and `trainer.total_epochs`.
 
 - A mapping replaces the whole default. `section.key.name=value` changes one entry of it.
 - `null` means "not set". It is allowed where the type says so or the default is empty.

@@ -149,9 +149,16 @@ def at_the_end(folder: Path, print_line: Callable[[str], None]) -> Iterator[None
             print_line(f"warning: no report.html: {reason}")
 
 
+USAGE = """usage: python -m one_step_off.report OUTPUT_DIR
+Writes report.html of a run into its folder, and prints its path."""
+
+
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit code. Raises ConfigError: no run is there, or nothing can
     be written."""
+    if argv in (["--help"], ["-h"]):
+        print(USAGE)
+        return 0
     folder = Path(" ".join(argv))
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
