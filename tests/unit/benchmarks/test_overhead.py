@@ -43,8 +43,9 @@ def test_a_small_cell_counts_its_calls(settings: dict[str, Any], other_calls: in
     found = measure(cell)
     assert found["steps"] == 3, "of six steps two warm up and the last one generates nothing"
     calls = SYNC_AND_UPDATE_CALLS + other_calls
-    # A health check may have called as well.
-    assert calls <= found["calls"] <= calls + 1
+    # Of the three steps, up to four calls at the edges may fall on the other side of a mark, and a
+    # health check may have called as well. A kind of call that is missing would make it 2 per step.
+    assert found["calls"] == pytest.approx(calls, abs=1.5)
     assert found["stand_in_ms"] > 0
     assert found["with_stand_ins_ms"] > found["cpu_ms"]
     assert set(found["phases_ms"]) == set(PHASES)
