@@ -58,6 +58,14 @@ def call(runner: LoopRunner, run: Run, signals: list[int], in_a_loop: bool) -> s
     return asyncio.run(cell())
 
 
+@pytest.fixture(autouse=True)
+def default_sigterm():
+    """Without Ray's handler, which a test with Ray leaves in this process: asyncio restores none."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("in_a_loop", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_the_pipeline_to_stop(number, in_a_loop):

@@ -204,7 +204,7 @@ def test_a_reward_model_without_its_head_is_refused(model_folders, start_single)
     path = model_folders["tied"]
     cfg = config(model_folders["untied"], reward_model__path=path)
     with pytest.raises(
-        ConfigError, match=r"reward_model.path: .* lacks 1 weights .*, as score.weight"
+        ConfigError, match=r"reward_model.path: .* lacks 1 weights .*, such as score.weight"
     ):
         start_single(cfg, role="reward_model", cls=RewardModelWorker)
 

@@ -24,7 +24,9 @@ def methods_of(interface: type) -> dict[str, inspect.Signature]:
 
 
 def parameters_of(signature: inspect.Signature) -> list[tuple[str, object]]:
-    return [(parameter.name, parameter.default) for parameter in signature.parameters.values()]
+    """Name and default of each parameter. Ray adds `_ray_trace_ctx` to a class that became an actor."""
+    parameters = [p for p in signature.parameters.values() if not p.name.startswith("_ray")]
+    return [(parameter.name, parameter.default) for parameter in parameters]
 
 
 @pytest.mark.parametrize("role", INTERFACES)
