@@ -60,7 +60,7 @@ def call(runner: LoopRunner, run: Run, signals: list[int], in_a_loop: bool) -> s
 
 @pytest.fixture(autouse=True)
 def default_sigterm():
-    """Without Ray's handler, which a test with Ray leaves in this process: asyncio restores none."""
+    """Without the handler that Ray leaves after other tests: asyncio would not restore it."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGTERM, before)

@@ -24,7 +24,7 @@ def methods_of(interface: type) -> dict[str, inspect.Signature]:
 
 
 def parameters_of(signature: inspect.Signature) -> list[tuple[str, object]]:
-    """Name and default of each parameter. Ray adds `_ray_trace_ctx` to a class that became an actor."""
+    """Name and default of each parameter. Ray adds `_ray_trace_ctx` to a class that is an actor."""
     parameters = [p for p in signature.parameters.values() if not p.name.startswith("_ray")]
     return [(parameter.name, parameter.default) for parameter in parameters]
 
