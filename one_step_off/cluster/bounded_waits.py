@@ -98,7 +98,7 @@ class AbortSignal:
         self._request(self._write_reason, reason)
 
     def check(self) -> None:
-        """Return if the epoch goes on.
+        """Return if the epoch was not aborted.
 
         A sender that does not answer may be stopped or very busy; the time limit of the wait itself
         covers that.

@@ -32,7 +32,7 @@ class NoReplica(RoleError):
 
 
 class ReplicaFailed(Exception):
-    """A replica was given up while it was asked for something."""
+    """A replica was given up while a call to it was pending."""
 
 
 class ReplicaSupervisor:
