@@ -1,12 +1,17 @@
 #!/usr/bin/env bash
-# Trains on GSM8K: Qwen2.5-0.5B-Instruct on two or more GPUs, else a tiny model on word problems, on the CPU.
+# Trains on GSM8K: Qwen2.5-0.5B-Instruct on GPUs, else a tiny model on word problems, on the CPU.
+#
+# With two or more GPUs generation and training have GPUs of their own. With one GPU they share it, half of its memory
+# each (about 24 GB are enough).
 #
 #   MODEL=DIR_OR_HUB_ID   another model
 #   DATA=SOURCE           a hub id, a file for training (or several with commas), or a folder with gsm8k_train.jsonl
 #                         and gsm8k_test.jsonl
 #   N_ROLLOUT_GPUS=N      GPUs that generate (default: half of them); the others train
-#   BACKEND=megatron      train with Megatron-core instead of FSDP2; two ranks share each layer (needs 3 GPUs; on
-#                         the CPU two processes train a tiny Qwen3)
+#   ONE_GPU=colocated     with one GPU: generate and train one after the other (synchronous); each has all of the GPU
+#                         meanwhile (default: shared: both at once, one step off)
+#   BACKEND=megatron      train with Megatron-core instead of FSDP2; with 3 GPUs or more, and on the CPU, two ranks share
+#                         each layer (on the CPU of a tiny Qwen3)
 #   EXTRA=cpu|gpu         use the CPU or GPUs, regardless of what this machine has
 #
 # Arguments go to the program, as in: shell/run_qwen_gsm8k.sh trainer.total_steps=20 --dry-run
@@ -28,6 +33,8 @@ die() {
 backend="${BACKEND:-fsdp}"
 [[ "$backend" == fsdp || "$backend" == megatron ]] || die "BACKEND=$backend: must be fsdp or megatron"
 [[ "$backend" == fsdp ]] || export MEGATRON=1 # for setup.sh
+one_gpu="${ONE_GPU:-shared}"
+[[ "$one_gpu" == shared || "$one_gpu" == colocated ]] || die "ONE_GPU=$one_gpu: must be shared or colocated"
 data="${DATA:-}"
 files='\.(jsonl|json|parquet)[[:space:]]*(,|$)'
 hub='^[A-Za-z0-9_.-]*[A-Za-z0-9_-](/[A-Za-z0-9_.-]+)?(:[A-Za-z0-9_.-]+)?$' # generator:NAME looks the same
@@ -44,7 +51,6 @@ if [[ "$on" == cpu ]]; then
     tiny="training a tiny model on the CPU (config/gsm8k_tiny_cpu.yaml)"
     case "$gpus" in
         0) say "no GPU here: $tiny" ;;
-        1) say "found 1 GPU, but generation and training run at the same time, each on its own: $tiny" ;;
         *) say "EXTRA=cpu: $tiny" ;;
     esac
     args=("config=$root/config/gsm8k_tiny_cpu.yaml")
@@ -52,14 +58,23 @@ if [[ "$on" == cpu ]]; then
         args+=(model.path=tiny:qwen3 actor.backend=megatron actor.tensor_parallel_size=2)
         args+=("placement.pools={rollout: [1], actor: [2]}" trainer.output_dir=outputs/gsm8k_tiny_cpu_megatron)
     fi
-elif ((gpus < 2)); then
-    die "EXTRA=gpu: found $gpus GPU(s), needs 2: generation and training run at the same time, each on its own." \
-        "Without EXTRA a tiny model is trained on the CPU"
+elif ((gpus < 1)); then
+    die "EXTRA=gpu: found no GPU. Without EXTRA a tiny model is trained on the CPU"
+elif ((gpus == 1)); then
+    [[ -z "${N_ROLLOUT_GPUS:-}" ]] || die "N_ROLLOUT_GPUS=$N_ROLLOUT_GPUS: there is one GPU, which both share; leave it out"
+    args=("config=$root/config/qwen_gsm8k_$backend.yaml")
+    if [[ "$one_gpu" == shared ]]; then
+        say "found 1 GPU: generation and training share it, half of its memory each"
+        args+=("placement.pools={rollout: [0.5], actor: [0.5]}")
+    else
+        say "found 1 GPU: generation and training take turns on it (synchronous)"
+        args+=("placement.pools={all: [1]}" "placement.roles={rollout: all, actor: all}" pipeline.staleness=0)
+        # The trainer keeps its weights and optimizer on the GPU while the engine is awake.
+        args+=(rollout.gpu_memory_utilization=0.5)
+    fi
 else
     rollout="${N_ROLLOUT_GPUS:-$((gpus / 2))}"
-    if [[ "$backend" == megatron ]]; then
-        ((gpus >= 3)) || die "BACKEND=megatron: found $gpus GPUs, needs 3: one generates, two share each layer." \
-            "Without BACKEND two are enough; with EXTRA=cpu a tiny model is trained on the CPU"
+    if [[ "$backend" == megatron ]] && ((gpus >= 3)); then
         # Training takes pairs.
         [[ -n "${N_ROLLOUT_GPUS:-}" ]] || rollout=$((rollout + (gpus - rollout) % 2))
     fi
@@ -67,10 +82,13 @@ else
         die "N_ROLLOUT_GPUS=$rollout: must be 1 to $((gpus - 1)), so that some of the $gpus GPUs are left to train"
     fi
     args=("config=$root/config/qwen_gsm8k_$backend.yaml")
-    if [[ "$backend" == megatron ]] && (((gpus - rollout) % 2)); then
+    if [[ "$backend" == megatron ]] && ((gpus >= 3 && (gpus - rollout) % 2)); then
         die "BACKEND=megatron: trains on pairs of GPUs, and $((gpus - rollout)) are left to train; set N_ROLLOUT_GPUS to another number"
     fi
     args+=("placement.pools={rollout: [$rollout], actor: [$((gpus - rollout))]}")
+fi
+if [[ "$on" == gpu && "$backend" == megatron ]] && ((gpus < 3)); then # a single rank trains
+    args+=(actor.tensor_parallel_size=1 actor.sequence_parallel=false)
 fi
 
 if [[ -n "${MODEL:-}" ]]; then

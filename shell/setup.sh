@@ -4,7 +4,7 @@
 #
 #   PYTHON=/path/to/python3   interpreter for the venv (default: the first python3 that is 3.11 or newer)
 #   EXTRA=cpu|gpu             which vLLM to install (default: gpu where MIN_GPUS are visible, else cpu)
-#   MIN_GPUS=N                the least number of GPUs of a GPU run (default: 2)
+#   MIN_GPUS=N                the least number of GPUs of a GPU run (default: 1)
 #   MEGATRON=1                Megatron-core too, for backend: megatron (with Transformer Engine for GPUs, built here)
 #   LOCK_WAIT_S=SECONDS       how long to wait for another setup of the same venv (default: 1800)
 #
@@ -50,8 +50,7 @@ count_gpus() {
 from one_step_off.config.hardware import count_gpus; print(count_gpus())' "$root"
 }
 
-# The CUDA build of vLLM cannot serve a CPU run, and with fewer than two GPUs only that can run: generation and
-# training need a GPU each.
+# The CUDA build of vLLM cannot serve a CPU run, and without GPUs only that can run.
 choose_extra() {
     local gpus
     if [[ -n "${EXTRA:-}" ]]; then
@@ -63,7 +62,7 @@ choose_extra() {
         return
     fi
     gpus="$(count_gpus)"
-    if ((gpus >= ${MIN_GPUS:-2})); then echo gpu; else echo cpu; fi
+    if ((gpus >= ${MIN_GPUS:-1})); then echo gpu; else echo cpu; fi
 }
 
 choose_venv() {

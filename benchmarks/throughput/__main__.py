@@ -1,5 +1,6 @@
-"""Samples per second of four arms: colocated, synchronous on separate pools, one step off, and one
-step off with overlapped weight sync. All arms do the same work on the same devices.
+"""Samples per second of five arms: colocated, synchronous on separate pools, one step off, one step
+off with overlapped weight sync, and that on a single shared device. All arms do the same work on
+the same devices.
 
     python -m benchmarks.throughput --out DIR [--config FILE] [--models M ...] [--lengths L ...]
         [--batches B ...] [--splits S ...] [--arms A ...] [--runs 3] [--warmup 3] [--steps N]
@@ -37,6 +38,7 @@ from benchmarks.throughput.cases import (
     Case,
     arms_of,
     cases_of,
+    default_arms,
     model_in_words,
     model_path,
 )
@@ -85,7 +87,12 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
         default=[],
         help="processes that generate : processes that train, such as 1:1 or 2:1",
     )
-    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS))
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        choices=tuple(ARMS),
+        help="default: all but shared; with a single GPU colocated and shared",
+    )
     add_run_flags(parser, "steps of each run; default: the config's trainer.total_steps")
     args, keys = parser.parse(argv)
     check_run_flags(parser, args)
@@ -114,6 +121,19 @@ def _check_arm(keys: list[str], warmup: int) -> None:
         )
 
 
+def _chosen_arms(cfg: Config, flags: list[str] | None) -> dict[str, list[str]]:
+    """The arms of `--arms`, or the default ones. Raises ValueError: the config cannot have one."""
+    all_arms = arms_of(cfg)
+    names = [ARMS[flag] for flag in flags] if flags else default_arms(cfg)
+    for name in names:
+        if name not in all_arms:
+            raise ValueError(
+                f"--arms: {name!r} does not use the same devices as placement.pools="
+                f"{cfg.placement.pools}; leave it out, or change the pools"
+            )
+    return {name: all_arms[name] for name in names}
+
+
 def plan(args: argparse.Namespace, overrides: list[str]) -> list[PlannedCase]:
     """The cases with validated config keys. The path of a random model is not yet among the keys.
 
@@ -129,8 +149,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> list[PlannedCase]:
         if case.model and case.model not in RANDOM_MODELS:
             keys.append(f"model.path={case.model}")
         keys += case.keys(load_config(base))
-        all_arms = arms_of(load_config([*base, *keys]))
-        arms = {ARMS[flag]: all_arms[ARMS[flag]] for flag in args.arms}
+        arms = _chosen_arms(load_config([*base, *keys]), args.arms)
         for arm_keys in arms.values():
             _check_arm([*base, *keys, *arm_keys], args.warmup)
         planned.append(PlannedCase(case, keys, arms))

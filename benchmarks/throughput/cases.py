@@ -11,17 +11,21 @@ from dataclasses import dataclass
 
 from benchmarks.common import lengths
 from benchmarks.common.models import SMOLLM2_135M
+from one_step_off.config.device_shares import devices_of_run, devices_per_node, shared_devices
+from one_step_off.config.placement import resolved_device
 from one_step_off.config.schema import Config
 
 COLOCATED = "colocated sync"
 DISAGGREGATED = "disaggregated sync"
 ONE_STEP_OFF = "one step off"
 OVERLAPPED = "one step off, overlapped sync"
+SHARED = "one step off, shared device"
 ARMS = {
     "colocated": COLOCATED,
     "disaggregated": DISAGGREGATED,
     "plain": ONE_STEP_OFF,
     "overlapped": OVERLAPPED,
+    "shared": SHARED,
 }
 """Values of the flag `--arms` -> names of the arms in tables."""
 
@@ -31,24 +35,61 @@ RANDOM_MODELS = {"random:smollm2-135m": SMOLLM2_135M}
 
 
 def arms_of(cfg: Config) -> dict[str, list[str]]:
-    """The config keys of each arm, for a config that gives rollout a pool of its own.
+    """The config keys of each arm that a config can have, which gives rollout a pool of its own.
 
-    The colocated arm has all roles in one pool. The pool has as many GPUs (on a CPU: processes) as
-    the config's pools have together.
+    All arms use the same devices. The colocated arm has all roles in one pool. The pool has as many
+    GPUs (on a CPU: processes) as the config's pools have together. In the shared arm rollout and
+    trainer have half of one device each: the single GPU, or on a CPU all of its cores.
     """
-    pools = cfg.placement.pools.values()
-    devices_per_node = [sum(node) for node in itertools.zip_longest(*pools, fillvalue=0)]
+    single_device = devices_of_run(cfg) == 1
     roles = ", ".join(f"{role}: all" for role in cfg.placement.roles)
-    return {
+    colocated = {
         COLOCATED: [
-            f"placement.pools={{all: {devices_per_node}}}",
+            f"placement.pools={{all: {_devices_per_node(cfg)}}}",
             f"placement.roles={{{roles}}}",
             "pipeline.staleness=0",
-        ],
-        DISAGGREGATED: ["pipeline.staleness=0"],
-        ONE_STEP_OFF: ["pipeline.staleness=1", "weight_sync.overlap=false"],
-        OVERLAPPED: ["pipeline.staleness=1", "weight_sync.overlap=true"],
+        ]
     }
+    shared = {SHARED: _shared_keys(cfg)}
+    if single_device:
+        return colocated | shared
+    if resolved_device(cfg) == "cuda":
+        shared = {}
+    return (
+        colocated
+        | {
+            DISAGGREGATED: ["pipeline.staleness=0"],
+            ONE_STEP_OFF: ["pipeline.staleness=1", "weight_sync.overlap=false"],
+            OVERLAPPED: ["pipeline.staleness=1", "weight_sync.overlap=true"],
+        }
+        | shared
+    )
+
+
+def default_arms(cfg: Config) -> list[str]:
+    """The arms that are compared without `--arms`."""
+    if devices_of_run(cfg) == 1:
+        return [COLOCATED, SHARED]
+    return [COLOCATED, DISAGGREGATED, ONE_STEP_OFF, OVERLAPPED]
+
+
+def _devices_per_node(cfg: Config) -> list[int]:
+    """Devices of all pools on each node."""
+    if shared_devices(cfg) == devices_of_run(cfg):
+        return [1] * shared_devices(cfg)
+    pools = [devices_per_node(cfg, pool) for pool in cfg.placement.pools]
+    return [sum(node) for node in itertools.zip_longest(*pools, fillvalue=0)]
+
+
+def _shared_keys(cfg: Config) -> list[str]:
+    roles = {role: "rollout" if role == "rollout" else "trainer" for role in cfg.placement.roles}
+    shown = ", ".join(f"{role}: {pool}" for role, pool in roles.items())
+    return [
+        "placement.pools={rollout: [0.5], trainer: [0.5]}",
+        f"placement.roles={{{shown}}}",
+        "pipeline.staleness=1",
+        "weight_sync.overlap=true",
+    ]
 
 
 @dataclass(frozen=True)

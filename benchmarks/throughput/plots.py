@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import BLUE, GREEN, GREY, ORANGE, RED, pyplot, save_figure
-from benchmarks.throughput.cases import DISAGGREGATED, ONE_STEP_OFF, OVERLAPPED
-from benchmarks.throughput.report import ONE_STEP_OFF_ARMS
+from benchmarks.throughput.cases import DISAGGREGATED, ONE_STEP_OFF, OVERLAPPED, SHARED
 
 PHASE_COLORS = {"T_gen": BLUE, "T_train": ORANGE, "T_sync": GREY}
-ARM_COLORS = dict(zip(ONE_STEP_OFF_ARMS, ("#a1c9f4", BLUE), strict=True))
+ARM_COLORS = {ONE_STEP_OFF: "#a1c9f4", OVERLAPPED: BLUE}
 LEGEND_BOTTOM = 0.98  # as a share of the figure's height
 
 
@@ -20,7 +19,7 @@ def _training_start(arm: str, sync: float, generate: float) -> float:
     Synchronous arms run one phase after another. One step off, training starts with generation, or
     with the sync where that is overlapped.
     """
-    if arm == OVERLAPPED:
+    if arm in (OVERLAPPED, SHARED):
         return 0.0
     if arm == ONE_STEP_OFF:
         return sync
@@ -36,7 +35,7 @@ def _draw_phases(axes: Any, y: float, name: str, arm: dict[str, Any]) -> None:
     train = arm["T_train"]["median"]
     axes.barh(y - 0.17, sync, 0.34, color=PHASE_COLORS["T_sync"])
     axes.barh(y - 0.17, generate, 0.34, left=sync, color=PHASE_COLORS["T_gen"])
-    if name != OVERLAPPED:
+    if name not in (OVERLAPPED, SHARED):
         axes.barh(y + 0.17, sync, 0.34, color=PHASE_COLORS["T_sync"])
     start = _training_start(name, sync, generate)
     axes.barh(y + 0.17, train, 0.34, left=start, color=PHASE_COLORS["T_train"])

@@ -8,7 +8,13 @@ from typing import Any
 
 from benchmarks.common.machine import machine_line
 from benchmarks.common.report import markdown_table, with_range
-from benchmarks.throughput.cases import COLOCATED, DISAGGREGATED, ONE_STEP_OFF, OVERLAPPED
+from benchmarks.throughput.cases import (
+    COLOCATED,
+    DISAGGREGATED,
+    ONE_STEP_OFF,
+    OVERLAPPED,
+    SHARED,
+)
 
 Row = dict[str, Any]
 TIMES = {
@@ -31,7 +37,7 @@ COLUMNS = (
 SECONDS = (*TIMES, "exposed sync")
 RATES = ("samples/s", "tokens/s")
 IDLE_SHARES = ("rollout idle", "trainer idle")
-ONE_STEP_OFF_ARMS = (ONE_STEP_OFF, OVERLAPPED)
+ONE_STEP_OFF_ARMS = (ONE_STEP_OFF, OVERLAPPED, SHARED)
 
 
 def needed_columns(row: Row) -> Row:
@@ -42,16 +48,16 @@ def needed_columns(row: Row) -> Row:
 def exposed_sync(row: Row, following_row: Row, arm: str) -> float:
     """By how many seconds a step would have ended earlier if its weight sync had taken no time.
 
-    In all arms but the overlapped one everything waits for the sync, so it is the whole sync.
+    In the arms without overlap everything waits for the sync, so it is the whole sync.
 
-    In the overlapped arm the sync delays the start of generation, and the optimizer waits
+    In an overlapped arm the sync delays the start of generation, and the optimizer waits
     `sync_wait` for the end of the send. The step ends when the later of both ends. Take the end of
     training as 0. Then generation ends at `generation_lag`, which the waits of the next step tell.
     Without the sync training would have ended at
     -sync_wait, and generation at generation_lag - sync.
     """
     sync = row["time/sync_s"] or 0.0
-    if arm != OVERLAPPED:
+    if arm not in (OVERLAPPED, SHARED):
         return sync
     sync_wait = row["actor/sync_wait_s"] or 0.0
     generation_lag = following_row["time/wait_rollout_s"] - following_row["time/wait_trainer_s"]
@@ -132,8 +138,10 @@ def headline(arms: dict[str, dict[str, Any]]) -> dict[str, float]:
         found["gen_over_train"] = generate / train
         found["limit"] = limit
         found["speedup_at_the_limit"] = median(DISAGGREGATED) / limit
-        found |= {f"step_over_limit/{arm}": median(arm) / limit for arm in compared}
-        found |= {f"speedup/{arm}": median(DISAGGREGATED) / median(arm) for arm in compared}
+        # The limit is that of separate devices.
+        apart = [arm for arm in compared if arm != SHARED]
+        found |= {f"step_over_limit/{arm}": median(arm) / limit for arm in apart}
+        found |= {f"speedup/{arm}": median(DISAGGREGATED) / median(arm) for arm in apart}
     if COLOCATED in arms:
         found |= {
             f"speedup_over_colocated/{arm}": median(COLOCATED) / median(arm) for arm in compared

@@ -1,6 +1,8 @@
 """Resource pools as Ray placement groups, and the processes of each role in them."""
 
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +11,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from one_step_off.cluster.core_binding import pin_process
+from one_step_off.config.device_shares import device_share, shared_devices, shares_device
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.hardware import CoresPerProcess
 from one_step_off.config.placement import process_cores, processes_per_node
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import redirect_output
@@ -18,12 +22,15 @@ RESERVE_TIMEOUT_S = 60.0
 """Seconds for Ray to reserve one placement group, at most; trainer.start_timeout_s may be
 shorter."""
 
+RAY_FRACTIONS = 10_000
+"""Ray counts a device in parts of this number."""
+
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True)
 class ProcessSlot:
-    """The resources of one process: a bundle of a placement group."""
+    """The resources of one process: a bundle of a placement group, or a share of it."""
 
     group: PlacementGroup
     bundle: int
@@ -32,12 +39,21 @@ class ProcessSlot:
     """Index of the node in the pool."""
     cores: tuple[int, ...]
     """The cores that its processes are bound to (CPU runs; empty: none)."""
+    devices: float = 1.0
+    """GPUs (or Ray's CPUs) of the bundle that belong to this slot. Slots of other pools have the
+    rest of a shared device."""
+
+    def shares_bundle(self, other: "ProcessSlot") -> bool:
+        """Whether both slots lie on the same device."""
+        return self.group is other.group and self.bundle == other.bundle
 
 
 def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
     """Reserve every pool. Returns pool name -> its slots, node by node.
 
-    Each node's share of a pool is one placement group, which must lie on one node of the cluster.
+    Each node's part of a pool is one placement group, which must lie on one node of the cluster.
+    Pools with shares of a device have one bundle per node together: Ray gives a bundle of at most
+    one GPU a single GPU, so all of them get the same one.
 
     Args:
         cfg: the whole config; placement.pools and placement.roles count here.
@@ -49,47 +65,82 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
     """
     resource = "GPU" if device == "cuda" else "CPU"
     cores_of_pool = process_cores(cfg, device)
-    slots_of_share: dict[tuple[str, int], list[ProcessSlot]] = {}
-    for pool, node in _largest_share_first(cfg):
+    slots_of_part: dict[tuple[str, int], list[ProcessSlot]] = {}
+    for pool, node in _largest_part_first(cfg):
         slots_per_node = processes_per_node(cfg, pool)
         count = slots_per_node[node]
         first = sum(slots_per_node[:node])
-        group = _reserve(cfg, pool, node, count, resource)
+        width = _devices_of_process(cfg, pool)
+        key = f"placement.pools.{pool}={cfg.placement.pools[pool]}"
+        group = _reserve(cfg, key, node, [width] * count, resource)
         slots = []
         for bundle in range(count):
             cores = tuple(cores_of_pool[pool][first + bundle])
-            slots.append(ProcessSlot(group, bundle, node, cores))
-        slots_of_share[pool, node] = slots
+            slots.append(ProcessSlot(group, bundle, node, cores, width))
+        slots_of_part[pool, node] = slots
+    slots_of_part |= _shared_slots(cfg, resource, cores_of_pool)
 
     pools: dict[str, list[ProcessSlot]] = {}
-    for pool, shape in cfg.placement.pools.items():
+    for pool, sizes in cfg.placement.pools.items():
         pools[pool] = []
-        for node in range(len(shape)):
-            pools[pool] += slots_of_share[pool, node]
+        for node in range(len(sizes)):
+            pools[pool] += slots_of_part[pool, node]
     return pools
 
 
-def _largest_share_first(cfg: Config) -> list[tuple[str, int]]:
-    """(pool, node of the pool) of all shares. A small share fits anywhere, and reserved first it
-    might take the only node that a large one fits on."""
-    shares = []
-    for pool, shape in cfg.placement.pools.items():
-        for node in range(len(shape)):
-            shares.append((pool, node))
-    return sorted(shares, key=lambda share: cfg.placement.pools[share[0]][share[1]], reverse=True)
-
-
-def _reserve(cfg: Config, pool: str, node: int, count: int, resource: str) -> PlacementGroup:
-    """A placement group of `count` bundles on one node. Raises ConfigError: no node has so much."""
-    width = 1
+def _devices_of_process(cfg: Config, pool: str) -> int:
+    """Whole devices of one process of the pool."""
     if pool == cfg.placement.roles["rollout"]:
-        width = cfg.rollout.tensor_parallel_size
-    group = placement_group([{resource: width}] * count, strategy="STRICT_PACK")
+        return cfg.rollout.tensor_parallel_size
+    return 1
+
+
+def _largest_part_first(cfg: Config) -> list[tuple[str, int]]:
+    """(pool, node of the pool) of all parts with whole devices. A small part fits anywhere, and
+    reserved first it might take the only node that a large one fits on."""
+    parts = []
+    for pool, sizes in cfg.placement.pools.items():
+        if not shares_device(cfg, pool):
+            parts += [(pool, node) for node in range(len(sizes))]
+    return sorted(parts, key=lambda part: cfg.placement.pools[part[0]][part[1]], reverse=True)
+
+
+def _shared_slots(
+    cfg: Config, resource: str, cores_of_pool: dict[str, CoresPerProcess]
+) -> dict[tuple[str, int], list[ProcessSlot]]:
+    """(pool, node) -> the slot of each pool with shares, on the device of the node that they
+    share."""
+    slots_of_part = {}
+    for node in range(shared_devices(cfg)):
+        shares = {}
+        for pool, sizes in cfg.placement.pools.items():
+            if shares_device(cfg, pool) and node < len(sizes):
+                shares[pool] = device_share(cfg, pool)
+        shown = ", ".join(f"{pool}: [{share:g}]" for pool, share in shares.items())
+        booked = min(1.0, sum(shares.values()))
+        group = _reserve(cfg, f"placement.pools={{{shown}}}", node, [booked], resource)
+        for pool, share in shares.items():
+            cores = tuple(cores_of_pool[pool][node])
+            slots_of_part[pool, node] = [ProcessSlot(group, 0, node, cores, share)]
+    return slots_of_part
+
+
+def _reserve(
+    cfg: Config, key: str, node: int, bundles: Sequence[float], resource: str
+) -> PlacementGroup:
+    """A placement group on one node. Raises ConfigError: no node has so much.
+
+    Args:
+        key: names the pool in the error.
+        node: of the pool.
+        bundles: devices of each bundle.
+        resource: "GPU" or "CPU".
+    """
+    group = placement_group([{resource: size} for size in bundles], strategy="STRICT_PACK")
     if not group.wait(timeout_seconds=min(RESERVE_TIMEOUT_S, cfg.trainer.start_timeout_s)):
         free = ray.available_resources().get(resource, 0)
-        needs = f"node {node} needs {count * width} {resource}s on one node"
+        needs = f"node {node} needs {sum(bundles):g} {resource}s on one node"
         has = f"the cluster has {free:g} free in all; make the pool smaller or the cluster larger"
-        key = f"placement.pools.{pool}={cfg.placement.pools[pool]}"
         raise ConfigError(f"{key}: {needs}, but {has}")
     return group
 
@@ -131,8 +182,7 @@ def spawn(
         args: of its constructor.
         slot: where it runs, bound to the slot's cores; None: anywhere.
         device: "cuda" or "cpu".
-        share: the part of the slot's GPUs and cores that Ray books for it; several roles may share
-            a slot.
+        share: the part of the slot's devices that Ray books for it; several roles may share a slot.
         env: environment variables.
         log: the file for its output; empty: Ray's own.
     """
@@ -184,10 +234,14 @@ def _thread_count(slot: ProcessSlot | None, cores: tuple[int, ...], device: str)
 
 
 def _slot_options(slot: ProcessSlot, share: float) -> dict[str, Any]:
-    """Ray's options for an actor that takes `share` of the slot's bundle."""
+    """Ray's options for an actor that takes `share` of the slot."""
     bundle = slot.group.bundle_specs[slot.bundle]
+    devices = slot.devices * share
+    if devices < 1:
+        # Rounded down: rounded up, the actors of a bundle would need more than it has.
+        devices = math.floor(devices * RAY_FRACTIONS) / RAY_FRACTIONS
     return {
         "scheduling_strategy": PlacementGroupSchedulingStrategy(slot.group, slot.bundle),
-        "num_gpus": bundle.get("GPU", 0) * share,
-        "num_cpus": bundle.get("CPU", 0) * share,
+        "num_gpus": devices if "GPU" in bundle else 0,
+        "num_cpus": devices if "CPU" in bundle else 0,
     }

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from one_step_off.cluster import process_cleanup
+from one_step_off.config.device_shares import devices_of_pool
 from one_step_off.config.errors import as_config_error
 from one_step_off.config.schema import Config
 
@@ -87,9 +88,7 @@ def _local_options(cfg: Config) -> dict[str, Any]:
     """The arguments of `ray.init` for a cluster of this machine alone."""
     # One logical CPU per process of ours: several processes may share a core, which Ray's own count
     # would refuse.
-    num_processes = sum(
-        sum(processes_per_node) for processes_per_node in cfg.placement.pools.values()
-    )
+    num_processes = sum(devices_of_pool(cfg, pool) for pool in cfg.placement.pools)
     return {
         # Without "local" Ray would join a cluster that another `ray start` left on this machine.
         "address": "local",

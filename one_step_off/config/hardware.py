@@ -29,17 +29,19 @@ def divide_cores(
     """
     cores = sorted(cores)
     if groups_share_cores or len(cores) == 1:
-        return _divide_evenly(rollout_processes, cores), _divide_evenly(trainer_processes, cores)
+        return divide_evenly(rollout_processes, cores), divide_evenly(trainer_processes, cores)
     processes = rollout_processes + trainer_processes
     proportional = round(len(cores) * rollout_processes / processes)
     rollout_cores = min(max(proportional, 1), len(cores) - 1)
     return (
-        _divide_evenly(rollout_processes, cores[:rollout_cores]),
-        _divide_evenly(trainer_processes, cores[rollout_cores:]),
+        divide_evenly(rollout_processes, cores[:rollout_cores]),
+        divide_evenly(trainer_processes, cores[rollout_cores:]),
     )
 
 
-def _divide_evenly(processes: int, cores: list[int]) -> CoresPerProcess:
+def divide_evenly(processes: int, cores: list[int]) -> CoresPerProcess:
+    """The cores of each process, as equal as possible; processes share cores where there are too
+    few."""
     if processes > len(cores):
         return [[cores[i % len(cores)]] for i in range(processes)]
     parts = []

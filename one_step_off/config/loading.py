@@ -31,8 +31,11 @@ _TYPE_TEXTS: dict[Any, str] = {
     bool: "true or false",
     str: "text",
     list[float]: "a list of numbers, such as [0.9, 0.999]",
-    list[int]: "a list of whole numbers, such as [4, 4]",
-    dict[str, list[int]]: "a mapping of lists of whole numbers, such as {rollout: [1], actor: [1]}",
+    int | float: "a number",
+    list[int | float]: "a list of numbers, such as [4, 4] or [0.5]",
+    dict[
+        str, list[int | float]
+    ]: "a mapping of lists of numbers, such as {rollout: [1], actor: [1]}",
     dict[str, str]: "a mapping of names, such as {name: value}",
     dict[str, Any]: "a mapping, such as {name: value}",
 }
@@ -217,6 +220,10 @@ _SCALARS: dict[Any, tuple[Callable[[Any], bool], Callable[[Any], Any]]] = {
     bool: (lambda value: value in (0, 1), bool),
     float: (lambda value: type(value) in (int, float), lambda value: float(str(value))),
     int: (_is_whole_number, int),
+    int | float: (
+        lambda value: type(value) in (int, float),
+        lambda value: int(value) if _is_whole_number(value) else float(value),
+    ),
 }
 
 

@@ -3,6 +3,12 @@
 import os
 
 from one_step_off.config import hardware
+from one_step_off.config.device_shares import (
+    devices_of_run,
+    devices_per_node,
+    shared_devices,
+    shares_device,
+)
 from one_step_off.config.hardware import CoresPerProcess
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
@@ -35,11 +41,12 @@ def visible_gpu_count(cfg: Config) -> int:
 def processes_per_node(cfg: Config, pool: str) -> list[int]:
     """The number of processes on each node of a pool.
 
-    One process per GPU; in the rollout pool one per `rollout.tensor_parallel_size` GPUs.
+    One process per GPU, or per share of a GPU; in the rollout pool one per
+    `rollout.tensor_parallel_size` GPUs.
     """
     is_rollout = cfg.placement.roles["rollout"] == pool
     gpus_per_process = cfg.rollout.tensor_parallel_size if is_rollout else 1
-    return [gpus // gpus_per_process for gpus in cfg.placement.pools[pool]]
+    return [gpus // gpus_per_process for gpus in devices_per_node(cfg, pool)]
 
 
 def process_cores(
@@ -49,7 +56,8 @@ def process_cores(
 
     Rollout and trainers in separate pools share no core where there are at least two. The
     exception: in a synchronous run (staleness 0) with more processes than cores, they share all of
-    them.
+    them. With shares of devices, each device is an equal part of the cores, and the processes that
+    share it have the same cores.
 
     Args:
         device: "cpu" or "cuda"; processes on GPUs are not pinned.
@@ -61,6 +69,8 @@ def process_cores(
         return plan
     if cores is None:
         cores = sorted(os.sched_getaffinity(0))
+    if shared_devices(cfg):
+        return _cores_of_devices(cfg, cores)
     rollout_pool = cfg.placement.roles["rollout"]
     rollout_count = counts.pop(rollout_pool)
     trainer_count = sum(counts.values())
@@ -74,6 +84,22 @@ def process_cores(
     for pool, count in counts.items():
         plan[pool] = trainer_cores[:count]
         trainer_cores = trainer_cores[count:]
+    return plan
+
+
+def _cores_of_devices(cfg: Config, cores: list[int]) -> dict[str, CoresPerProcess]:
+    """As `process_cores`, where pools share a device: it comes first, then the whole devices."""
+    cores_of_device = hardware.divide_evenly(devices_of_run(cfg), cores)
+    shared = cores_of_device[: shared_devices(cfg)]
+    whole = cores_of_device[shared_devices(cfg) :]
+    plan = {}
+    for pool in cfg.placement.pools:
+        count = sum(processes_per_node(cfg, pool))
+        if shares_device(cfg, pool):
+            plan[pool] = shared[:count]
+        else:
+            plan[pool] = whole[:count]
+            whole = whole[count:]
     return plan
 
 

@@ -8,6 +8,14 @@ import shutil
 from typing import Any
 
 from one_step_off.config import packages
+from one_step_off.config.device_shares import (
+    SHARE_TOLERANCE,
+    devices_of_pool,
+    devices_of_run,
+    devices_per_node,
+    on_one_node,
+    shares_device,
+)
 from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.placement import MODEL_PARALLEL
 from one_step_off.config.roles import data_parallel_size, role_settings
@@ -16,6 +24,7 @@ from one_step_off.config.text import format_value
 
 ROLES = ("rollout", "actor", "ref", "critic", "reward_model")
 MAX_PROCESSES_PER_NODE = 1024
+LEAST_SHARE = 0.05
 COMPILERS = ("g++", "clang++", "c++")
 
 # Settings that only the FSDP back end has, and the value that turns each off.
@@ -46,20 +55,46 @@ def check_pools(cfg: Config) -> None:
             )
     for pool, gpus_per_node in pools.items():
         _check_pool(cfg, pool, gpus_per_node)
+    _check_shares(cfg)
     _check_roles_beside_rollout(cfg)
 
 
-def _check_pool(cfg: Config, pool: str, gpus_per_node: list[int]) -> None:
-    location = f"placement.pools.{format_value(pool)}={format_value(gpus_per_node)}"
-    in_range = all(1 <= count <= MAX_PROCESSES_PER_NODE for count in gpus_per_node)
-    if not gpus_per_node or not in_range:
+def _check_pool(cfg: Config, pool: str, sizes: list[int | float]) -> None:
+    location = f"placement.pools.{format_value(pool)}={format_value(sizes)}"
+    counts = all(type(size) is int and 1 <= size <= MAX_PROCESSES_PER_NODE for size in sizes)
+    same_share = all(LEAST_SHARE <= size < 1 and size == sizes[0] for size in sizes)
+    if not sizes or not (counts or same_share):
         raise ConfigError(
             f"{location}: must list the processes (GPUs) of each node (from 1 to 1024), "
-            "such as [4, 4]"
+            f"such as [4, 4], or the share of one GPU that the pool has on each node "
+            f"(from {LEAST_SHARE:g} to below 1), such as [0.5]"
         )
     if pool not in cfg.placement.roles.values():
         raise ConfigError(
             f"{location}: no role uses this pool; remove it or name it in placement.roles"
+        )
+
+
+def _check_shares(cfg: Config) -> None:
+    """Check that the pools with a share of a device fit on one device together."""
+    shares = {pool: size for pool, size in cfg.placement.pools.items() if shares_device(cfg, pool)}
+    total = sum(sizes[0] for sizes in shares.values())
+    if total > 1 + SHARE_TOLERANCE:
+        shown = ", ".join(f"{format_value(pool)} {sizes[0]:g}" for pool, sizes in shares.items())
+        raise key_error(
+            cfg,
+            "placement.pools",
+            f"the pools with shares use one GPU together, and their shares make {total:g} "
+            f"({shown}); lower them to a sum of 1 at most",
+        )
+    width = cfg.rollout.tensor_parallel_size
+    rollout_pool = cfg.placement.roles["rollout"]
+    if rollout_pool in shares and width > 1:
+        raise key_error(
+            cfg,
+            "rollout.tensor_parallel_size",
+            f"a replica has {width} whole GPUs, but placement.pools.{rollout_pool} is a share of "
+            "one; use 1, or a pool of whole GPUs",
         )
 
 
@@ -95,7 +130,7 @@ def check_layouts(cfg: Config, device: str) -> None:
         if role == "rollout":
             continue
         settings = role_settings(cfg, role)
-        ranks = sum(cfg.placement.pools[pool])
+        ranks = devices_of_pool(cfg, pool)
         sizes = {}
         for dimension in MODEL_PARALLEL:
             name = f"{dimension}_parallel_size"
@@ -204,7 +239,7 @@ def check_batch(cfg: Config) -> None:
             _check_mini_batch(cfg, role)
     width = cfg.rollout.tensor_parallel_size
     pool = cfg.placement.roles["rollout"]
-    for node, gpus in enumerate(cfg.placement.pools[pool]):
+    for node, gpus in enumerate(devices_per_node(cfg, pool)):
         if gpus % width:
             raise key_error(
                 cfg,
@@ -259,12 +294,19 @@ def check_hardware(cfg: Config, device: str, num_gpus: int) -> None:
             raise ConfigError(
                 f"placement.pools.{format_value(name)}={format_value(gpus_per_node)}: "
                 f"{len(gpus_per_node)} nodes, but this machine is one; "
-                f"use [{sum(gpus_per_node)}], {fix}"
+                f"use [{on_one_node(gpus_per_node)}], {fix}"
             )
-    gpus_needed = sum(map(sum, pools.values()))
+    gpus_needed = devices_of_run(cfg)
     if device == "cuda" and gpus_needed > num_gpus:
         raise key_error(
             cfg,
             "placement.pools",
-            f"{gpus_needed} GPUs, but this machine has {num_gpus}; use placement.device=cpu, {fix}",
+            f"{gpus_needed} GPUs, but this machine has {num_gpus}; use placement.device=cpu, "
+            f"{_one_gpu_fix(num_gpus)}{fix}",
         )
+
+
+def _one_gpu_fix(num_gpus: int) -> str:
+    if num_gpus != 1:
+        return ""
+    return "shares of the GPU, such as placement.pools={rollout: [0.5], actor: [0.5]}, "

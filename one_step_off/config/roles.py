@@ -3,6 +3,7 @@
 from dataclasses import fields, replace
 from typing import Any
 
+from one_step_off.config.device_shares import devices_of_pool
 from one_step_off.config.role_sections import ActorConfig, BackendConfig
 from one_step_off.config.schema import Config
 
@@ -30,7 +31,7 @@ def data_parallel_size(cfg: Config, role: str) -> int:
     FSDP: one part per rank. Megatron: one part per group of ranks that holds one whole model.
     """
     settings = role_settings(cfg, role)
-    ranks = sum(cfg.placement.pools[cfg.placement.roles[role]])
+    ranks = devices_of_pool(cfg, cfg.placement.roles[role])
     ranks_per_model = (
         settings.tensor_parallel_size
         * settings.pipeline_parallel_size

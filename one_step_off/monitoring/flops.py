@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.config.device_shares import devices_of_pool
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch
 
@@ -176,7 +177,7 @@ class Meter:
         # The table of peaks is for bf16.
         is_bf16 = self.cfg.model.dtype == "bfloat16"
         peak = peak_flops(self.device_name) if is_bf16 else None
-        num_devices = sum(self.cfg.placement.pools[self.cfg.placement.roles[role]])
+        num_devices = devices_of_pool(self.cfg, self.cfg.placement.roles[role])
         pool_peak = num_devices * (peak or 0)
         return {
             f"flops_per_s/{group}": _rate(flops, seconds),

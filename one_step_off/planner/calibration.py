@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.config.device_shares import devices_of_pool
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
@@ -82,10 +83,9 @@ class Measured:
 
 def devices(cfg: Config) -> tuple[int, int]:
     """Replicas and trainer ranks of a config."""
-    pools = cfg.placement.pools
     roles = cfg.placement.roles
-    rollout_devices = sum(pools[roles["rollout"]])
-    ranks = sum(pools[roles["actor"]])
+    rollout_devices = devices_of_pool(cfg, roles["rollout"])
+    ranks = devices_of_pool(cfg, roles["actor"])
     return rollout_devices // cfg.rollout.tensor_parallel_size, ranks
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.config.device_shares import devices_of_run, on_one_node
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.config.placement import resolved_device
@@ -37,6 +38,7 @@ STEP_METRIC = "median/time/step_s"
 SYNCHRONOUS = "synchronous"
 COLOCATED = "colocated, synchronous"
 ONE_STEP_OFF = "one step off"
+SHARED = "one step off, shared"
 
 ROW = "{:20}{:24}{:>7}{:>15}{:>9}{:>12}"
 HEADER = ("rollout + trainer", "arrangement", "step, s", "idle: rollout", "trainer", "samples/s")
@@ -53,7 +55,8 @@ class Arrangement:
 
     Attributes:
         split: for the table: "2 + 6", or "8" where all do both.
-        name: SYNCHRONOUS, COLOCATED or ONE_STEP_OFF.
+        name: SYNCHRONOUS, COLOCATED, ONE_STEP_OFF or SHARED: one step off on a single GPU, of which
+            rollout and trainer have a share each.
         replicas: 0 where colocated.
         ranks: of the trainer.
     """
@@ -90,6 +93,8 @@ def arrangements(cfg: Config, gpus: int) -> list[Arrangement]:
     rollout_gpus = [
         count for count in range(replica_gpus, gpus, replica_gpus) if can_train(gpus - count)
     ]
+    if gpus == 1 and replica_gpus == 1 and can_train(1):
+        return [Arrangement("1", COLOCATED, 0, 1), Arrangement("1", SHARED, 1, 1)]
     if not rollout_gpus:
         raise ConfigError(
             f"--gpus {gpus}: no split has {replica_gpus} for a replica, {model_gpus} for a model "
@@ -119,10 +124,11 @@ def compare(cfg: Config, work: Any, gpus: int) -> list[Simulated]:
             work,
             arrangement.replicas,
             arrangement.ranks,
-            staleness=1 if arrangement.name == ONE_STEP_OFF else 0,
+            staleness=1 if arrangement.name in (ONE_STEP_OFF, SHARED) else 0,
             overlap=cfg.weight_sync.overlap,
             static=_has_static_routing(cfg),
             steps=steps,
+            shared=arrangement.name == SHARED,
         )
         results.append(Simulated(arrangement, figures))
     return results
@@ -148,6 +154,8 @@ def report(work: Any, results: list[Simulated]) -> None:
         f"  responses of {work.lengths.mean():.0f} tokens, {work.lengths.max()} at most; in the "
         "colocated arrangement switching devices takes no time"
     )
+    if any(result.arrangement.name == SHARED for result in results):
+        print("  on a shared GPU both work at half speed while both work")
     print(ROW.format(*HEADER))
     for result in results:
         arrangement = result.arrangement
@@ -165,7 +173,7 @@ def report(work: Any, results: list[Simulated]) -> None:
     # By what is shown: of those that look equal the first is the best.
     ranked = sorted(results, key=lambda result: float(result.shown_step))
     best = ranked[0]
-    synchronous = next(r for r in ranked if r.arrangement.name != ONE_STEP_OFF)
+    synchronous = next(r for r in ranked if r.arrangement.name not in (ONE_STEP_OFF, SHARED))
     print(
         f"best: {best.arrangement.name}, {best.arrangement.split}: {best.shown_step} s a step; "
         f"synchronous at best {synchronous.shown_step} s ({synchronous.arrangement.split})"
@@ -235,11 +243,11 @@ def main(argv: list[str]) -> int:
     pools = cfg.placement.pools
     gpus = args.gpus
     if gpus is None:
-        gpus = sum(sum(pool) for pool in pools.values())
-    if not 2 <= gpus <= MOST_GPUS:
-        raise ConfigError(f"--gpus {gpus}: must be a whole number from 2 to {MOST_GPUS}")
+        gpus = devices_of_run(cfg)
+    if not 1 <= gpus <= MOST_GPUS:
+        raise ConfigError(f"--gpus {gpus}: must be a whole number from 1 to {MOST_GPUS}")
     if args.runs or args.times:  # nothing runs here, so this machine need not have the GPUs
-        cfg.placement.pools = {name: [sum(pool)] for name, pool in pools.items()}
+        cfg.placement.pools = {name: [on_one_node(sizes)] for name, sizes in pools.items()}
         validate(cfg, MOST_GPUS)
     else:
         validate(cfg, None)

@@ -22,6 +22,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Batch, Prompt, Sample, Stamp
 from one_step_off.monitoring.tracker import Tracker
+from one_step_off.planner.shared_device import SharedDevice
 from one_step_off.planner.simulated_clock import simulated_loop
 from one_step_off.ray_trainer import Pipeline, Roles
 from one_step_off.rollout.health import ReplicaState
@@ -54,7 +55,8 @@ class Work:
     `before_step` of it.
 
     The sync: sync_s for the replicas; in the first canary_s of it the trainer is busy too, with its
-    half of the canary. Handing devices over in the colocated arrangement costs nothing.
+    half of the canary. Handing devices over in the colocated arrangement costs nothing. On a shared
+    device both work at half speed while both work.
 
     Attributes:
         prompts: of a step.
@@ -105,7 +107,11 @@ class SimulatedReplica:
     prompt, is extra["tokens"].
     """
 
-    def __init__(self, work: Work, seed: int) -> None:
+    def __init__(self, work: Work, seed: int, device: SharedDevice | None = None) -> None:
+        """`device`: shared with the trainer; None: the replica has its own."""
+        self.device = device
+        if device:
+            device.advance_replica = self._advance
         self.rollout = SimpleNamespace(remote=self._rollout)
         self.wait_for_capacity = SimpleNamespace(remote=self._wait_for_capacity)
         self.work = work
@@ -169,7 +175,8 @@ class SimulatedReplica:
     @property
     def _token_seconds(self) -> float:
         """Seconds in which all running sequences advance by a token."""
-        return self.work.decode_s + self.work.sequence_s * len(self._running)
+        alone = self.work.decode_s + self.work.sequence_s * len(self._running)
+        return alone * self.device.replica_slowdown if self.device else alone
 
     def _advance(self) -> None:
         """Decode up to now, end sequences, start waiting ones, and come back at the next end."""
@@ -187,6 +194,8 @@ class SimulatedReplica:
                 self._running, _RunningSequence(end_position, self._started, sequence.done)
             )
             self._started += 1
+        if self.device:
+            self.device.set_generating(bool(self._running))
         if self._timer:
             self._timer.cancel()
         if self._running:
@@ -199,7 +208,15 @@ class SimulatedTrainer:
     """All ranks of a trainer that trains by `Work`, and its half of the weight sync to the
     replicas."""
 
-    def __init__(self, work: Work, ranks: int, rollout: RolloutGroup) -> None:
+    def __init__(
+        self,
+        work: Work,
+        ranks: int,
+        rollout: RolloutGroup,
+        device: SharedDevice | None = None,
+    ) -> None:
+        """`device`: of the single rank, shared with the replica; None: the ranks have their own."""
+        self.device = device
         self.work = work
         self.ranks = ranks
         self.rollout = rollout
@@ -208,7 +225,10 @@ class SimulatedTrainer:
 
     async def _use_devices(self, seconds: float) -> None:
         async with self._device_lock:
-            await asyncio.sleep(seconds)
+            if self.device:
+                await self.device.train(seconds)
+            else:
+                await asyncio.sleep(seconds)
 
     async def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
         """One step. Its optimizer waits until the replicas have the weights."""
@@ -253,6 +273,7 @@ def simulate(
     static: bool = False,
     steps: int = 8,
     seed: int = 0,
+    shared: bool = False,
 ) -> dict[str, Any]:
     """Simulate a run. The same arguments give the same figures.
 
@@ -265,6 +286,7 @@ def simulate(
         static: whether routing is static, see rollout.routing.
         steps: of the run; the first one is left out of the figures.
         seed: of the drawn response lengths.
+        shared: one replica and one rank work at once on one device.
 
     Returns:
         What `Tracker.summary` reports: median/time/step_s and the other medians in seconds,
@@ -276,11 +298,12 @@ def simulate(
     cfg = _run_config(work, rollout, staleness, overlap, static)
 
     async def run(folder: str) -> dict[str, Any]:
-        replicas = [SimulatedReplica(work, seed) for _ in range(rollout or trainer)]
+        device = SharedDevice() if shared else None
+        replicas = [SimulatedReplica(work, seed, device) for _ in range(rollout or trainer)]
         pool_lock = None if rollout else asyncio.Lock()
         group = RolloutGroup(replicas, cfg, False, pool_lock)
         group.router.replica_capacity = min(group.router.replica_capacity, work.places)
-        actor = SimulatedTrainer(work, trainer, group)
+        actor = SimulatedTrainer(work, trainer, group, device)
         prompts = [Prompt((0, row), ONE_ID, "", "") for row in range(work.prompts)]
         stream = PromptStream(prompts, work.prompts, False, seed, steps)
         tracker = Tracker(folder, steps, io.StringIO())

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from one_step_off.config.device_shares import device_share
 from one_step_off.config.schema import Config
 
 MAX_SEQUENCES = 256
@@ -54,7 +55,10 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
         }
     else:
         pools = list(cfg.placement.roles.values())
-        shares_pool = pools.count(cfg.placement.roles["rollout"]) > 1
-        args["gpu_memory_utilization"] = cfg.rollout.gpu_memory_utilization
+        pool = cfg.placement.roles["rollout"]
+        shares_pool = pools.count(pool) > 1
+        # vLLM counts the whole GPU's memory as 1.
+        share = device_share(cfg, pool)
+        args["gpu_memory_utilization"] = share * cfg.rollout.gpu_memory_utilization
         args["enable_sleep_mode"] = shares_pool  # its memory belongs to another role meanwhile
     return args | cfg.rollout.engine_kwargs

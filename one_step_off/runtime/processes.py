@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 from collections import Counter
 from typing import Any
@@ -14,8 +15,10 @@ from one_step_off.checkpoint import TRAINED_ROLES
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.placement import create_pools, spawn
 from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
-from one_step_off.cluster.remote_calls import not_alive
+from one_step_off.cluster.remote_calls import call_all, not_alive
+from one_step_off.config.device_shares import shares_device
 from one_step_off.config.roles import load_section_tokenizer, role_settings
+from one_step_off.config.schema import Config
 from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.ray_trainer import Roles
 from one_step_off.rewards.scoring import Scorer
@@ -89,6 +92,7 @@ class RunProcesses:
         self.env = self._process_env()
         self.log_folder = os.path.abspath(os.path.join(self.cfg.trainer.output_dir, LOG_FOLDER))
         self.replica_starts: Counter[int] = Counter()  # replica index -> how often it was started
+        self.kv_cache_bytes: dict[int, int] = {}  # of replicas on a GPU that they share
         pool_of_role = self.cfg.placement.roles
         self.scorers = [] if trainers_only else self._create_scorers()
         replicas = [] if trainers_only else self._create_replicas()
@@ -144,7 +148,8 @@ class RunProcesses:
         )
         self.replica_starts[index] += 1
         loop_names = self.prepared.loop_names
-        args = (self.cfg, index, self.device, self.scorers, MCP_SCHEMAS, loop_names, seed)
+        cfg = self._replica_cfg(index)
+        args = (cfg, index, self.device, self.scorers, MCP_SCHEMAS, loop_names, seed)
         return spawn(
             RolloutReplica,
             args,
@@ -154,6 +159,20 @@ class RunProcesses:
             self.env | ENGINE_ENV[self.device],
             f"{self.log_folder}/rollout_{index}.log",
         )
+
+    def _replica_cfg(self, index: int) -> Config:
+        """The config of a replica. One that is restarted on a shared GPU gets the KV cache of the
+        first start.
+
+        To choose a size, vLLM measures the GPU's memory and fails if another process frees some
+        meanwhile. At the first start the trainer is not there yet; later it is at work.
+        """
+        size = self.kv_cache_bytes.get(index)
+        if not size:
+            return self.cfg
+        engine_kwargs = {"kv_cache_memory_bytes": size} | self.cfg.rollout.engine_kwargs
+        rollout = dataclasses.replace(self.cfg.rollout, engine_kwargs=engine_kwargs)
+        return dataclasses.replace(self.cfg, rollout=rollout)
 
     def _create_rollout_group(self, replicas: list[Any]) -> RolloutGroup:
         cfg = self.cfg
@@ -227,7 +246,12 @@ class RunProcesses:
         pool_of_role = self.cfg.placement.roles
         rank_slots = self.pools[pool_of_role["actor"]]
         if pool_of_role["actor"] != pool_of_role["rollout"]:
-            return [[] for _ in rank_slots]
+            replica_slots = self.pools[pool_of_role["rollout"]]
+            # Pools with shares have the same bundle.
+            return [
+                [i for i, slot in enumerate(replica_slots) if slot.shares_bundle(rank_slot)]
+                for rank_slot in rank_slots
+            ]
         # In a shared pool each slot holds one rank and one replica.
         replicas_of_ranks = []
         for rank, rank_slot in enumerate(rank_slots):
@@ -241,18 +265,29 @@ class RunProcesses:
     async def setup(self) -> None:
         """Load every model and engine, and connect the weight sync.
 
-        All at once, but not in a shared pool: there the engines go first, because vLLM measures how
-        much memory it may use while nothing else is loaded."""
+        All at once, but not on shared devices: there the engines go first, because vLLM measures
+        how much memory it may use while nothing else is loaded."""
         rollout = self.roles.rollout
-        loading = [group.setup() for group in self.groups.values()]
+        loading = [group.setup for group in self.groups.values()]
         shares_pool = any(group.colocated for group in self.groups.values())
-        if shares_pool:
+        shares_devices = shares_device(self.cfg, self.cfg.placement.roles["rollout"])
+        if shares_pool or shares_devices:
             await rollout.setup()
-            await rollout.sleep()
         else:
-            loading.append(rollout.setup())
-        await asyncio.gather(*loading)
+            loading.append(rollout.setup)
+        if shares_devices:
+            await self._keep_kv_cache_sizes()
+        if shares_pool:
+            await rollout.sleep()
+        await asyncio.gather(*(load() for load in loading))
         await self.roles.sync.connect()
+
+    async def _keep_kv_cache_sizes(self) -> None:
+        """Remember the KV cache of each engine, for `_replica_cfg`."""
+        limit_s = self.cfg.trainer.start_timeout_s
+        replicas = self.roles.rollout.replicas
+        sizes = await call_all(limit_s, "rollout", replicas, "kv_cache_bytes")
+        self.kv_cache_bytes = dict(enumerate(sizes))
 
     async def is_process_failure(self, error: Exception) -> bool:
         """Whether the attempt ended because a process died or hangs, so that another attempt may

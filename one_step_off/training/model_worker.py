@@ -35,6 +35,7 @@ from one_step_off.data.packing import PackedShares
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.training import lora
+from one_step_off.training.device_memory import limit_memory
 from one_step_off.training.update_stats import PhaseTimer
 
 
@@ -165,6 +166,7 @@ class ModelWorker(UsageProbe, ABC):
         else:
             self.device = torch.device("cpu")
         torch.get_device_module(self.device).set_device(self.device)
+        limit_memory(self.cfg, self.role, self.device)
 
     # Forward passes.
 

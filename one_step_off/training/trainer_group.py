@@ -13,6 +13,7 @@ from one_step_off.cluster.remote_calls import OnSpan, call_all, now
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays, PackedSamples
 from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch
+from one_step_off.training.device_memory import with_memory_advice
 
 T = TypeVar("T")
 
@@ -63,7 +64,8 @@ class TrainGroup:
         time_limit_s = self.cfg.trainer.start_timeout_s
         rank_0 = self.ranks[:1]
         (address,) = await call_all(time_limit_s, self.role, rank_0, "free_address", self.host)
-        await call_all(time_limit_s, self.role, self.ranks, "setup", *address)
+        loading = call_all(time_limit_s, self.role, self.ranks, "setup", *address)
+        await with_memory_advice(self.cfg, self.role, loading)
 
     async def _on_devices(self, step: int, method: str, *args: Any) -> list[Any]:
         """Call a method on all ranks while this role alone uses the devices; returns every rank's
@@ -73,7 +75,8 @@ class TrainGroup:
                 await self.colocated.sleep()
             begin = now()
             what = f"step {step}, {self.role}"
-            answers = await call_all(self.time_limit_s, what, self.ranks, method, *args)
+            work = call_all(self.time_limit_s, what, self.ranks, method, *args)
+            answers = await with_memory_advice(self.cfg, self.role, work)
             self.on_span(self.role, method, step, begin, now())
         return answers
 

@@ -220,6 +220,11 @@ class SyncWorkerExtension:
     finish_weight_update: Callable[[], None]
     reload_weights: Callable[..., None]
 
+    def kv_cache_bytes(self) -> int:
+        """The size of the KV cache that the worker chose by measuring the GPU's memory; 0: it did
+        not measure."""
+        return getattr(self, "available_kv_cache_memory_bytes", 0)
+
     def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the groups of a new epoch; see `init_transfer_engine`."""
         self.weight_transfer_engine.init_transfer_engine(**info)

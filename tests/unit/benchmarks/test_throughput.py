@@ -142,6 +142,7 @@ def test_the_colocated_arm_has_the_devices_of_all_pools() -> None:
     cfg.placement.device = "cuda"
     cfg.placement.pools = {"rollout": [2, 2], "actor": [4]}
     assert cases.arms_of(cfg)[cases.COLOCATED][0] == "placement.pools={all: [6, 2]}"
+    assert cases.SHARED not in cases.arms_of(cfg), "it would leave seven GPUs unused"
 
 
 def test_arms_differ_in_staleness_and_overlap_alone() -> None:
@@ -154,6 +155,8 @@ def test_arms_differ_in_staleness_and_overlap_alone() -> None:
     assert overlapped.weight_sync.overlap
     assert configs[cases.DISAGGREGATED].pipeline.staleness == 0
     assert configs[cases.COLOCATED].pipeline.staleness == 0
+    assert configs[cases.SHARED].placement.pools == {"rollout": [0.5], "trainer": [0.5]}
+    assert configs[cases.SHARED].pipeline.staleness == 1
     for arm in (cases.DISAGGREGATED, cases.ONE_STEP_OFF):
         configs[arm].pipeline.staleness = 1
         configs[arm].weight_sync.overlap = True
@@ -191,6 +194,15 @@ def test_flags_make_cases() -> None:
         cases.ONE_STEP_OFF,
         cases.OVERLAPPED,
     ]
+
+
+def test_one_device_has_two_arms() -> None:
+    planned = plan("placement.pools={rollout: [0.4], actor: [0.6]}")
+    (arms,) = [one.arms for one in planned]
+    assert [*arms] == [cases.COLOCATED, cases.SHARED]
+    assert arms[cases.COLOCATED][0] == "placement.pools={all: [1]}"
+    with pytest.raises(ValueError, match="'one step off' does not use the same devices"):
+        plan("placement.pools={rollout: [0.4], actor: [0.6]}", "--arms", "plain")
 
 
 def test_flags_choose_arms_and_models() -> None:

@@ -131,3 +131,62 @@ def test_a_trainer_on_cpus_keeps_the_memory_that_its_threads_free():
     pages = (64 << 20) // resource.getpagesize()
     assert page_faults() > 19 * pages, "without the setting every block is mapped again"
     assert page_faults(GLIBC_TUNABLES=CPU_TRAINER_MALLOC) < 2 * pages
+
+
+def test_pools_with_shares_have_one_bundle(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(placement, "placement_group", FakeCluster(2).placement_group)
+    pools = "placement.pools={rollout: [0.3], actor: [0.5], critic: [1]}"
+    roles = "placement.roles={rollout: rollout, actor: actor, critic: critic, ref: actor}"
+    keys = ("algorithm.adv_estimator=gae", "algorithm.kl_coef=0.1")
+    cfg = load_config([*BASE, pools, roles, *keys])
+    validate(cfg, 0)
+    slots: dict[str, Any] = placement.create_pools(cfg, "cuda")
+    (rollout,), (actor,), (critic,) = slots["rollout"], slots["actor"], slots["critic"]
+    assert rollout.shares_bundle(actor)
+    assert not critic.shares_bundle(actor)
+    assert actor.group.bundle_specs == [{"GPU": 0.8}]
+    monkeypatch.setattr(placement, "PlacementGroupSchedulingStrategy", lambda *_: None)
+    options = placement._slot_options(actor, share=1 / 2)
+    assert options["num_gpus"] == 0.25
+    assert placement._slot_options(critic, share=1.0)["num_gpus"] == 1
+
+
+def test_what_is_booked_never_exceeds_the_bundle(monkeypatch):
+    """Three roles in a half: a sixth of a GPU each. Rounded up, Ray would start only two."""
+    monkeypatch.setattr(placement, "PlacementGroupSchedulingStrategy", lambda *_: None)
+    group: Any = FakeGroup(0, [{"GPU": 0.5}], True)
+    slot = placement.ProcessSlot(group, 0, 0, (), 0.5)
+    booked = placement._slot_options(slot, share=1 / 3)["num_gpus"]
+    assert 3 * booked <= 0.5
+    assert booked == pytest.approx(1 / 6, abs=1e-4)
+
+
+GPU_OF_EACH_ROLE = """
+import ray
+from one_step_off.cluster.placement import create_pools, spawn
+from one_step_off.config.loading import load_config
+
+class Role:
+    def gpus(self):
+        return ray.get_gpu_ids()
+
+ray.init(address="local", num_gpus=4, num_cpus=4, include_dashboard=False, log_to_driver=False)
+cfg = load_config(["placement.pools={rollout: [0.5], actor: [0.3], critic: [2]}",
+                   "placement.roles={rollout: rollout, actor: actor, critic: critic}"])
+pools = create_pools(cfg, "cuda")
+roles = [spawn(Role, (), slot, "cuda") for slots in pools.values() for slot in slots]
+print(ray.get([role.gpus.remote() for role in roles]))
+"""
+
+
+def test_ray_gives_pools_with_shares_the_same_gpu():
+    """Ray itself, which takes the number of GPUs as given: no GPU is needed."""
+    result = subprocess.run(
+        [sys.executable, "-c", GPU_OF_EACH_ROLE], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    rollout, actor, *critic = eval(result.stdout.splitlines()[-1])
+    assert rollout == actor
+    assert len(rollout) == 1
+    assert len({*map(tuple, [rollout, *critic])}) == 3

@@ -70,6 +70,18 @@ def test_the_split_of_the_config_takes_as_long_as_it_was_given(capsys) -> None:
     )
 
 
+def test_one_gpu_is_shared_or_colocated(capsys) -> None:
+    keys = [*GPUS, "placement.pools={rollout: [0.4], actor: [0.6]}", "--times", "10,10,2"]
+    assert main(keys) == 0
+    out = capsys.readouterr().out
+    found = rows_of(out)
+    assert list(found) == [("1", "colocated, synchronous"), ("1", "one step off, shared")]
+    assert found["1", "colocated, synchronous"] == pytest.approx(22, rel=0.02)
+    # The device is never idle, and the sync is hidden.
+    assert found["1", "one step off, shared"] == pytest.approx(20, rel=0.02)
+    assert "at half speed while both work" in out
+
+
 def test_replicas_of_several_gpus_and_many_splits(capsys) -> None:
     keys = [*GPUS, "rollout.tensor_parallel_size=2", "placement.pools={rollout: [4], actor: [4]}"]
     assert main([*keys, "--times", "60,70,1"]) == 0
@@ -213,7 +225,7 @@ def test_a_calibration_that_fails_says_why(monkeypatch) -> None:
         (["--times", "10,2,3,11"], "TAIL at most GEN"),
         (["--times", "1,2,3", "--from", "x"], "not allowed with"),
         (["--times"], "expected one argument"),
-        (["--times", "1,2,3", "--gpus", "1"], "--gpus 1: must be a whole number from 2"),
+        (["--times", "1,2,3", "--gpus", "0"], "--gpus 0: must be a whole number from 1"),
         (["--times", "1,2,3", "--gpus", "many"], "invalid int value: 'many'"),
         (["--times", "1,2,3", "--gpus", "99999999"], "--gpus 99999999: must be"),
         (

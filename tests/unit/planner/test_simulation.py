@@ -104,6 +104,27 @@ def test_colocated_all_devices_do_both() -> None:
     )
 
 
+@pytest.mark.parametrize("train_token_s", [1e-6, 5e-4, 4e-3])
+def test_on_a_shared_device_the_step_is_the_sum_of_the_work(train_token_s: float) -> None:
+    """Both at half speed while both work, so the device is busy all the time; only the sync, in
+    which nothing is generated, may leave it idle."""
+    work = replace(ALIKE, train_token_s=train_token_s)
+    generate, train = parts(work, 1, 1)
+    found = simulate(work, 1, 1, shared=True)
+    busy = generate + train + work.canary_s
+    idle = max(0.0, work.sync_s - work.canary_s - train)
+    assert found[STEP] == pytest.approx(busy + idle)
+
+
+def test_on_a_shared_device_the_shorter_phase_takes_twice_as_long() -> None:
+    work = replace(ALIKE, sync_s=0.0, canary_s=0.0)
+    generate, train = parts(work, 1, 1)
+    assert train > generate
+    found = simulate(work, 1, 1, shared=True)
+    assert found["median/time/generate_s"] == pytest.approx(2 * generate)
+    assert found["median/time/train_s"] == pytest.approx(train + generate)
+
+
 def test_the_optimizer_waits_for_weights_that_are_still_sent() -> None:
     """A sync longer than all training: the step is sync and generation, and its wait is no
     training."""

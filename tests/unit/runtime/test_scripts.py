@@ -12,6 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from one_step_off.config import packages
+from one_step_off.config.loading import load_config
+from one_step_off.config.schema import Config
+from one_step_off.runtime.validation import validate
+
 ROOT = Path(__file__).parents[3]
 
 # It answers what setup.sh asks of an interpreter, and "makes" a venv by copying itself.
@@ -42,7 +47,7 @@ def shell(
     root: Path, name: str, *argv: str, cwd: Path | None = None, **env: str
 ) -> subprocess.CompletedProcess:
     """Run a script of the copy in `root`, with only these of the variables that it reads."""
-    read = ("EXTRA", "PYTHON", "CUDA_VISIBLE_DEVICES", "MODEL", "DATA", "N_ROLLOUT_GPUS")
+    read = ("EXTRA", "PYTHON", "CUDA_VISIBLE_DEVICES", "MODEL", "DATA", "N_ROLLOUT_GPUS", "ONE_GPU")
     full = {k: v for k, v in os.environ.items() if k not in read}
     full["PATH"] = f"{root}/bin:{full['PATH']}"
     return subprocess.run(
@@ -77,10 +82,11 @@ def checkout(tmp_path: Path) -> Path:
     ("gpus", "env", "venv"),
     [
         (0, {}, ".venv"),
-        (1, {}, ".venv"),
+        (1, {}, ".venv-gpu"),
         (2, {}, ".venv-gpu"),
+        (3, {"MIN_GPUS": "4"}, ".venv"),
         (4, {"CUDA_VISIBLE_DEVICES": "0,2"}, ".venv-gpu"),
-        (4, {"CUDA_VISIBLE_DEVICES": "3"}, ".venv"),
+        (4, {"CUDA_VISIBLE_DEVICES": "3"}, ".venv-gpu"),
         (4, {"CUDA_VISIBLE_DEVICES": ""}, ".venv"),
         (4, {"CUDA_VISIBLE_DEVICES": "-1"}, ".venv"),
         (4, {"EXTRA": "cpu"}, ".venv"),
@@ -153,7 +159,7 @@ def would_train(
     script(root / "shell" / "setup.sh", FAKE_SETUP)
     for venv in (".venv", ".venv-gpu"):
         script(root / venv / "bin" / "python", FAKE_VENV_PYTHON)
-    env = {"ROOT": str(root), "DEFAULT": "gpu" if gpus >= 2 else "cpu", "GPUS": str(gpus), **env}
+    env = {"ROOT": str(root), "DEFAULT": "gpu" if gpus else "cpu", "GPUS": str(gpus), **env}
     done = shell(root, "run_qwen_gsm8k.sh", "trainer.output_dir=here", cwd=tmp_path, **env)
     lines = done.stdout.splitlines()
     if done.returncode == 0:
@@ -166,7 +172,9 @@ def would_train(
     ("gpus", "env", "config", "notice"),
     [
         (0, {}, "gsm8k_tiny_cpu", "no GPU here"),
-        (1, {}, "gsm8k_tiny_cpu", "found 1 GPU, but generation and training run at the same time"),
+        (1, {}, "qwen_gsm8k_fsdp", "found 1 GPU: generation and training share it"),
+        (1, {"ONE_GPU": "colocated"}, "qwen_gsm8k_fsdp", "take turns on it"),
+        (1, {"BACKEND": "megatron"}, "qwen_gsm8k_megatron", "share it"),
         (4, {"EXTRA": "cpu"}, "gsm8k_tiny_cpu", "EXTRA=cpu: training a tiny model"),
         (2, {}, "qwen_gsm8k_fsdp", "setup for gpu"),
     ],
@@ -199,7 +207,6 @@ def test_run_script_divides_the_gpus(tmp_path: Path) -> None:
     assert "actor.tensor_parallel_size=2" in tiny
     assert "model.path=tiny:qwen3" in tiny
     for env, part in (
-        ({"GPUS": "2", "DEFAULT": "gpu", "BACKEND": "megatron"}, "found 2 GPUs, needs 3"),
         ({"N_ROLLOUT_GPUS": "2", "BACKEND": "megatron"}, "trains on pairs of GPUs, and 3 are left"),
         ({"BACKEND": "deepspeed"}, "BACKEND=deepspeed: must be fsdp or megatron"),
     ):
@@ -208,11 +215,36 @@ def test_run_script_divides_the_gpus(tmp_path: Path) -> None:
         assert part in done.stderr
     for env, part in (
         ({"N_ROLLOUT_GPUS": "5"}, "must be 1 to 4"),
-        ({"EXTRA": "gpu", "GPUS": "1"}, "needs 2"),
+        ({"EXTRA": "gpu", "GPUS": "0"}, "found no GPU"),
+        ({"GPUS": "1", "N_ROLLOUT_GPUS": "1"}, "there is one GPU, which both share"),
+        ({"ONE_GPU": "mine"}, "ONE_GPU=mine: must be shared or colocated"),
     ):
         done, _ = would_train(tmp_path, 5, **env)
         assert done.returncode == 2
         assert part in done.stderr
+
+
+def arguments_are_valid(args: list[str], num_gpus: int) -> Config:
+    """The config of these arguments with a tiny model and tiny data, after validation."""
+    config = Path(args[0].removeprefix("config=")).name
+    tiny = ["model.path=tiny:qwen3", "data.train_files=generator:word_problems", "data.val_files="]
+    cfg = load_config([f"config={ROOT}/config/{config}", *args[1:], *tiny, "trainer.test_freq=-1"])
+    validate(cfg, num_gpus)
+    return cfg
+
+
+def test_run_script_shares_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = arguments_are_valid(would_train(tmp_path, 1)[1], 1)
+    assert cfg.placement.pools == {"rollout": [0.5], "actor": [0.5]}
+    assert cfg.pipeline.staleness == 1
+    cfg = arguments_are_valid(would_train(tmp_path, 1, ONE_GPU="colocated")[1], 1)
+    assert cfg.placement.pools == {"all": [1]}
+    assert cfg.pipeline.staleness == 0
+    for gpus in (1, 2):
+        args = would_train(tmp_path, gpus, BACKEND="megatron")[1]
+        assert args[-2:] == ["actor.sequence_parallel=false", "trainer.output_dir=here"]
+        monkeypatch.setattr(packages, "is_installed", lambda name: True)
+        assert arguments_are_valid(args, gpus).actor.tensor_parallel_size == 1
 
 
 @pytest.mark.parametrize(
