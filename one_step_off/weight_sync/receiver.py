@@ -13,6 +13,7 @@ from one_step_off.distributed_util import DedicatedGroup, connect_store, connect
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts, checksum
 from one_step_off.weight_sync.endpoint import MEASURED_TRANSFERS, SyncEndpoint
 from one_step_off.weight_sync.in_place import InPlaceModel
+from one_step_off.weight_sync.launch_order import ONE_AT_A_TIME, Step, receive_steps
 from one_step_off.weight_sync.mirror import Mirror
 from one_step_off.weight_sync.shared_memory import SharedMemoryReceiver
 
@@ -40,6 +41,7 @@ class WeightReceiver(SyncEndpoint):
     ) -> None:
         """As `SyncEndpoint`."""
         super().__init__(plan, index, device, host, timeout_s)
+        self.one_at_a_time = ONE_AT_A_TIME[device.type]
         self.buffers: list[torch.Tensor] = []
         self.join_buffer = torch.zeros(0, dtype=torch.uint8)
         self.uses_network = False
@@ -239,10 +241,10 @@ class WeightReceiver(SyncEndpoint):
         return messages
 
     def _receive_messages(self, targets: Parts) -> Parts:
-        """On the wire's thread: the next message of each of these senders, from all at once.
+        """On the wire's thread: the next message of each of these senders.
 
         Args:
-            targets: sender -> where its message goes.
+            targets: sender -> where its message goes, in the same order at all receivers.
 
         Returns:
             Sender -> its message: `targets`, or a view of its buffer if the sender is on the same
@@ -251,11 +253,15 @@ class WeightReceiver(SyncEndpoint):
         # A thread that was abandoned and comes back late must not touch the transports of another
         # epoch.
         transports = self.transports
-        for sender, target in targets.items():
-            transports[sender].start_receive(target)
         messages = {}
-        for sender, target in targets.items():
-            messages[sender] = transports[sender].finish_receive(target)
+        for step, sender in receive_steps(targets, self.one_at_a_time):
+            transport = transports[sender]
+            if step is Step.ANNOUNCE:
+                transport.announce()
+            elif step is Step.LAUNCH:
+                transport.start_receive(targets[sender])
+            else:
+                messages[sender] = transport.finish_receive(targets[sender])
         return messages
 
     def _receive_numbers(self, senders: Iterable[int], count: int) -> Parts:
