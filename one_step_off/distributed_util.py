@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from one_step_off.cluster.bounded_waits import POLL_INTERVAL_S, AbortSignal
+from one_step_off.cluster.bounded_waits import POLL_INTERVAL_S, AbortSignal, poll_for_keys
 
 # What the creation of the groups may take beside weight_sync.timeout_s: per group, and per member
 # of each group.
@@ -38,8 +38,12 @@ NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 ENVIRONMENT_LOCK = threading.Lock()
 """Held while a variable of the environment is changed for the creation of a group."""
 
-JOINED = "joined"
-"""The group's key that says that all members are there."""
+FIRST_READY_POLL_S = 5e-5
+"""Seconds until a sender asks for the second time whether all receivers are ready; it doubles each
+time."""
+
+LAST_READY_POLL_S = 2e-3
+"""The longest time between two of these questions."""
 
 
 def connect_timeout(timeout_s: float, senders: int, receivers: int) -> float:
@@ -141,13 +145,16 @@ class DedicatedGroup:
         """
         self.device = device
         self.timeout_s = timeout_s
-        self.receivers = world_size - 1
-        self.messages = 0  # announced or awaited so far
+        self.rank = rank
+        self.members = range(world_size)
+        self.announced = 0  # broadcasts that this receiver has announced, or this sender awaited
         self.abort_signal = AbortSignal(store)
+        # A separate connection: while one thread waits in a store, no second thread can use it.
+        self.ready_store = store.clone()
         self.group: Any = None
         self.work: Any = None
         try:
-            self._meet(world_size, connect_timeout_s)
+            self._meet(connect_timeout_s)
             if device.type == "cuda":
                 self.group = _create_nccl_group(store, rank, world_size, connect_timeout_s)
             else:
@@ -160,36 +167,52 @@ class DedicatedGroup:
             self.close()  # the caller gets no group, so it cannot close it
             raise
 
-    def _meet(self, world_size: int, connect_timeout_s: float) -> None:
+    def _meet(self, connect_timeout_s: float) -> None:
         """Wait for all members before any enters the backend. NCCL would wait in C++ for one that
         is missing, without a limit and deaf to an abort, and cannot be interrupted there."""
-        self.abort_signal.arrive("members", world_size, JOINED, connect_timeout_s)
+        self.ready_store.set(_ready_key(self.rank), b"0")
+        keys = [_ready_key(rank) for rank in self.members]
         try:
-            self.abort_signal.await_arrivals(JOINED, connect_timeout_s)
+            poll_for_keys(keys, connect_timeout_s, self.abort_signal)
         except TimeoutError as error:
-            present = self.abort_signal.arrived("members")
-            raise TimeoutError(f"{error}: {present} of {world_size} members are there") from None
+            if self.rank != 0:
+                raise
+            missing = [
+                rank for rank in self.members if not self.abort_signal.contains([keys[rank]])
+            ]
+            raise TimeoutError(f"{error}; group members missing: {missing}") from None
 
     def announce(self) -> None:
-        """A receiver is ready for the next broadcast: nothing that it still has to do depends on
-        another sender.
+        """A receiver is ready for the next broadcast: nothing that it still has to do before
+        depends on another sender.
 
         Raises:
-            TimeoutError: the sender's store does not answer.
             RuntimeError: the sender is gone.
         """
-        self.messages += 1
-        last = self.messages * self.receivers
-        self.abort_signal.arrive("announcements", last, self._ready_key(), self.timeout_s)
+        self.announced += 1
+        # The store does not answer, so this does not wait for a sender that is stopped.
+        self.ready_store.set(_ready_key(self.rank), str(self.announced).encode())
 
     def await_receivers(self) -> None:
         """Wait until every receiver has announced the next broadcast. Raises as `wait`."""
-        self.messages += 1
-        self.abort_signal.await_arrivals(self._ready_key(), self.timeout_s)
-        self.abort_signal.delete(self._ready_key())
-
-    def _ready_key(self) -> str:
-        return f"ready{self.messages}"
+        self.announced += 1
+        expected = [str(self.announced).encode()] * (len(self.members) - 1)
+        keys = [_ready_key(rank) for rank in self.members[1:]]
+        begin = time.monotonic()
+        next_check = begin + POLL_INTERVAL_S
+        pause_s = FIRST_READY_POLL_S
+        # The store is in this process, so it always answers.
+        while self.ready_store.multi_get(keys) != expected:
+            now = time.monotonic()
+            if now > next_check:
+                self.abort_signal.check()
+                next_check = now + POLL_INTERVAL_S
+            if now > begin + self.timeout_s:
+                raise TimeoutError(
+                    f"timed out: not all receivers were ready in {self.timeout_s:g} s"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_READY_POLL_S)
 
     def start_send(self, tensor: torch.Tensor) -> None:
         """Start to broadcast `tensor` from rank 0. It must not change until `wait` has returned."""
@@ -277,6 +300,12 @@ class DedicatedGroup:
             self.abort_signal.check()  # as for gloo
             raise
         return True
+
+
+def _ready_key(rank: int) -> str:
+    """The group's key for how many broadcasts a member has announced; it is there when the member
+    is."""
+    return f"ready{rank}"
 
 
 def _create_nccl_group(

@@ -35,12 +35,6 @@ without its key."""
 KEY_POLL_S = 0.01
 """Seconds between two polls of a store's keys afterwards."""
 
-FIRST_ARRIVAL_POLL_S = 1e-4
-"""Seconds until `AbortSignal.await_arrivals` asks for the second time; it doubles each time."""
-
-LAST_ARRIVAL_POLL_S = 2e-3
-"""The longest time between two of its questions."""
-
 
 class Aborted(RuntimeError):
     """Another process of this sync failed, so what is waited for will not come."""
@@ -126,62 +120,10 @@ class AbortSignal:
             raise Aborted(reason)
         return complete
 
-    def arrive(self, counter: str, last: int, key: str, timeout_s: float) -> None:
-        """Count one member more; the one that reaches the number `last` sets `key`.
-
-        Args:
-            counter: the key of the count.
-            last: counted over all calls with this counter.
-            key: for `await_arrivals`.
-            timeout_s: for the store to answer.
-
-        Raises:
-            TimeoutError: no answer within `timeout_s` seconds.
-            DistNetworkError: the sender is gone.
-        """
-        counting = self._worker().submit(self._count_arrival, counter, last, key)
-        wait_for_result(counting, timeout_s, lambda: None)
-
-    def await_arrivals(self, key: str, timeout_s: float) -> None:
-        """Wait until the last member has arrived and set `key`.
-
-        It polls and does not wait in the store, because to wait long is usual here, and torch logs
-        each wait in a store that ends without its key.
-
-        Raises:
-            TimeoutError: not within `timeout_s` seconds.
-            Aborted, DistNetworkError: as `check`.
-        """
-        deadline = time.monotonic() + timeout_s
-        pause_s = FIRST_ARRIVAL_POLL_S
-        while not self.contains([key]):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"timed out: no answer in {timeout_s:g} s")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_ARRIVAL_POLL_S)
-
-    def arrived(self, counter: str) -> int | None:
-        """How many have arrived at `counter`; None without an answer in STORE_ANSWER_TIMEOUT_S."""
-        return self._request(self.store.add, counter, 0)
-
-    def delete(self, key: str) -> None:
-        """Remove a key from the store, some time later."""
-        self._worker().submit(self.store.delete_key, key)
-
     def close(self) -> None:
         """Abandon the thread."""
         if self.thread is not None:
             self.thread.stop()
-
-    def _worker(self) -> WorkerThread:
-        """The thread on which the store is queried."""
-        if self.thread is None:
-            self.thread = WorkerThread("weight-signal", lambda: None)
-        return self.thread
-
-    def _count_arrival(self, counter: str, last: int, key: str) -> None:
-        if self.store.add(counter, 1) == last:
-            self.store.set(key, b"")
 
     def _write_reason(self, reason: str) -> None:
         if not self.store.check([ABORTED]):
@@ -198,10 +140,12 @@ class AbortSignal:
     def _request(self, function: Callable[..., T], *args: Any) -> T | None:
         """The store's answer, or None without one in STORE_ANSWER_TIMEOUT_S. While a request is
         pending, no other is sent: requests to a stopped sender would pile up."""
+        if self.thread is None:
+            self.thread = WorkerThread("weight-signal", lambda: None)
         if self.unanswered is not None and not self.unanswered.done():
             time.sleep(POLL_INTERVAL_S)
             return None
-        self.unanswered = self._worker().submit(function, *args)
+        self.unanswered = self.thread.submit(function, *args)
         try:
             return self.unanswered.result(STORE_ANSWER_TIMEOUT_S)
         except FutureTimeout:
@@ -219,12 +163,21 @@ def wait_for_keys(
         TimeoutError: they are not there within `timeout_s` seconds.
         Aborted, DistNetworkError: as `AbortSignal.check`.
     """
-    deadline = time.monotonic() + timeout_s
+    begin = time.monotonic()
     try:
         store.wait(keys, timedelta(seconds=min(FIRST_STORE_WAIT_S, timeout_s)))
         return
     except dist.DistStoreError:  # not there yet
         pass
+    poll_for_keys(keys, timeout_s, signal, begin)
+
+
+def poll_for_keys(
+    keys: list[str], timeout_s: float, signal: AbortSignal, begin: float | None = None
+) -> None:
+    """As `wait_for_keys`, for keys that are usually long in coming. `begin`: of the time limit, by
+    `time.monotonic`; None: now."""
+    deadline = (time.monotonic() if begin is None else begin) + timeout_s
     while not signal.contains(keys):
         if time.monotonic() > deadline:
             raise TimeoutError(f"timed out: no answer in {timeout_s:g} s")

@@ -45,6 +45,11 @@ CPU_ENGINE_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 ENGINE_ENV = {"cpu": CPU_ENGINE_ENV, "cuda": {}}
+# NCCL never compares its settings across the members of a communicator: with different ones they
+# hang. Trainers and engines share communicators, and Ray's processes on other nodes inherit from
+# another shell. So all get those of the driver, as vLLM's own workers do. NCCL_CUMEM_ENABLE needs
+# no value of ours: vLLM set it to 0 only for NCCL before 2.22.3.
+NCCL_SETTINGS = "NCCL_"
 # A trainer on CPUs keeps the memory that a pass frees: to fault its pages in again costs more than
 # to work on them. It uses a single arena, since autograd's thread would have another one, which
 # returns large blocks whatever is set.
@@ -109,6 +114,9 @@ class RunProcesses:
     def _process_env(self) -> dict[str, str]:
         """The environment variables of every process."""
         env = dict(COMMON_ENV)
+        if self.device == "cuda":
+            settings = os.environ.items()
+            env |= {name: value for name, value in settings if name.startswith(NCCL_SETTINGS)}
         is_one_machine = bool(self.host)
         if is_one_machine:
             env["VLLM_HOST_IP"] = self.host

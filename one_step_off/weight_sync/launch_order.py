@@ -19,7 +19,8 @@ queued behind a collective of its own rank, then that collective waits only for 
 nothing spins. Without the first rule senders spin whose receivers wait for other senders. Without
 the second a receiver's broadcast waits in a queue behind the broadcast of another sender.
 
-gloo has no queues, so on CPUs the parts of a bucket arrive from all senders side by side.
+gloo has no queues. So on CPUs nothing is announced, and the parts of a bucket arrive from all
+senders side by side.
 
 Sender and receiver take their steps from here, and so does the model that proves the rules
 (tests/unit/weight_sync/test_launch_order.py).
@@ -42,26 +43,32 @@ class Step(Enum):
     """Wait until it has completed at this member."""
 
 
-SEND_STEPS = (Step.AWAIT_RECEIVERS, Step.LAUNCH, Step.FINISH)
-"""A sender's steps for one message."""
-
-RECEIVE_STEPS = (Step.ANNOUNCE, Step.LAUNCH, Step.FINISH)
-"""A receiver's steps for one message of one sender."""
-
-ONE_AT_A_TIME = {"cuda": True, "cpu": False}
-"""By device type: whether a receiver finishes one sender's broadcast before it announces the
-next."""
+IS_ORDERED = {"cuda": True, "cpu": False}
+"""By device type: whether the rules hold. All members of a group must agree; tests set it for
+CPUs."""
 
 
-def receive_steps(senders: Iterable[int], one_at_a_time: bool) -> Iterator[tuple[Step, int]]:
-    """The steps of a receiver for the next message of each of these senders: (step, sender).
+def send_steps(is_ordered: bool) -> tuple[Step, ...]:
+    """A sender's steps for one message."""
+    if is_ordered:
+        return (Step.AWAIT_RECEIVERS, Step.LAUNCH, Step.FINISH)
+    return (Step.LAUNCH, Step.FINISH)
+
+
+def receive_steps(senders: Iterable[int], is_ordered: bool) -> Iterator[tuple[Step, int]]:
+    """A receiver's steps for the next message of each of these senders: (step, sender).
 
     Args:
         senders: in an order that is the same at all receivers.
-        one_at_a_time: finish each before the next; otherwise all are under way side by side.
+        is_ordered: by the rules; otherwise all are under way side by side.
     """
-    rounds = [[sender] for sender in senders] if one_at_a_time else [list(senders)]
-    for senders_of_round in rounds:
-        for step in RECEIVE_STEPS:
-            for sender in senders_of_round:
-                yield step, sender
+    if is_ordered:
+        for sender in senders:
+            yield Step.ANNOUNCE, sender
+            yield Step.LAUNCH, sender
+            yield Step.FINISH, sender
+        return
+    together = list(senders)
+    for step in (Step.LAUNCH, Step.FINISH):
+        for sender in together:
+            yield step, sender

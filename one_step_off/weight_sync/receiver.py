@@ -13,7 +13,7 @@ from one_step_off.distributed_util import DedicatedGroup, connect_store, connect
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts, checksum
 from one_step_off.weight_sync.endpoint import MEASURED_TRANSFERS, SyncEndpoint
 from one_step_off.weight_sync.in_place import InPlaceModel
-from one_step_off.weight_sync.launch_order import ONE_AT_A_TIME, Step, receive_steps
+from one_step_off.weight_sync.launch_order import Step, receive_steps
 from one_step_off.weight_sync.mirror import Mirror
 from one_step_off.weight_sync.shared_memory import SharedMemoryReceiver
 
@@ -41,7 +41,6 @@ class WeightReceiver(SyncEndpoint):
     ) -> None:
         """As `SyncEndpoint`."""
         super().__init__(plan, index, device, host, timeout_s)
-        self.one_at_a_time = ONE_AT_A_TIME[device.type]
         self.buffers: list[torch.Tensor] = []
         self.join_buffer = torch.zeros(0, dtype=torch.uint8)
         self.uses_network = False
@@ -96,8 +95,8 @@ class WeightReceiver(SyncEndpoint):
 
         Returns:
             Seconds per phase (wait, apply, verify, load), "bytes", "bucket_wire": [index, seconds
-            on the wire] of each bucket, "spans", and "bare_wire": the seconds that the bare link
-            would take for all bytes (0: not measured).
+            on the wire] of each bucket, "spans", "bare_wire": the seconds that the bare link would
+            take for all bytes (0: not measured), and on GPUs "communicator_bytes" of the groups.
 
         Raises:
             SyncError: another plan or version, a time limit, a broken peer, or a checksum that
@@ -113,7 +112,7 @@ class WeightReceiver(SyncEndpoint):
             self.give_up(error)
             raise
         bare_wire = self.wire_seconds_per_byte * self.record.wire_bytes
-        return self.record.report() | {"bare_wire": bare_wire}
+        return self._report() | {"bare_wire": bare_wire}
 
     def _forget_received(self) -> None:
         self.mirror = None
@@ -254,7 +253,7 @@ class WeightReceiver(SyncEndpoint):
         # epoch.
         transports = self.transports
         messages = {}
-        for step, sender in receive_steps(targets, self.one_at_a_time):
+        for step, sender in receive_steps(targets, self.is_ordered):
             transport = transports[sender]
             if step is Step.ANNOUNCE:
                 transport.announce()

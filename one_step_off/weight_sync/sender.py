@@ -19,7 +19,7 @@ from one_step_off.distributed_util import DedicatedGroup, connect_timeout, open_
 from one_step_off.weight_sync import delta
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Slot, checksum
 from one_step_off.weight_sync.endpoint import MEASURED_TRANSFERS, SyncEndpoint
-from one_step_off.weight_sync.launch_order import SEND_STEPS, Step
+from one_step_off.weight_sync.launch_order import Step, send_steps
 from one_step_off.weight_sync.shared_memory import SharedMemorySender
 
 SEND_BUFFERS = 2
@@ -123,7 +123,7 @@ class WeightSender(SyncEndpoint):
         Returns:
             Seconds per phase (gather, checksum, encode, keep, wire), "bytes" on the wire, "changed"
             16-bit words (NaN unless a delta was sent), "bucket_wire": [index, seconds on the wire]
-            of each bucket, and "spans".
+            of each bucket, "spans", and on GPUs "communicator_bytes" of the groups.
 
         Raises:
             SyncError: names this sender, phase and bucket. The group is closed then, and receivers
@@ -142,7 +142,7 @@ class WeightSender(SyncEndpoint):
         changed_words = math.nan
         if kind is SendKind.DELTA:
             changed_words = float(self.record.changed_words)
-        return self.record.report() | {"changed": changed_words}
+        return self._report() | {"changed": changed_words}
 
     def _connect_transports(
         self, store: dist.Store, receivers: int, same_device: Sequence[int], deadline: float
@@ -299,7 +299,7 @@ class WeightSender(SyncEndpoint):
 
     def _send_message(self, message: torch.Tensor, transports: Sequence[Any]) -> None:
         """On the wire's thread: send one message over these transports, to all their receivers."""
-        for step in SEND_STEPS:
+        for step in send_steps(self.is_ordered):
             for transport in transports:
                 if step is Step.AWAIT_RECEIVERS:
                     transport.await_receivers()
