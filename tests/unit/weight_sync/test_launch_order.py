@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -30,18 +31,15 @@ Queues = Callable[[str, str], int]
 
 ORDERED = (send_steps(True), lambda senders: receive_steps(senders, True))
 UNORDERED = (send_steps(False), lambda senders: receive_steps(senders, False))
+RECEIVE_STEPS = (Step.ANNOUNCE, Step.LAUNCH, Step.FINISH)
 ANNOUNCED_SIDE_BY_SIDE = (
     send_steps(True),
-    lambda senders: [(step, sender) for step in send_like_receiver() for sender in senders],
+    lambda senders: [(step, s) for step in RECEIVE_STEPS for s in senders],
 )
 ONE_AT_A_TIME_UNANNOUNCED = (
     send_steps(False),
     lambda senders: [(step, s) for s in senders for step in (Step.LAUNCH, Step.FINISH)],
 )
-
-
-def send_like_receiver() -> tuple[Step, ...]:
-    return (Step.ANNOUNCE, Step.LAUNCH, Step.FINISH)
 
 
 def one_queue(device: str, stream: str) -> int:
@@ -51,6 +49,11 @@ def one_queue(device: str, stream: str) -> int:
 def own_queue_per_receiver_stream(device: str, stream: str) -> int:
     """Only the trainer's streams share a queue."""
     return 0 if device.startswith("trainer") else int(stream)
+
+
+def by_kind(queue_of: dict[tuple[str, str], int]) -> Queues:
+    """The same map on all ranks, and on all receivers."""
+    return lambda device, stream: queue_of[device[:-1], stream]
 
 
 def training_thread(rank: int, gathers: int, queues: Queues, waits_after: Iterable[int]) -> Thread:
@@ -129,8 +132,8 @@ def test_no_schedule_deadlocks_on_two_queues_however_streams_share_them():
     streams += [("receiver", "0"), ("receiver", "1")]
     for numbers in itertools.product(range(2), repeat=len(streams)):
         queue_of = dict(zip(streams, numbers, strict=True))
-        queues = lambda device, stream, queue_of=queue_of: queue_of[device[:-1], stream]
-        assert machine(ORDERED, queues, receivers=2).find_deadlock() is None, queue_of
+        system = machine(ORDERED, by_kind(queue_of), receivers=2)
+        assert system.find_deadlock() is None, queue_of
 
 
 @pytest.mark.parametrize(
@@ -203,8 +206,8 @@ def test_random_schedules_on_1_to_32_queues_reach_the_end(drawn, rng):
     assert system.is_finished(run_randomly(system, rng)), f"{queue_count} queues"
 
 
-def record_steps(monkeypatch, recorded: list[tuple[int, str, Step, str]]) -> None:
-    """Let the real groups note their steps: (member's number, store's address, step, thread)."""
+def record_steps(monkeypatch, recorded: list[tuple[DedicatedGroup, Step]]) -> None:
+    """Let the real groups note their steps."""
     step_of_method = {
         "announce": Step.ANNOUNCE,
         "await_receivers": Step.AWAIT_RECEIVERS,
@@ -272,3 +275,47 @@ def test_what_real_senders_and_receivers_do_is_free_of_deadlocks_if_ordered(
         threads.append(training_thread(rank, 2, one_queue, ()))
     deadlock = Machine(threads).find_deadlock()
     assert (deadlock is None) == is_ordered
+
+
+@pytest.fixture
+def ordered(monkeypatch):
+    """The rules of GPUs, on CPUs."""
+    monkeypatch.setitem(launch_order.IS_ORDERED, "cpu", True)
+
+
+def test_ordered_syncs_where_some_receivers_share_a_device_and_others_join_later(ordered):
+    stream = WeightStream(SHAPES, 3, 2, same_device=[[0], [], [1]])
+    for sender in stream.senders:
+        sender.keep_sent = True
+    weights = random_weights(SHAPES)
+    results, received = stream.sync(weights, 0)
+    assert_no_errors(results)
+    assert_received(received, weights)
+
+    stream.receivers.append(stream.new_receiver(2))
+    stream.connect(2, [[0], [2], [1]])
+    results, received = stream.sync(random_weights(SHAPES), 0)  # sent again, as it was
+    assert_no_errors(results)
+    assert_received(received, weights)
+
+
+def test_a_sender_whose_receivers_never_get_ready_ends_in_time(ordered):
+    stream = WeightStream(SHAPES, 1, 2, timeout_s=1.0)
+    begin = time.monotonic()
+    results, _ = stream.sync(
+        random_weights(SHAPES), 0, change_jobs=lambda jobs: jobs.__setitem__(2, lambda: None)
+    )
+    assert "phase header" in str(results[0])
+    assert "not all receivers were ready in 1 s" in str(results[0])
+    assert time.monotonic() - begin < 6
+
+
+def test_an_abort_ends_the_wait_for_receivers(ordered):
+    stream = WeightStream(SHAPES, 1, 1, timeout_s=60.0)
+    threading.Timer(0.3, stream.senders[0].abort, [1, "rollout 0 died"]).start()
+    begin = time.monotonic()
+    results, _ = stream.sync(
+        random_weights(SHAPES), 0, change_jobs=lambda jobs: jobs.__setitem__(1, lambda: None)
+    )
+    assert "rollout 0 died" in str(results[0])
+    assert time.monotonic() - begin < 6
