@@ -45,11 +45,19 @@ CPU_ENGINE_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 ENGINE_ENV = {"cpu": CPU_ENGINE_ENV, "cuda": {}}
-# NCCL never compares its settings across the members of a communicator: with different ones they
-# hang. Trainers and engines share communicators, and Ray's processes on other nodes inherit from
-# another shell. So all get those of the driver, as vLLM's own workers do. NCCL_CUMEM_ENABLE needs
-# no value of ours: vLLM set it to 0 only for NCCL before 2.22.3.
-NCCL_SETTINGS = "NCCL_"
+# The members of a communicator must agree on these, and NCCL does not compare them: with different
+# values it hangs. Trainers and engines share communicators, and Ray's processes on other nodes
+# inherit from another shell. So all get the driver's values. (Not here: what differs from node to
+# node, as NCCL_SOCKET_IFNAME.) NCCL_CUMEM_ENABLE needs no value of ours: vLLM set it to 0 only for
+# NCCL before 2.22.3.
+NCCL_AGREED = tuple(
+    f"NCCL_{name}"
+    for name in (
+        "ALGO BUFFSIZE COLLNET_ENABLE CUMEM_ENABLE CUMEM_HOST_ENABLE IB_DISABLE MAX_CTAS "
+        "MAX_NCHANNELS MIN_CTAS MIN_NCHANNELS MNNVL_ENABLE NET NTHREADS NVLS_ENABLE P2P_DISABLE "
+        "P2P_LEVEL P2P_NET_DISABLE PROTO SHM_DISABLE"
+    ).split()
+)
 # A trainer on CPUs keeps the memory that a pass frees: to fault its pages in again costs more than
 # to work on them. It uses a single arena, since autograd's thread would have another one, which
 # returns large blocks whatever is set.
@@ -115,8 +123,7 @@ class RunProcesses:
         """The environment variables of every process."""
         env = dict(COMMON_ENV)
         if self.device == "cuda":
-            settings = os.environ.items()
-            env |= {name: value for name, value in settings if name.startswith(NCCL_SETTINGS)}
+            env |= {name: os.environ[name] for name in NCCL_AGREED if name in os.environ}
         is_one_machine = bool(self.host)
         if is_one_machine:
             env["VLLM_HOST_IP"] = self.host

@@ -9,9 +9,9 @@ from one_step_off.runtime.processes import RunProcesses
 
 def test_trainers_and_engines_get_the_drivers_nccl_settings_on_gpus(monkeypatch):
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
-    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "10")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")  # may differ from node to node
     on_gpus = RunProcesses._process_env(SimpleNamespace(device="cuda", host=""))
     assert on_gpus["NCCL_CUMEM_ENABLE"] == "0"
-    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in on_gpus
+    assert "NCCL_SOCKET_IFNAME" not in on_gpus
     on_cpus = RunProcesses._process_env(SimpleNamespace(device="cpu", host=""))
     assert "NCCL_CUMEM_ENABLE" not in on_cpus
