@@ -38,6 +38,9 @@ NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 ENVIRONMENT_LOCK = threading.Lock()
 """Held while a variable of the environment is changed for the creation of a group."""
 
+LEFT = b"left"
+"""What a member that has closed its group writes instead of the number of its announcements."""
+
 FIRST_READY_POLL_S = 5e-5
 """Seconds until a sender asks for the second time whether all receivers are ready; it doubles each
 time."""
@@ -181,6 +184,7 @@ class DedicatedGroup:
                 rank for rank in self.members if not self.abort_signal.contains([keys[rank]])
             ]
             raise TimeoutError(f"{error}; group members missing: {missing}") from None
+        self.abort_signal.check()  # one that was there may have failed
 
     def announce(self) -> None:
         """A receiver is ready for the next broadcast: nothing that it still has to do before
@@ -202,8 +206,11 @@ class DedicatedGroup:
         next_check = begin + POLL_INTERVAL_S
         pause_s = FIRST_READY_POLL_S
         # The store is in this process, so it always answers.
-        while self.ready_store.multi_get(keys) != expected:
+        while (announced := self.ready_store.multi_get(keys)) != expected:
             now = time.monotonic()
+            if LEFT in announced:
+                self.abort_signal.check()  # a receiver that fails says why before it leaves
+                raise RuntimeError(f"group member {1 + announced.index(LEFT)} has left")
             if now > next_check:
                 self.abort_signal.check()
                 next_check = now + POLL_INTERVAL_S
@@ -262,6 +269,8 @@ class DedicatedGroup:
         may_block = is_nccl or (self.work is not None and not self.work.is_completed())
         self.group = None
         self.work = None
+        with suppress(RuntimeError):  # the sender's process is gone, and its store with it
+            self.ready_store.set(_ready_key(self.rank), LEFT)
         self.abort_signal.close()
         if may_block:
             # Not on this thread: gloo's destructor waits for pending work, and NCCL's abort waits
