@@ -3,8 +3,9 @@
 On a GPU a broadcast is a kernel that spins until it runs at all members. All streams of a process
 share a few hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 1 to 32). What is launched later into the
 same queue waits behind the spinning kernel, also if it belongs to another stream. (torch takes
-streams from a pool of 32 in turn, so two groups may even share a stream.) So a broadcast may hold up a collective of the trainer on one rank, and a collective another broadcast on another
-rank: together they wait for ever.
+streams from a pool of 32 in turn, so two groups may even share a stream.) So a broadcast may hold
+up a collective of the trainer on one rank, and a collective another broadcast on another rank:
+together they wait for ever.
 
 Two rules exclude this, for any number of queues, one included:
 

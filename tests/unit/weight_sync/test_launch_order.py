@@ -277,6 +277,10 @@ def test_what_real_senders_and_receivers_do_is_free_of_deadlocks_if_ordered(
     assert (deadlock is None) == is_ordered
 
 
+def test_the_rules_hold_on_gpus():
+    assert launch_order.IS_ORDERED["cuda"]
+
+
 @pytest.fixture
 def ordered(monkeypatch):
     """The rules of GPUs, on CPUs."""
