@@ -158,10 +158,7 @@ class DedicatedGroup:
         self.work: Any = None
         try:
             self._meet(connect_timeout_s)
-            if device.type == "cuda":
-                self.group = _create_nccl_group(store, rank, world_size, connect_timeout_s)
-            else:
-                self.group = _create_gloo_group(store, rank, world_size, host, connect_timeout_s)
+            self.group = _create_group(store, rank, world_size, device, host, connect_timeout_s)
             # NCCL connects at the first transfer, which belongs to this phase and not to the first
             # sync.
             self.start_send(torch.zeros(1, device=device))
@@ -315,6 +312,19 @@ def _ready_key(rank: int) -> str:
     """The group's key for how many broadcasts a member has announced; it is there when the member
     is."""
     return f"ready{rank}"
+
+
+def _create_group(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    host: str,
+    connect_timeout_s: float,
+) -> Any:
+    if device.type == "cuda":
+        return _create_nccl_group(store, rank, world_size, connect_timeout_s)
+    return _create_gloo_group(store, rank, world_size, host, connect_timeout_s)
 
 
 def _create_nccl_group(
