@@ -155,6 +155,20 @@ def test_without_one_of_the_rules_a_schedule_deadlocks(steps, queues):
     assert machine(steps, queues).find_deadlock() is not None
 
 
+def test_several_receives_at_a_time_are_safe_if_each_has_a_queue_of_its_own_at_every_receiver():
+    """What GPUs that guarantee this could use; CUDA does not."""
+    system = machine(
+        ANNOUNCED_SIDE_BY_SIDE, own_queue_per_receiver_stream, receivers=2, early_ends=True
+    )
+    assert system.find_deadlock() is None
+
+
+def test_neither_rule_is_needed_while_the_trainer_launches_nothing():
+    """As with weight_sync.overlap=false, but for a replica that comes back beside training."""
+    system = machine(UNORDERED, one_queue, ranks=3, receivers=2, gathers=0)
+    assert system.find_deadlock() is None
+
+
 def test_receivers_that_take_the_senders_in_different_orders_deadlock():
     """The rules need one order at all receivers."""
     system = machine(ORDERED, one_queue, gathers=0)
