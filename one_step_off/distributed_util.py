@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from one_step_off.cluster.bounded_waits import POLL_INTERVAL_S, AbortSignal
+from one_step_off.cluster.bounded_waits import POLL_INTERVAL_S, AbortSignal, poll_for_keys
 
 # What the creation of the groups may take beside weight_sync.timeout_s: per group, and per member
 # of each group.
@@ -32,9 +32,21 @@ SECONDS_PER_MEMBER = 0.05
 NCCL_POLL_S = 1e-4
 """Seconds between two questions whether an NCCL operation has completed."""
 
-NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-NCCL_CLEAN_UP_ONLY = "2"
-"""torch's value for: abort the communicators of a failed group, but let the process live."""
+NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""torch's variable: a group created with the value 1 has no watchdog."""
+
+ENVIRONMENT_LOCK = threading.Lock()
+"""Held while a variable of the environment is changed for the creation of a group."""
+
+LEFT = b"left"
+"""What a member that has closed its group writes instead of the number of its announcements."""
+
+FIRST_READY_POLL_S = 5e-5
+"""Seconds until a sender asks for the second time whether all receivers are ready; it doubles each
+time."""
+
+LAST_READY_POLL_S = 2e-3
+"""The longest time between two of these questions."""
 
 
 def connect_timeout(timeout_s: float, senders: int, receivers: int) -> float:
@@ -101,8 +113,9 @@ class DedicatedGroup:
     """One member of a process group with one sender (rank 0) and its receivers: NCCL for CUDA, gloo
     for CPU.
 
-    A transfer is one broadcast: the sender calls `start_send` and `wait`, each receiver
-    `start_receive` and `finish_receive`.
+    A transfer is one broadcast. The sender calls `await_receivers`, `start_send` and `wait`, each
+    receiver `announce`, `start_receive` and `finish_receive`: see weight_sync/launch_order.py. The
+    first call of each end may be left out, by all members, where nothing else uses the GPU.
     """
 
     def __init__(
@@ -135,20 +148,75 @@ class DedicatedGroup:
         """
         self.device = device
         self.timeout_s = timeout_s
+        self.rank = rank
+        self.members = range(world_size)
+        self.announced = 0  # broadcasts that this receiver has announced, or this sender awaited
         self.abort_signal = AbortSignal(store)
+        # A separate connection: while one thread waits in a store, no second thread can use it.
+        self.ready_store = store.clone()
+        self.group: Any = None
         self.work: Any = None
-        if device.type == "cuda":
-            self.group: Any = _create_nccl_group(store, rank, world_size, connect_timeout_s)
-        else:
-            self.group = _create_gloo_group(store, rank, world_size, host, connect_timeout_s)
-        # NCCL connects at the first transfer, which belongs to this phase and not to the first
-        # sync.
-        self.start_send(torch.zeros(1, device=device))
         try:
+            self._meet(connect_timeout_s)
+            self.group = _create_group(store, rank, world_size, device, host, connect_timeout_s)
+            # NCCL connects at the first transfer, which belongs to this phase and not to the first
+            # sync.
+            self.start_send(torch.zeros(1, device=device))
             self.wait(connect_timeout_s)
         except BaseException:
-            self.abort_signal.close()  # the caller gets no group, so it cannot close it
+            self.close()  # the caller gets no group, so it cannot close it
             raise
+
+    def _meet(self, connect_timeout_s: float) -> None:
+        """Wait for all members before any enters the backend. NCCL would wait in C++ for one that
+        is missing, without a limit and deaf to an abort, and cannot be interrupted there."""
+        self.ready_store.set(_ready_key(self.rank), b"0")
+        keys = [_ready_key(rank) for rank in self.members]
+        try:
+            poll_for_keys(keys, connect_timeout_s, self.abort_signal)
+        except TimeoutError as error:
+            if self.rank != 0:
+                raise
+            missing = [
+                rank for rank in self.members if not self.abort_signal.contains([keys[rank]])
+            ]
+            raise TimeoutError(f"{error}; group members missing: {missing}") from None
+        self.abort_signal.check()  # one that was there may have failed
+
+    def announce(self) -> None:
+        """A receiver is ready for the next broadcast: nothing that it still has to do before
+        depends on another sender.
+
+        Raises:
+            RuntimeError: the sender is gone.
+        """
+        self.announced += 1
+        # The store does not answer, so this does not wait for a sender that is stopped.
+        self.ready_store.set(_ready_key(self.rank), str(self.announced).encode())
+
+    def await_receivers(self) -> None:
+        """Wait until every receiver has announced the next broadcast. Raises as `wait`."""
+        self.announced += 1
+        expected = [str(self.announced).encode()] * (len(self.members) - 1)
+        keys = [_ready_key(rank) for rank in self.members[1:]]
+        begin = time.monotonic()
+        next_check = begin + POLL_INTERVAL_S
+        pause_s = FIRST_READY_POLL_S
+        # The store is in this process, so it always answers.
+        while (announced := self.ready_store.multi_get(keys)) != expected:
+            now = time.monotonic()
+            if LEFT in announced:
+                self.abort_signal.check()  # a receiver that fails says why before it leaves
+                raise RuntimeError(f"group member {1 + announced.index(LEFT)} has left")
+            if now > next_check:
+                self.abort_signal.check()
+                next_check = now + POLL_INTERVAL_S
+            if now > begin + self.timeout_s:
+                raise TimeoutError(
+                    f"timed out: not all receivers were ready in {self.timeout_s:g} s"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_READY_POLL_S)
 
     def start_send(self, tensor: torch.Tensor) -> None:
         """Start to broadcast `tensor` from rank 0. It must not change until `wait` has returned."""
@@ -182,6 +250,9 @@ class DedicatedGroup:
             self.abort_signal.check()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"timed out: no answer in {timeout_s:g} s")
+        if self.group is None:
+            # NCCL calls an aborted operation completed, though the data has not arrived.
+            raise RuntimeError("the group was closed meanwhile")
 
     def close(self) -> None:
         """Leave the group and break its connections, so that no peer waits for this member any
@@ -191,13 +262,16 @@ class DedicatedGroup:
         are aborted.
         """
         held = [self.group, self.work]
-        pending = self.work is not None and not self.work.is_completed()
+        is_nccl = self.device.type == "cuda"
+        may_block = is_nccl or (self.work is not None and not self.work.is_completed())
         self.group = None
         self.work = None
+        with suppress(RuntimeError):  # the sender's process is gone, and its store with it
+            self.ready_store.set(_ready_key(self.rank), LEFT)
         self.abort_signal.close()
-        if pending:
+        if may_block:
             # Not on this thread: gloo's destructor waits for pending work, and NCCL's abort waits
-            # for the GPU.
+            # for the GPU and for other threads inside NCCL.
             dispose = threading.Thread(
                 target=_dispose, args=(held, self.device), name="weight-dispose", daemon=True
             )
@@ -209,7 +283,7 @@ class DedicatedGroup:
         """Whether `work` completes within POLL_INTERVAL_S seconds. Raises RuntimeError: the
         transport failed."""
         if self.device.type == "cuda":
-            return _poll_nccl(work)
+            return self._poll_nccl(work)
         try:
             work.wait(timedelta(seconds=POLL_INTERVAL_S))
         except RuntimeError:
@@ -219,15 +293,50 @@ class DedicatedGroup:
             work.wait()  # raises the transport's own error, unless the work has just completed
         return True
 
+    def _poll_nccl(self, work: Any) -> bool:
+        """As `_poll`. NCCL's `wait` alone orders streams; before the end it would block in C++."""
+        poll_end = time.monotonic() + POLL_INTERVAL_S
+        while not work.is_completed():  # also True when NCCL has found an error
+            if time.monotonic() > poll_end:
+                return False
+            time.sleep(NCCL_POLL_S)
+        try:
+            work.wait()
+        except RuntimeError:
+            self.abort_signal.check()  # as for gloo
+            raise
+        return True
+
+
+def _ready_key(rank: int) -> str:
+    """The group's key for how many broadcasts a member has announced; it is there when the member
+    is."""
+    return f"ready{rank}"
+
+
+def _create_group(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    host: str,
+    connect_timeout_s: float,
+) -> Any:
+    if device.type == "cuda":
+        return _create_nccl_group(store, rank, world_size, connect_timeout_s)
+    return _create_gloo_group(store, rank, world_size, host, connect_timeout_s)
+
 
 def _create_nccl_group(
     store: dist.Store, rank: int, world_size: int, connect_timeout_s: float
 ) -> Any:
     """An NCCL process group. Its communicators connect at the first transfer."""
     options = dist.ProcessGroupNCCL.Options()
-    # Far above our own limits: NCCL's watchdog would end the whole process without a message.
-    options._timeout = timedelta(seconds=10 * connect_timeout_s + 600)
-    with _watchdog_spares_the_process():
+    options._timeout = timedelta(seconds=connect_timeout_s)  # of `abort`
+    # The communicator connects in blocking mode. torch can abort one that is still connecting only
+    # in non-blocking mode, but that has hung with some NCCL versions (pytorch issue 153960).
+    options.config.blocking = 1
+    with _without_watchdog():
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
@@ -242,34 +351,35 @@ def _create_gloo_group(
 
 
 @contextmanager
-def _watchdog_spares_the_process() -> Iterator[None]:
-    """NCCL groups created in this block abort their communicators when a peer fails, and the
-    process lives on.
+def _without_watchdog() -> Iterator[None]:
+    """NCCL groups created in this block have no watchdog, so that a broken peer does not end the
+    process.
 
-    By default torch's watchdog ends the whole process, before our own waits notice the failure.
-    (Not tried on GPUs yet.)
+    torch's watchdog reports every failure of its group to the process's first group, whose monitor
+    then ends the process after TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, whatever the failed group's own
+    TORCH_NCCL_ASYNC_ERROR_HANDLING says. (Read in torch's sources; not tried on GPUs yet.) All
+    waits of a `DedicatedGroup` look for errors and limits by themselves.
+
+    torch reads the variable in the constructor. The trainer creates no other group meanwhile.
     """
-    previous = os.environ.get(NCCL_ERROR_HANDLING)
-    os.environ[NCCL_ERROR_HANDLING] = NCCL_CLEAN_UP_ONLY
-    try:
-        yield
-    finally:
-        if previous is None:
-            del os.environ[NCCL_ERROR_HANDLING]
-        else:
-            os.environ[NCCL_ERROR_HANDLING] = previous
+    with ENVIRONMENT_LOCK:
+        previous = os.environ.get(NCCL_BLOCKING_WAIT)
+        os.environ[NCCL_BLOCKING_WAIT] = "1"
+        try:
+            yield
+        finally:
+            if previous is None:
+                del os.environ[NCCL_BLOCKING_WAIT]
+            else:
+                os.environ[NCCL_BLOCKING_WAIT] = previous
 
 
-def _poll_nccl(work: Any) -> bool:
-    """As `DedicatedGroup._poll`. NCCL's `wait` alone only orders streams and does not block the
-    host."""
-    poll_end = time.monotonic() + POLL_INTERVAL_S
-    while not work.is_completed():
-        if time.monotonic() > poll_end:
-            return False
-        time.sleep(NCCL_POLL_S)
-    work.wait()
-    return True
+def free_device_bytes(device: torch.device) -> int:
+    """The free memory of a GPU, for all its processes; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
 
 
 def _dispose(held: list[Any], device: torch.device) -> None:
@@ -277,4 +387,5 @@ def _dispose(held: list[Any], device: torch.device) -> None:
     group = held[0]
     held.clear()
     if device.type == "cuda" and group is not None:
-        group.abort()
+        with suppress(RuntimeError):  # it did not end within the group's own limit
+            group.abort()

@@ -163,12 +163,21 @@ def wait_for_keys(
         TimeoutError: they are not there within `timeout_s` seconds.
         Aborted, DistNetworkError: as `AbortSignal.check`.
     """
-    deadline = time.monotonic() + timeout_s
+    begin = time.monotonic()
     try:
         store.wait(keys, timedelta(seconds=min(FIRST_STORE_WAIT_S, timeout_s)))
         return
     except dist.DistStoreError:  # not there yet
         pass
+    poll_for_keys(keys, timeout_s, signal, begin)
+
+
+def poll_for_keys(
+    keys: list[str], timeout_s: float, signal: AbortSignal, begin: float | None = None
+) -> None:
+    """As `wait_for_keys`, for keys that are usually long in coming. `begin`: of the time limit, by
+    `time.monotonic`; None: now."""
+    deadline = (time.monotonic() if begin is None else begin) + timeout_s
     while not signal.contains(keys):
         if time.monotonic() > deadline:
             raise TimeoutError(f"timed out: no answer in {timeout_s:g} s")

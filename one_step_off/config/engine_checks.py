@@ -5,7 +5,6 @@ distribution that vLLM samples from, or that keeps weights where the sync does n
 silently train on wrong log-probs. So such settings are refused.
 """
 
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -148,7 +147,7 @@ def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
         raise ConfigError(f"{location}: the installed vLLM has no such field; {fix}")
 
 
-def check_weight_sync(cfg: Config, device: str) -> None:
+def check_weight_sync(cfg: Config) -> None:
     """Check the section weight_sync. Raises ConfigError."""
     settings = cfg.weight_sync
     gathers = settings.sender == "gather"
@@ -164,10 +163,4 @@ def check_weight_sync(cfg: Config, device: str) -> None:
             cfg,
             "weight_sync.mode",
             "each rank compares its own shard; use weight_sync.sender=sharded",
-        )
-    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    if settings.overlap and device == "cuda" and one_queue:
-        raise ConfigError(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1: a waiting send would block training; "
-            "unset it, or set weight_sync.overlap=false"
         )

@@ -34,7 +34,7 @@ def check_after_algorithm(cfg: Config, device: str) -> None:
     check_agent(cfg)
     check_output(cfg)
     check_partial_rollout(cfg)
-    check_weight_sync(cfg, device)
+    check_weight_sync(cfg)
 
 
 def missing_hardware(cfg: Config, num_gpus: int | None = None) -> str | None:

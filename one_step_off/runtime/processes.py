@@ -48,6 +48,19 @@ CPU_ENGINE_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 ENGINE_ENV = {"cpu": CPU_ENGINE_ENV, "cuda": {}}
+# The members of a communicator must agree on these, and NCCL does not compare them: with different
+# values it hangs. Trainers and engines share communicators, and Ray's processes on other nodes
+# inherit from another shell. So all get the driver's values. (Not here: what differs from node to
+# node, as NCCL_SOCKET_IFNAME.) NCCL_CUMEM_ENABLE needs no value of ours: vLLM set it to 0 only for
+# NCCL before 2.22.3.
+NCCL_AGREED = tuple(
+    f"NCCL_{name}"
+    for name in (
+        "ALGO BUFFSIZE COLLNET_ENABLE CUMEM_ENABLE CUMEM_HOST_ENABLE IB_DISABLE MAX_CTAS "
+        "MAX_NCHANNELS MIN_CTAS MIN_NCHANNELS MNNVL_ENABLE NET NTHREADS NVLS_ENABLE P2P_DISABLE "
+        "P2P_LEVEL P2P_NET_DISABLE PROTO SHM_DISABLE"
+    ).split()
+)
 # A trainer on CPUs keeps the memory that a pass frees: to fault its pages in again costs more than
 # to work on them. It uses a single arena, since autograd's thread would have another one, which
 # returns large blocks whatever is set.
@@ -113,6 +126,8 @@ class RunProcesses:
     def _process_env(self) -> dict[str, str]:
         """The environment variables of every process."""
         env = dict(COMMON_ENV)
+        if self.device == "cuda":
+            env |= {name: os.environ[name] for name in NCCL_AGREED if name in os.environ}
         is_one_machine = bool(self.host)
         if is_one_machine:
             env["VLLM_HOST_IP"] = self.host

@@ -16,19 +16,21 @@ whole tensors:
     receiver.receive(load, version)
 
 There is one group per sender, with all receivers. It is created again in every epoch, that is, when
-receivers come or go. All receivers and senders walk the buckets in the order of the plan; the
-senders' parts of a bucket arrive side by side. Receivers on the same device as a sender are not in
-its group: they read its buckets directly (shared_memory.py). Both ends have a thread for the wire:
-while bucket k travels, k+1 is packed and k-1 is loaded.
+receivers come or go. All receivers and senders walk the buckets in the order of the plan. On CPUs
+the senders' parts of a bucket arrive side by side, on GPUs one after another. Receivers on the same
+device as a sender are not in its group: they read its buckets directly (shared_memory.py). Both
+ends have a thread for the wire: while bucket k travels, k+1 is packed and k-1 is loaded.
 
-The rule that keeps this and the trainer's own collectives from waiting for each other: a send calls
-no collective of the trainer and uses no default group. It runs on a thread, a group and, on GPUs,
-streams of its own, and reads only this rank's shard. So it continues whatever the trainer's ranks
-wait for, and they continue whatever it waits for. A send waits for receivers only, which walk the
-buckets in one order and wait for nothing else. (Trainers that gather a tensor, send it, and gather
-the next hang when one rank's next gather is queued behind another rank's send.) On a GPU both also
-need a hardware queue each: with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send would hold up
-everything that is launched later.
+Two things keep this and the trainer's own collectives from waiting for each other:
+
+- A send calls no collective of the trainer and uses no default group. It runs on a thread, a group
+  and, on GPUs, streams of its own, and reads only this rank's shard. So it continues whatever the
+  trainer's threads wait for, and they continue whatever it waits for. (Trainers that gather a
+  tensor, send it, and gather the next hang when one rank's next gather is queued behind another
+  rank's send.)
+- Streams share hardware queues, so threads and streams alone are not enough on GPUs. There a
+  broadcast is launched only when all its receivers are ready, and a receiver takes one at a time:
+  launch_order.py has the rules and why they suffice, with one queue too.
 """
 
 import time
@@ -44,8 +46,9 @@ import torch.distributed as dist
 from one_step_off.cluster.bounded_waits import Aborted, AbortSignal, WorkerThread, wait_for_result
 from one_step_off.cluster.core_binding import unpin
 from one_step_off.cluster.errors import GIVEN_UP, SyncError
-from one_step_off.distributed_util import DedicatedGroup
+from one_step_off.distributed_util import DedicatedGroup, free_device_bytes
 from one_step_off.weight_sync.bucket_plan import BucketPlan
+from one_step_off.weight_sync.launch_order import IS_ORDERED
 from one_step_off.weight_sync.transfer_record import TransferRecord
 
 T = TypeVar("T")
@@ -77,6 +80,7 @@ class SyncEndpoint:
         self.device = device
         self.host = host
         self.timeout_s = timeout_s
+        self.is_ordered = IS_ORDERED[device.type]
         self.transports: list[Any] = []  # DedicatedGroup, or one end of the shared-memory transport
         self.abort_signals: list[AbortSignal] = []  # one per sender's store that this endpoint uses
         self.stream: torch.cuda.Stream | None = None
@@ -85,6 +89,7 @@ class SyncEndpoint:
             # round.
             self.stream = torch.cuda.Stream(device)
         self.wire_thread = self._start_wire_thread()
+        self.communicator_bytes = 0  # of the device's memory, that the groups take
         self._begin_sync()
 
     @property
@@ -100,6 +105,7 @@ class SyncEndpoint:
             signal.close()
         self.transports = []
         self.abort_signals = []
+        self.communicator_bytes = 0
 
     def give_up(self, error: BaseException) -> None:
         """Leave all groups because of `error`. Every process that waits for this endpoint fails
@@ -125,6 +131,13 @@ class SyncEndpoint:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
+
+    def _report(self) -> dict[str, Any]:
+        """What was measured during the sync, and on GPUs the memory of the groups."""
+        report = self.record.report()
+        if self.device.type == "cuda":
+            report["communicator_bytes"] = float(self.communicator_bytes)
+        return report
 
     def _check_abort_signals(self) -> None:
         """Raises Aborted, DistNetworkError: as `AbortSignal.check`."""
@@ -176,12 +189,17 @@ class SyncEndpoint:
     def _join_group(
         self, store: dist.Store, rank: int, world_size: int, deadline: float
     ) -> DedicatedGroup:
-        """Join a group with these ranks; raises as `_call_until`."""
+        """Join a group with these ranks, and note the memory that it takes; raises as
+        `_call_until`."""
         connect_timeout_s = deadline - time.monotonic()
         group_args = (store, rank, world_size, self.device, self.host, self.timeout_s)
-        return self._call_until(
+        free_before = free_device_bytes(self.device)
+        group = self._call_until(
             deadline, DedicatedGroup, *group_args, connect_timeout_s, discard=_close_late_group
         )
+        taken = free_before - free_device_bytes(self.device)
+        self.communicator_bytes += max(0, taken)  # others may have freed more meanwhile
+        return group
 
     @contextmanager
     def _phase(self, name: str, bucket_number: int | None = None) -> Iterator[None]:

@@ -13,6 +13,7 @@ from one_step_off.distributed_util import DedicatedGroup, connect_store, connect
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts, checksum
 from one_step_off.weight_sync.endpoint import MEASURED_TRANSFERS, SyncEndpoint
 from one_step_off.weight_sync.in_place import InPlaceModel
+from one_step_off.weight_sync.launch_order import Step, receive_steps
 from one_step_off.weight_sync.mirror import Mirror
 from one_step_off.weight_sync.shared_memory import SharedMemoryReceiver
 
@@ -94,8 +95,8 @@ class WeightReceiver(SyncEndpoint):
 
         Returns:
             Seconds per phase (wait, apply, verify, load), "bytes", "bucket_wire": [index, seconds
-            on the wire] of each bucket, "spans", and "bare_wire": the seconds that the bare link
-            would take for all bytes (0: not measured).
+            on the wire] of each bucket, "spans", "bare_wire": the seconds that the bare link would
+            take for all bytes (0: not measured), and on GPUs "communicator_bytes" of the groups.
 
         Raises:
             SyncError: another plan or version, a time limit, a broken peer, or a checksum that
@@ -111,7 +112,7 @@ class WeightReceiver(SyncEndpoint):
             self.give_up(error)
             raise
         bare_wire = self.wire_seconds_per_byte * self.record.wire_bytes
-        return self.record.report() | {"bare_wire": bare_wire}
+        return self._report() | {"bare_wire": bare_wire}
 
     def _forget_received(self) -> None:
         self.mirror = None
@@ -239,10 +240,10 @@ class WeightReceiver(SyncEndpoint):
         return messages
 
     def _receive_messages(self, targets: Parts) -> Parts:
-        """On the wire's thread: the next message of each of these senders, from all at once.
+        """On the wire's thread: the next message of each of these senders.
 
         Args:
-            targets: sender -> where its message goes.
+            targets: sender -> where its message goes, in the same order at all receivers.
 
         Returns:
             Sender -> its message: `targets`, or a view of its buffer if the sender is on the same
@@ -251,11 +252,15 @@ class WeightReceiver(SyncEndpoint):
         # A thread that was abandoned and comes back late must not touch the transports of another
         # epoch.
         transports = self.transports
-        for sender, target in targets.items():
-            transports[sender].start_receive(target)
         messages = {}
-        for sender, target in targets.items():
-            messages[sender] = transports[sender].finish_receive(target)
+        for step, sender in receive_steps(targets, self.is_ordered):
+            transport = transports[sender]
+            if step is Step.ANNOUNCE:
+                transport.announce()
+            elif step is Step.LAUNCH:
+                transport.start_receive(targets[sender])
+            else:
+                messages[sender] = transport.finish_receive(targets[sender])
         return messages
 
     def _receive_numbers(self, senders: Iterable[int], count: int) -> Parts:

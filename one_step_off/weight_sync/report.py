@@ -46,6 +46,13 @@ def sync_metrics(
     metrics |= _slowest_of_each_phase(RECEIVER_PHASES, workers)
     is_full = wire_bytes >= total_bytes
     metrics |= _wire_metrics(sent, workers, is_full)
+    communicators = [
+        report["communicator_bytes"]
+        for report in (*sent, *workers)
+        if "communicator_bytes" in report
+    ]
+    if communicators:
+        metrics["sync/communicator_mb"] = max(communicators) / (1 << 20)
     # 1: deltas go straight into every engine's parameters; 0: one of them keeps a mirror in host
     # memory.
     in_place = [worker["in_place"] for worker in workers if "in_place" in worker]

@@ -19,6 +19,7 @@ from one_step_off.distributed_util import DedicatedGroup, connect_timeout, open_
 from one_step_off.weight_sync import delta
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Slot, checksum
 from one_step_off.weight_sync.endpoint import MEASURED_TRANSFERS, SyncEndpoint
+from one_step_off.weight_sync.launch_order import Step, send_steps
 from one_step_off.weight_sync.shared_memory import SharedMemorySender
 
 SEND_BUFFERS = 2
@@ -122,7 +123,7 @@ class WeightSender(SyncEndpoint):
         Returns:
             Seconds per phase (gather, checksum, encode, keep, wire), "bytes" on the wire, "changed"
             16-bit words (NaN unless a delta was sent), "bucket_wire": [index, seconds on the wire]
-            of each bucket, and "spans".
+            of each bucket, "spans", and on GPUs "communicator_bytes" of the groups.
 
         Raises:
             SyncError: names this sender, phase and bucket. The group is closed then, and receivers
@@ -141,7 +142,7 @@ class WeightSender(SyncEndpoint):
         changed_words = math.nan
         if kind is SendKind.DELTA:
             changed_words = float(self.record.changed_words)
-        return self.record.report() | {"changed": changed_words}
+        return self._report() | {"changed": changed_words}
 
     def _connect_transports(
         self, store: dist.Store, receivers: int, same_device: Sequence[int], deadline: float
@@ -168,8 +169,7 @@ class WeightSender(SyncEndpoint):
 
     def _send_first_bucket(self, group: DedicatedGroup) -> None:
         """Send the first bucket without its content, for receivers to measure the bare link."""
-        group.start_send(self.buffers[0][: self.part_sizes[0]])
-        group.wait(self.timeout_s)
+        self._send_message(self.buffers[0][: self.part_sizes[0]], [group])
 
     def _choose_kind(self, version: int) -> SendKind:
         if version == self.kept_version:
@@ -289,16 +289,24 @@ class WeightSender(SyncEndpoint):
             self.stream.synchronize()  # what packed them
         begin = time.perf_counter()
         for message in messages:
-            for transport in self.transports:
-                transport.start_send(message)
-            for transport in self.transports:
-                transport.wait(self.timeout_s)
+            self._send_message(message, self.transports)
         seconds = time.perf_counter() - begin
         for message in messages:
             if message.dtype == torch.uint8:  # bucket parts; all other messages are a few numbers
                 self.record.wire_bytes += message.nbytes
         self.record.add_wire_span(seconds)
         return seconds
+
+    def _send_message(self, message: torch.Tensor, transports: Sequence[Any]) -> None:
+        """On the wire's thread: send one message over these transports, to all their receivers."""
+        for step in send_steps(self.is_ordered):
+            for transport in transports:
+                if step is Step.AWAIT_RECEIVERS:
+                    transport.await_receivers()
+                elif step is Step.LAUNCH:
+                    transport.start_send(message)
+                else:
+                    transport.wait(self.timeout_s)
 
     def _finish_bucket(self, on_wire: BucketOnWire | None) -> None:
         """Wait until the bucket on the wire has reached every receiver."""

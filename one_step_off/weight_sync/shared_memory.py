@@ -85,6 +85,9 @@ class SharedMemorySender:
             handles.append(handle)
         store.set(HANDLES_KEY, pickle.dumps(handles))
 
+    def await_receivers(self) -> None:
+        """Nothing to wait for: no kernel spins until receivers are there."""
+
     def start_send(self, tensor: torch.Tensor) -> None:
         """Announce a message to all receivers: the number of a buffer if `tensor` begins one of
         `buffers`, otherwise the tensor's bytes.
@@ -144,6 +147,9 @@ class SharedMemoryReceiver:
         for handle in pickle.loads(store.get(HANDLES_KEY)):
             rebuild, arguments = pickle.loads(handle)
             self.buffers.append(rebuild(*arguments))
+
+    def announce(self) -> None:
+        """Nothing to do: the sender waits for nobody before it sends."""
 
     def start_receive(self, buffer: torch.Tensor) -> None:
         """Nothing to do: messages arrive in the store by themselves."""

@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     _place_kernel_tensors,
     get_layerwise_info,
 )
+from vllm.utils.nccl import unpinned_nccl_env
 
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
@@ -76,7 +77,10 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
             # from the whole model: after a failed update, a tied head has a name of its own.
             self.expected_names = {name for name, _ in self.model.named_parameters()}
         self.receiver.index = index
-        self.receiver.connect(**groups)
+        # Members of a communicator must agree on NCCL's settings. vLLM changes them for its own
+        # communicators if it is batch invariant, and the trainer does not.
+        with unpinned_nccl_env():
+            self.receiver.connect(**groups)
         self.in_place_tried = False  # in this epoch
 
     def start_weight_update(self) -> None:

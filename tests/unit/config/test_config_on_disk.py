@@ -9,7 +9,6 @@ import pytest
 
 from one_step_off.config import engine_checks
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.schema import Config
 from one_step_off.runtime.validation import validate
 from tests.unit.config.config_helpers import fault, good
 
@@ -53,15 +52,6 @@ def test_engine_names_that_vllm_does_not_know() -> None:
             engine_checks.check_engine_names(good(f"rollout.engine_kwargs.{name}=1"), names)
         with pytest.raises(ConfigError, match=fix.replace("?", r"\?")):
             engine_checks.check_engine_names(good(f"rollout.engine_kwargs.{name}=1"), names)
-
-
-def test_streams_in_one_queue_are_refused_beside_an_overlapped_sync(monkeypatch):
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    cfg = Config()
-    with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS=1: a waiting send"):
-        engine_checks.check_weight_sync(cfg, "cuda")
-    cfg.weight_sync.overlap = False
-    engine_checks.check_weight_sync(cfg, "cuda")
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen2.5-0.5B-Instruct", "tiny:qwen3"])

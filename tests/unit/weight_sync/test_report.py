@@ -88,3 +88,11 @@ def test_processes_are_named_and_the_slowest_come_last(monkeypatch):
 def test_spans_carry_process_lane_and_version():
     reports = {"trainer 0": sent_report([0.1], spans=[[" wire", "wire", 1.0, 2.0]])}
     assert timeline_spans(reports, 7) == [("sync trainer 0 wire", "wire", 7, 1.0, 2.0)]
+
+
+def test_the_memory_of_communicators_is_that_of_the_process_with_the_most_and_absent_on_cpus():
+    sent = [sent_report([0.1], communicator_bytes=float(3 << 20)), sent_report([0.1])]
+    received = {0: [received_report([0.1], communicator_bytes=float(5 << 20))]}
+    assert sync_metrics(sent, received, 1.0, FULL_BYTES)["sync/communicator_mb"] == 5.0
+    on_cpus = sync_metrics([sent_report([0.1])], {0: [received_report([0.1])]}, 1.0, FULL_BYTES)
+    assert "sync/communicator_mb" not in on_cpus
