@@ -128,6 +128,9 @@ class MicroBatch:
         position_ids: int64 [1, width] that restart at each sequence when packed, else None. A
             padded batch needs neither positions nor a mask: under causal attention no real token
             sees the padding to its right.
+        cu_seqlens: int32 [sequences + 1], the first token of each packed sequence and their number
+            of tokens; None when padded. Attention must not cross these boundaries.
+        max_seqlen: tokens of the longest sequence.
         logit_index: int64 [n]; flat index into [rows * width] of the position whose logits predict
             each wanted token.
         tokens: int64 [n]; the wanted tokens.
@@ -139,6 +142,8 @@ class MicroBatch:
     logit_index: np.ndarray
     tokens: np.ndarray
     counts: list[int]
+    cu_seqlens: np.ndarray | None = None
+    max_seqlen: int = 0
 
 
 def collate(
@@ -167,8 +172,10 @@ def collate(
                 "the first token of a sequence has no log-prob: nothing stands before it"
             )
     lengths = [len(sequence) for sequence in sequences]
+    cu_seqlens = None
     if packed:
-        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        starts = cu_seqlens[:-1]
         input_ids = np.concatenate(sequences).astype(np.int64)[None]
         position_ids = np.concatenate([np.arange(length) for length in lengths])[None]
     else:
@@ -186,6 +193,8 @@ def collate(
         logit_index=np.concatenate(logit_parts).astype(np.int64),
         tokens=np.concatenate(token_parts).astype(np.int64),
         counts=[len(positions) for positions in wanted],
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max(lengths),
     )
 
 

@@ -29,6 +29,7 @@ def run_rank(rank, world, cases, out):
     torch.set_num_threads(1)
     for name, cfg, port in cases:
         worker = start(cfg, rank=rank, world=world, port=port)
+        assert worker.packed == (cfg.actor.packing == "on")
         torch.save(results_of(worker, f"{out}/{name}_hf"), f"{out}/{name}_{rank}.pt")
         end()
 
@@ -127,11 +128,20 @@ def test_two_ranks_equal_one(model_folders, one_rank_update, tmp_path):
     cases = {
         "tied": config(model_folders["tied"], **EVERYTHING),
         "untied": config(model_folders["untied"], **EVERYTHING, actor__micro_batch_tokens=40),
+        # FSDP's hooks and recomputed layers pass the boundaries of sequences on.
+        "packed": config(
+            model_folders["tied"],
+            **EVERYTHING,
+            actor__packing="on",
+            actor__activation_checkpointing=True,
+            actor__micro_batch_tokens=60,
+        ),
     }
     results = run_world(2, cases, tmp_path)
     for name in cases:
+        model = "untied" if name == "untied" else "tied"
         check_world(
-            results[name], model_folders[name], one_rank_update[name], f"{tmp_path}/{name}_hf"
+            results[name], model_folders[model], one_rank_update[model], f"{tmp_path}/{name}_hf"
         )
 
 
