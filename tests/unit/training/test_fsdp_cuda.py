@@ -154,10 +154,12 @@ def test_micro_batches_do_not_wait_for_the_gpu(model_folders, packing):
     class Strict(Recorder):
         """Forbids waits in its passes, which end before the optimizer steps."""
 
-        def _run_micro_batches(self, *args):
+        strict = False
+
+        def _run_micro_batches(self, items, compute, timer):
             torch.cuda.set_sync_debug_mode("error" if self.strict else "default")
             try:
-                super()._run_micro_batches(*args)
+                super()._run_micro_batches(items, compute, timer)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
@@ -171,7 +173,6 @@ def test_micro_batches_do_not_wait_for_the_gpu(model_folders, packing):
     worker = Strict(cfg, "actor", 0, 1, "cuda", total_steps=10)
     try:
         worker.setup("127.0.0.1", free_port())
-        worker.strict = False
         worker.log_prob(make_batch(path))  # first calls compile kernels and create handles
         worker.update(make_batch(path))
         worker.strict = True
