@@ -159,7 +159,7 @@ def collate(
         wanted: for each sequence the positions (1 to L_i - 1) of the tokens whose log-prob is
             wanted.
         packed: one row without padding, else one row per sequence.
-        multiple: the width of padded rows is rounded up to a multiple of it.
+        multiple: the width of the rows is rounded up to a multiple of it.
 
     Raises:
         ValueError: the first token of a sequence is wanted.
@@ -174,9 +174,13 @@ def collate(
     lengths = [len(sequence) for sequence in sequences]
     cu_seqlens = None
     if packed:
+        row = [*sequences]
+        if sum(lengths) % multiple:  # one more sequence, of which nothing is wanted
+            row.append(np.zeros(multiple - sum(lengths) % multiple, dtype=np.int64))
+        lengths = [len(sequence) for sequence in row]
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        starts = cu_seqlens[:-1]
-        input_ids = np.concatenate(sequences).astype(np.int64)[None]
+        starts = cu_seqlens[: len(sequences)]
+        input_ids = np.concatenate(row).astype(np.int64)[None]
         position_ids = np.concatenate([np.arange(length) for length in lengths])[None]
     else:
         width = _divide_up(max(lengths), multiple) * multiple

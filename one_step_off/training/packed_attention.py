@@ -47,6 +47,8 @@ LARGEST_HEAD = 256
 FIRST_FLASH_GPU = (8, 0)
 """The compute capability from which on these kernels run."""
 
+FIRST_HOPPER_GPU = (9, 0)
+
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 """Arguments of attention functions that change the scores, in ways that the kernels do not know."""
@@ -258,7 +260,7 @@ def packed_attention(
         names = ", ".join(_UNSUPPORTED_ARGUMENTS)
         raise RuntimeError(f"packed attention is causal, without mask, dropout, {names}")
     if packed_kernel == PER_SEQUENCE:
-        output = _attend_per_sequence(query, key, value, sequence_lengths, scaling, sliding_window)
+        output = attend_per_sequence(query, key, value, sequence_lengths, scaling, sliding_window)
         return output.transpose(1, 2), None
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     left = -1 if sliding_window is None else sliding_window - 1
@@ -303,16 +305,25 @@ def _attend_flash_attn(
 
 
 @torch.compiler.disable
-def _attend_per_sequence(
+def attend_per_sequence(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     lengths: list[int],
-    scaling: float | None,
-    sliding_window: int | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
 ) -> Tensor:
-    """All are [1, heads, T, width]; `lengths` sum to T. Not compiled: each batch has other
-    lengths, and would be compiled anew."""
+    """Causal attention of packed sequences, one after the other. Not compiled: each batch has other
+    lengths, and would be compiled anew.
+
+    Args:
+        query: [1, heads, T, width]; key, value: [1, key-value heads, T, width].
+        lengths: tokens of each sequence; they sum to T.
+        scaling, sliding_window: as in `packed_attention`.
+
+    Returns:
+        [1, heads, T, width].
+    """
     parts = zip(
         query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
     )
