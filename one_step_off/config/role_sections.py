@@ -22,7 +22,7 @@ class BackendConfig:
     packing: str = shared_key(
         "auto",
         "lay the sequences of a micro-batch one after the other, without padding; "
-        "auto: on GPUs in bfloat16, where the model allows it",
+        "auto: on GPUs in bfloat16, where the model and its layout allow it",
         choices="auto on off",
     )
     tensor_parallel_size: int = shared_key(1, "megatron: tensor parallel size", low=1)

@@ -19,7 +19,7 @@ READING_OPERATORS = (
 """Operators that read a value, or whose output has a shape that depends on values."""
 
 MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
-"""Functions that copy numbers of the host to the device, and wait for that."""
+"""Functions that copy numbers of the host to the device that they are given, and wait for that."""
 
 
 class _Methods(TorchFunctionMode):
@@ -33,7 +33,8 @@ class _Methods(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in READING_METHODS and args and isinstance(args[0], Tensor):
             self.counts[name] += 1
-        if func in MAKERS and not isinstance(args[0], Tensor):
+        is_given_device = (kwargs or {}).get("device") is not None
+        if func in MAKERS and is_given_device and not isinstance(args[0], Tensor):
             self.counts[f"{name} of host numbers"] += 1
         return func(*args, **(kwargs or {}))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from one_step_off.training.fsdp_workers import CriticWorker, PolicyWorker
-from tests.unit.training.fsdp_helpers import OBJECTIVES, config, make_batch
+from tests.unit.training.fsdp_helpers import OBJECTIVES, config, free_port, make_batch
 from tests.unit.training.host_waits import counted_host_waits
 
 WAITS = {
@@ -28,13 +28,14 @@ WAITS = {
     "allclose": lambda x: torch.allclose(x, x),
     "equal": lambda x: torch.equal(x, x),
     "repeat": lambda x: x.repeat_interleave(torch.tensor([1, 2, 0, 1])),
-    "host number": lambda x: torch.as_tensor(3.0),
+    "host number": lambda x: torch.as_tensor(3.0, device="cpu"),
     "in backward": lambda x: Reading.apply(x.requires_grad_()).sum().backward(),
 }
 NO_WAITS = {
     "arithmetic": lambda x: (2 * x + 1).clamp(0, 1).where(x > 0, 0.0).sum(),
     "shape": lambda x: len(x) + x.shape[0] + x.numel(),
     "index": lambda x: x[torch.zeros(2, dtype=torch.int64)],
+    "host number that stays there": lambda x: torch.tensor(3.0),
     "from numpy": lambda x: torch.from_numpy(np.zeros(3)),
 }
 
@@ -117,3 +118,23 @@ def test_the_other_passes_too(model_folders, start_single, packing):
             worker = start_single(config(path, **changes), role=role, cls=cls)
             waits.append(waits_of(worker, method, batch))
         assert waits[0] == waits[1], (role, method)
+
+
+def test_megatron_too(megatron_models):
+    """Of a dense model and padded batches. Megatron's layers for CPUs read the boundaries of packed
+    sequences, and its experts the number of their tokens."""
+    from tests.unit.training import megatron_helpers
+
+    path = str(megatron_models / "qwen2")
+    waits = []
+    for budget in (16384, 40):
+        case = megatron_helpers.case("one", "qwen2", 1, micro_batch_tokens=budget)
+        worker = megatron_helpers.WORKERS["actor"](
+            config(path, **case.changes), "actor", 0, 1, "cpu"
+        )
+        try:
+            worker.setup("127.0.0.1", free_port())
+            waits.append(waits_of(worker, "update", make_batch(path)))
+        finally:
+            megatron_helpers.end()
+    assert waits[0] == waits[1]
