@@ -130,7 +130,7 @@ class MicroBatch:
             sees the padding to its right.
         cu_seqlens: int32 [sequences + 1], the first token of each packed sequence and their number
             of tokens; None when padded. Attention must not cross these boundaries.
-        max_seqlen: tokens of the longest sequence.
+        max_seqlen: tokens of the longest packed sequence; 0 when padded.
         logit_index: int64 [n]; flat index into [rows * width] of the position whose logits predict
             each wanted token.
         tokens: int64 [n]; the wanted tokens.
@@ -166,28 +166,24 @@ def collate(
     """
     sequences = sequences or [np.zeros(2, dtype=np.int64)]
     wanted = wanted or [np.zeros(0, dtype=np.int64)]
-    for positions in wanted:
-        if len(positions) and positions[0] < 1:
-            raise ValueError(
-                "the first token of a sequence has no log-prob: nothing stands before it"
-            )
-    lengths = [len(sequence) for sequence in sequences]
+    if any(len(positions) and positions[0] < 1 for positions in wanted):
+        raise ValueError("the first token of a sequence has no log-prob: nothing stands before it")
+    position_ids = None
     cu_seqlens = None
+    max_seqlen = 0
     if packed:
-        row = [*sequences]
-        if sum(lengths) % multiple:  # one more sequence, of which nothing is wanted
-            row.append(np.zeros(multiple - sum(lengths) % multiple, dtype=np.int64))
-        lengths = [len(sequence) for sequence in row]
+        lengths = _packed_lengths(sequences, multiple)
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        max_seqlen = max(lengths)
         starts = cu_seqlens[: len(sequences)]
-        input_ids = np.concatenate(row).astype(np.int64)[None]
+        tail = np.zeros(sum(lengths[len(sequences) :]), dtype=np.int64)
+        input_ids = np.concatenate([*sequences, tail]).astype(np.int64)[None]
         position_ids = np.concatenate([np.arange(length) for length in lengths])[None]
     else:
-        width = _divide_up(max(lengths), multiple) * multiple
+        width = _divide_up(max(map(len, sequences)), multiple) * multiple
         starts = np.arange(len(sequences)) * width
         rows = [np.pad(sequence, (0, width - len(sequence))) for sequence in sequences]
         input_ids = np.stack(rows).astype(np.int64)
-        position_ids = None
     # The logits at position p predict the token at p + 1.
     logit_parts = [p + start - 1 for p, start in zip(wanted, starts, strict=True)]
     token_parts = [sequence[p] for sequence, p in zip(sequences, wanted, strict=True)]
@@ -198,8 +194,16 @@ def collate(
         tokens=np.concatenate(token_parts).astype(np.int64),
         counts=[len(positions) for positions in wanted],
         cu_seqlens=cu_seqlens,
-        max_seqlen=max(lengths),
+        max_seqlen=max_seqlen,
     )
+
+
+def _packed_lengths(sequences: list[np.ndarray], multiple: int) -> list[int]:
+    """Tokens of each sequence of a packed row; one more, of which nothing is wanted, fills the row
+    up to a multiple of `multiple`."""
+    lengths = [len(sequence) for sequence in sequences]
+    missing = -sum(lengths) % multiple
+    return [*lengths, missing] if missing else lengths
 
 
 def pad_to_same_shape(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
