@@ -9,26 +9,26 @@ import torch.multiprocessing as mp
 
 from tests.unit.training.fsdp_helpers import (
     OBJECTIVES,
+    Recorder,
     assert_gradients_equal,
     config,
     end,
-    free_port,
     hf_log_probs,
     hf_model,
     make_batch,
-    start,
     whole,
 )
-from tests.unit.training.rank_helpers import without_times
+from tests.unit.training.rank_helpers import join, without_times
 
 EVERYTHING = OBJECTIVES["everything"]
 
 
 def run_rank(rank, world, cases, out):
-    """In a spawned process: everything that the tests below ask about each (name, config, port)."""
+    """In a spawned process: everything that the tests below ask about each case, name -> config."""
     torch.set_num_threads(1)
-    for name, cfg, port in cases:
-        worker = start(cfg, rank=rank, world=world, port=port)
+    for name, cfg in cases.items():
+        worker = Recorder(cfg, "actor", rank, world, "cpu", total_steps=10)
+        join(worker, name, out)
         assert worker.packed == (cfg.actor.packing == "on")
         torch.save(results_of(worker, f"{out}/{name}_hf"), f"{out}/{name}_{rank}.pt")
         end()
@@ -61,8 +61,7 @@ def results_of(worker, hf_folder):
 
 def run_world(world, cases, out):
     """What every rank computed: name of the case -> list."""
-    with_ports = [(name, cfg, free_port()) for name, cfg in cases.items()]
-    mp.spawn(run_rank, args=(world, with_ports, str(out)), nprocs=world)
+    mp.spawn(run_rank, args=(world, cases, str(out)), nprocs=world)
     results = {}
     for name in cases:
         files = [f"{out}/{name}_{rank}.pt" for rank in range(world)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from one_step_off.training.fsdp_workers import CriticWorker, PolicyWorker
+from one_step_off.training.update_stats import PhaseTimer
 from tests.unit.training.fsdp_helpers import OBJECTIVES, config, free_port, make_batch
 from tests.unit.training.host_waits import counted_host_waits
 
@@ -138,3 +139,35 @@ def test_megatron_too(megatron_models):
         finally:
             megatron_helpers.end()
     assert waits[0] == waits[1]
+
+
+class StandInEvent:
+    """An event of a GPU, whose clock counts the recorded events in seconds."""
+
+    recorded = 0
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+        self.milliseconds = 0
+
+    def record(self):
+        StandInEvent.recorded += 1
+        self.milliseconds = 1000 * StandInEvent.recorded
+
+    def elapsed_time(self, end):
+        return end.milliseconds - self.milliseconds
+
+
+def test_a_gpu_s_phases_are_timed_with_one_wait_for_all(monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.cuda, "Event", StandInEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("synchronize"))
+    timer = PhaseTimer(torch.device("cuda"))
+    for _ in range(3):
+        with timer("forward"):
+            pass
+        with timer("backward"):
+            pass
+    assert waits == []
+    assert timer.totals() == {"forward": 3.0, "backward": 3.0}
+    assert waits == ["synchronize"]
