@@ -128,6 +128,9 @@ class MicroBatch:
         position_ids: int64 [1, width] that restart at each sequence when packed, else None. A
             padded batch needs neither positions nor a mask: under causal attention no real token
             sees the padding to its right.
+        cu_seqlens: int32 [sequences + 1], the first token of each packed sequence and their number
+            of tokens; None when padded. Attention must not cross these boundaries.
+        max_seqlen: tokens of the longest packed sequence; 0 when padded.
         logit_index: int64 [n]; flat index into [rows * width] of the position whose logits predict
             each wanted token.
         tokens: int64 [n]; the wanted tokens.
@@ -139,6 +142,8 @@ class MicroBatch:
     logit_index: np.ndarray
     tokens: np.ndarray
     counts: list[int]
+    cu_seqlens: np.ndarray | None = None
+    max_seqlen: int = 0
 
 
 def collate(
@@ -154,29 +159,31 @@ def collate(
         wanted: for each sequence the positions (1 to L_i - 1) of the tokens whose log-prob is
             wanted.
         packed: one row without padding, else one row per sequence.
-        multiple: the width of padded rows is rounded up to a multiple of it.
+        multiple: the width of the rows is rounded up to a multiple of it.
 
     Raises:
         ValueError: the first token of a sequence is wanted.
     """
     sequences = sequences or [np.zeros(2, dtype=np.int64)]
     wanted = wanted or [np.zeros(0, dtype=np.int64)]
-    for positions in wanted:
-        if len(positions) and positions[0] < 1:
-            raise ValueError(
-                "the first token of a sequence has no log-prob: nothing stands before it"
-            )
-    lengths = [len(sequence) for sequence in sequences]
+    if any(len(positions) and positions[0] < 1 for positions in wanted):
+        raise ValueError("the first token of a sequence has no log-prob: nothing stands before it")
+    position_ids = None
+    cu_seqlens = None
+    max_seqlen = 0
     if packed:
-        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-        input_ids = np.concatenate(sequences).astype(np.int64)[None]
+        lengths = _packed_lengths(sequences, multiple)
+        cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        max_seqlen = max(lengths)
+        starts = cu_seqlens[: len(sequences)]
+        tail = np.zeros(sum(lengths[len(sequences) :]), dtype=np.int64)
+        input_ids = np.concatenate([*sequences, tail]).astype(np.int64)[None]
         position_ids = np.concatenate([np.arange(length) for length in lengths])[None]
     else:
-        width = _divide_up(max(lengths), multiple) * multiple
+        width = _divide_up(max(map(len, sequences)), multiple) * multiple
         starts = np.arange(len(sequences)) * width
         rows = [np.pad(sequence, (0, width - len(sequence))) for sequence in sequences]
         input_ids = np.stack(rows).astype(np.int64)
-        position_ids = None
     # The logits at position p predict the token at p + 1.
     logit_parts = [p + start - 1 for p, start in zip(wanted, starts, strict=True)]
     token_parts = [sequence[p] for sequence, p in zip(sequences, wanted, strict=True)]
@@ -186,7 +193,17 @@ def collate(
         logit_index=np.concatenate(logit_parts).astype(np.int64),
         tokens=np.concatenate(token_parts).astype(np.int64),
         counts=[len(positions) for positions in wanted],
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
     )
+
+
+def _packed_lengths(sequences: list[np.ndarray], multiple: int) -> list[int]:
+    """Tokens of each sequence of a packed row; one more, of which nothing is wanted, fills the row
+    up to a multiple of `multiple`."""
+    lengths = [len(sequence) for sequence in sequences]
+    missing = -sum(lengths) % multiple
+    return [*lengths, missing] if missing else lengths
 
 
 def pad_to_same_shape(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:

@@ -41,6 +41,8 @@ class UsageProbe:
         """The resources of this process and its children. `cuda`: whether the run uses GPUs.
 
         Returns:
+            memory_parts: peaks by kind, in bytes, from the class's own `peak_memory_parts()` if it
+                has this method.
             memory_bytes: the peak; from the class's own `peak_memory_bytes()` if it has this
                 method, otherwise of all GPUs that the process sees, otherwise resident memory.
             device: the GPU's name for a class with `peak_memory_bytes()`, otherwise "".
@@ -50,6 +52,9 @@ class UsageProbe:
         own_peak = getattr(self, "peak_memory_bytes", None)
         memory_bytes = own_peak() if own_peak else peak_resident_bytes()
         usage: dict[str, Any] = {"memory_bytes": memory_bytes, "device": ""}
+        own_parts = getattr(self, "peak_memory_parts", None)
+        if own_parts:
+            usage["memory_parts"] = own_parts()
         if cuda and own_peak:
             from torch.cuda import get_device_name
 
@@ -90,6 +95,16 @@ def peak_resident_bytes() -> int:
     return total
 
 
+def release_cached_memory(device: Any) -> None:
+    """Return the memory that torch keeps for later allocations to the GPU `device`, for other
+    processes. On CPUs nothing is kept."""
+    if device.type == "cuda":
+        import torch
+
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
+
 def _sample_gpus(samples: list[tuple[float, int]]) -> None:
     """Append to `samples` until NVML fails. One sample at the end of a step would say nothing about
     the step.
@@ -121,6 +136,10 @@ async def report_usage(group: str, actors: list[Any], cuda: bool, report: Report
         return
     peak_bytes = max(usage["memory_bytes"] for usage in usages)
     metrics = {f"memory/{group}_peak_bytes": float(peak_bytes)}
+    for usage in usages:
+        for kind, part_bytes in usage.get("memory_parts", {}).items():
+            name = f"memory/{group}_peak_{kind}_bytes"
+            metrics[name] = max(metrics.get(name, 0.0), float(part_bytes))
     shares = [usage["gpu_utilisation"] for usage in usages if "gpu_utilisation" in usage]
     if shares:
         metrics[f"gpu_utilisation/{group}"] = fmean(shares)

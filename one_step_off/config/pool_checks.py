@@ -161,6 +161,10 @@ def _check_stages(role: str, settings: Any) -> None:
 def _check_fsdp_layout(
     cfg: Config, role: str, settings: Any, sizes: dict[str, int], ranks: int, device: str
 ) -> None:
+    if settings.packing == "on" and cfg.model.attn_implementation == "eager":
+        raise key_error(
+            cfg, f"{role}.packing", "model.attn_implementation=eager cannot pack; use auto or off"
+        )
     if ranks % settings.fsdp_size:
         divisor = _largest_divisor(ranks, settings.fsdp_size)
         raise key_error(
@@ -220,6 +224,13 @@ def _check_megatron_settings(cfg: Config, role: str, settings: Any) -> None:
             cfg,
             "model.attn_implementation",
             f"{role}.backend=megatron chooses its own; use auto",
+        )
+    is_split = settings.context_parallel_size > 1 or settings.virtual_pipeline_parallel_size
+    if settings.packing == "on" and is_split:
+        raise key_error(
+            cfg,
+            f"{role}.packing",
+            "context parallelism and virtual pipeline stages need padded batches; use auto or off",
         )
     for name, off in _FSDP_ONLY.items():
         if getattr(settings, name, off) != off:

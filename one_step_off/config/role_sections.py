@@ -19,6 +19,12 @@ class BackendConfig:
     micro_batch_tokens: int = shared_key(
         16384, "tokens per forward pass and rank, padding included", low=1
     )
+    packing: str = shared_key(
+        "auto",
+        "lay the sequences of a micro-batch one after the other, without padding; "
+        "auto: on GPUs in bfloat16, where the model and its layout allow it",
+        choices="auto on off",
+    )
     tensor_parallel_size: int = shared_key(1, "megatron: tensor parallel size", low=1)
     pipeline_parallel_size: int = shared_key(1, "megatron: pipeline stages", low=1)
     virtual_pipeline_parallel_size: Optional[int] = config_key(

@@ -39,7 +39,7 @@ class ModelConfig:
     )
     attn_implementation: str = config_key(
         "auto",
-        "attention of the trainer; auto: FlashAttention if it is installed, else SDPA",
+        "attention of the trainer; auto: flash_attn or torch's own for packed batches, else SDPA",
         choices="auto sdpa flash_attention_2 eager",
     )
     lora_rank: int = config_key(

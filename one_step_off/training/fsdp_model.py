@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,21 +30,10 @@ from one_step_off.config.role_sections import TrainedConfig
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.models.hf_model import SCALAR_HEAD, empty_model, logits_of, read_checkpoint
-from one_step_off.training import lora
+from one_step_off.training import lora, packed_attention
+from one_step_off.training.packed_attention import AttentionChoice
 from one_step_off.training.token_outputs import in_chunks
 from one_step_off.weight_sync.weight_piece import WeightPiece
-
-
-def attention_for(cfg: Config, device: torch.device) -> str:
-    """The attention implementation that model.attn_implementation means on this device."""
-    if cfg.model.attn_implementation != "auto":
-        return cfg.model.attn_implementation
-    # Only an installed flash_attn counts: fetching a kernel from the hub would make a start depend
-    # on the network.
-    has_flash = transformers.utils.is_flash_attn_2_available()
-    if has_flash and device.type == "cuda" and cfg.model.dtype == "bfloat16":
-        return "flash_attention_2"
-    return "sdpa"
 
 
 def _device_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
@@ -57,8 +45,9 @@ def _device_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
-    """Build the role's model without weights, shard it, then load it (collective).
+def build(cfg: Config, device: torch.device, role: str) -> tuple[PreTrainedModel, AttentionChoice]:
+    """Build the role's model without weights, shard it, then load it (collective). Returns it, and
+    its attention.
 
     Rank 0 reads the checkpoint and broadcasts, so a host holds one full copy for a moment, not one
     per rank. A critic whose checkpoint has no scalar head begins with the random one of
@@ -74,15 +63,20 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     dtype = getattr(torch, cfg.model.dtype)
     if is_trained and not has_adapters:
         dtype = torch.float32  # master weights; a frozen model has none
-    attention = attention_for(cfg, device)
+    requested = cfg.model.attn_implementation
     source = None
+    choice: list[Any] = [None]
     if dist.get_rank() == 0:
-        source = read_checkpoint(cfg, role, attention, dtype, "cpu")
+        checked = "sdpa" if requested == "auto" else requested
+        source = read_checkpoint(cfg, role, checked, dtype, "cpu")
         if has_adapters:
             lora.inject(source, cfg.model)
+        choice[0] = packed_attention.choose(cfg, role, device)
     # The others wait here, so that rank 0 is the first to report what is wrong with the model.
-    dist.broadcast_object_list([None], src=0)
-    model = empty_model(cfg, role, attention, dtype)
+    dist.broadcast_object_list(choice, src=0)
+    attention: AttentionChoice = choice[0]
+    packed_attention.register()
+    model = empty_model(cfg, role, attention.implementation, dtype)
     model.requires_grad_(is_trained)
     if has_adapters:
         lora.inject(model, cfg.model)
@@ -91,7 +85,7 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     shard_device = torch.device("cpu") if role_config.param_offload else device
     _shard(model, role_config, cfg.model.dtype, device, shard_device)
     _load(model, source, shard_device, device)
-    return model
+    return model, attention
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -176,16 +170,15 @@ def _token_outputs(
     temperature: float,
     entropy: str,
     chunk: int,
-    **ids: Any,
+    **inputs: Any,
 ) -> TokenOutputs:
     """Log-probs (and entropies) of the wanted tokens, or the scalar head's output there, float32
     [n].
 
-    See `batching.MicroBatch` for `logit_index`, `tokens` and `ids`. This replaces the model's own
-    forward, because FSDP2 gathers the root's parameters (embedding, norm, head) around that method
-    alone.
+    See `batching.MicroBatch` for `logit_index` and `tokens`; `inputs` are the backbone's. This
+    replaces the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm,
+    head) around that method alone.
     """
-    inputs = {name: tensor for name, tensor in ids.items() if tensor is not None}
     hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
     scalar_head = getattr(self, SCALAR_HEAD, None)
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.tensor import DTensor
 
 from one_step_off.algorithms import batching, core_algos
-from one_step_off.training import fsdp_model, lora
+from one_step_off.training import fsdp_model, lora, packed_attention
 from one_step_off.training.critic_role import CriticRole
 from one_step_off.training.model_worker import ModelWorker, WorkItem
 from one_step_off.training.policy_role import PolicyRole
@@ -29,11 +29,9 @@ class FsdpBackend(ModelWorker):
     """Put before a role's class: its model, passes, optimizer and checkpoints by FSDP2."""
 
     def _build_model(self) -> None:
-        self.model = fsdp_model.build(self.cfg, self.device, self.role)
+        self.model, self.attention = fsdp_model.build(self.cfg, self.device, self.role)
         self.adapters = lora.Adapters(self.model)
-        # Packing needs variable-length attention. SDPA on a CPU is also 13 times slower packed than
-        # sorted and padded.
-        self.packed = fsdp_model.attention_for(self.cfg, self.device) == "flash_attention_2"
+        self.packed = bool(self.attention.kernel)
 
     # Passes.
 
@@ -56,16 +54,24 @@ class FsdpBackend(ModelWorker):
     def _forward(
         self, layout: batching.MicroBatch, temperature: float, figure: str
     ) -> core_algos.TokenOutputs:
-        position_ids = layout.position_ids
+        inputs = {"input_ids": self._tensor(layout.input_ids)}
+        if layout.position_ids is not None:
+            inputs["position_ids"] = self._tensor(layout.position_ids)
         return self.model(
-            input_ids=self._tensor(layout.input_ids),
-            position_ids=None if position_ids is None else self._tensor(position_ids),
+            **inputs,
+            **self._boundaries(layout),
             logit_index=self._tensor(layout.logit_index),
             tokens=self._tensor(layout.tokens),
             temperature=temperature,
             entropy=figure,
             chunk=self.cfg.actor.log_prob_chunk,
         )
+
+    def _boundaries(self, layout: batching.MicroBatch) -> dict[str, Any]:
+        if layout.cu_seqlens is None:
+            return {}
+        cu_seqlens = self._tensor(layout.cu_seqlens)
+        return packed_attention.boundary_arguments(layout, cu_seqlens, self.attention.kernel)
 
     # The optimizer.
 

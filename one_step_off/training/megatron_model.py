@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from megatron.core import jit, tensor_parallel
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
@@ -24,6 +26,7 @@ from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.models.hf_model import SCALAR_ROLES
 from one_step_off.training.megatron_weights import head_dim
+from one_step_off.training.packed_attention import FIRST_HOPPER_GPU, attend_per_sequence
 from one_step_off.training.token_outputs import in_chunks
 
 # Megatron's own switch, before its other modules are imported: on short runs compiling costs more
@@ -42,6 +45,34 @@ def parallel_sizes(role_config: BackendConfig) -> dict[str, Any]:
         # Experts are spread out, not cut: their columns are few.
         "expert_tensor_parallel_size": 1,
     }
+
+
+def packs(cfg: Config, role: str, device: torch.device) -> bool:
+    """Whether the role's batches are packed.
+
+    Transformer Engine has two kernels for packed sequences: flash_attn's, where it is installed,
+    and cuDNN's, on Hopper and later GPUs.
+    """
+    role_config = role_settings(cfg, role)
+    if role_config.packing != "auto":
+        return role_config.packing == "on"
+    if device.type != "cuda" or cfg.model.dtype != "bfloat16":
+        return False
+    if role_config.context_parallel_size > 1 or role_config.virtual_pipeline_parallel_size:
+        return False
+    is_hopper = torch.cuda.get_device_capability(device) >= FIRST_HOPPER_GPU
+    return is_hopper or transformers.utils.is_flash_attn_2_available()
+
+
+def packed_parameters(cu_seqlens: Tensor, max_seqlen: int) -> PackedSeqParams:
+    """What Megatron's layers need to know of packed sequences, see `batching.MicroBatch`."""
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+    )
 
 
 def _finalize_gradients(chunks: list[nn.Module], *_: Any, **__: Any) -> None:
@@ -82,6 +113,9 @@ def _transformer_config(
         # they are padded alike.
         "variable_seq_lengths": not role_config.virtual_pipeline_parallel_size,
         "batch_p2p_comm": is_cuda,
+        # Megatron's own code for packed sequences reads their boundaries back from the device, in
+        # each layer.
+        "apply_rope_fusion": is_cuda and packs(cfg, role, device),
         # The only dispatcher for shapes that differ.
         "moe_token_dispatcher_type": "alltoall",
         # The micro-batches' and ranks' losses are parts of one sum.
@@ -127,15 +161,26 @@ class _Norm(nn.RMSNorm):
 
 
 class _Attention(nn.Module):
-    """The local layers' causal attention, by torch's own kernel. Under context parallelism, which
-    Megatron leaves to Transformer Engine, this rank's queries meet the keys and values of all
-    ranks."""
+    """The local layers' causal attention, by torch's own kernel, also of what Megatron leaves to
+    Transformer Engine: under context parallelism this rank's queries meet the keys and values of
+    all ranks; packed sequences come one after the other."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """All are [positions, rows, heads, width]; the result has the heads side by side."""
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **__: Any,
+    ) -> Tensor:
+        """All are [positions, rows, heads, width], or [positions, heads, width] when packed; the
+        result has the heads side by side."""
+        if packed_seq_params is not None:
+            return _attend_packed(query, key, value, packed_seq_params)
         group = mpu.get_context_parallel_group()
         mask = None
         if group.size() > 1:
@@ -151,6 +196,13 @@ class _Attention(nn.Module):
             enable_gqa=True,
         )
         return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
+    """All are [T, heads, width]; the result is [T, heads * width]."""
+    lengths = packed.cu_seqlens_q.diff().tolist()
+    rows = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+    return attend_per_sequence(*rows, lengths)[0].transpose(0, 1).flatten(1)
 
 
 def _causal_mask(width: int, rank: int, ranks: int) -> Tensor:

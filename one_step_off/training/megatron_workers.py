@@ -69,7 +69,7 @@ class MegatronBackend(ModelWorker):
             model_parallel_cuda_manual_seed(cfg.trainer.seed)
             self.models = megatron_model.build(cfg, self.role, self.hf_config, self.device)
         self.chunks = self.models
-        self.packed = False  # packed sequences need Transformer Engine, and have not been built
+        self.packed = megatron_model.packs(cfg, self.role, self.device)
         self.batch_share = self._own_share()
         megatron_weights.load(cfg, self.role, self.models, self.hf_config)
         if not isinstance(role_config, TrainedConfig):
@@ -194,7 +194,13 @@ class MegatronBackend(ModelWorker):
 
         # A stage that is not the last returns its hidden states, and asks for no output.
         input_ids = self._tensor(part.input_ids)
-        return self._running_chunk(input_ids, None, None, output_processor=output)
+        packed = None
+        if layout.cu_seqlens is not None:
+            cu_seqlens = self._tensor(layout.cu_seqlens)
+            packed = megatron_model.packed_parameters(cu_seqlens, layout.max_seqlen)
+        return self._running_chunk(
+            input_ids, None, None, output_processor=output, packed_seq_params=packed
+        )
 
     # The optimizer.
 

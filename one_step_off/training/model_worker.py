@@ -27,7 +27,11 @@ from torch import Tensor
 from one_step_off.algorithms import batching, core_algos
 from one_step_off.algorithms.advantages import TokenArrays
 from one_step_off.cluster.network import reachable_host, select_gloo_interface
-from one_step_off.cluster.resource_usage import UsageProbe, peak_resident_bytes
+from one_step_off.cluster.resource_usage import (
+    UsageProbe,
+    peak_resident_bytes,
+    release_cached_memory,
+)
 from one_step_off.config.role_sections import TrainedConfig
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
@@ -79,7 +83,7 @@ class ModelWorker(UsageProbe, ABC):
     Attributes:
         cfg: the whole config; role_config: the section of this role.
         role, rank, world_size: this process is one rank of the role's process group.
-        device: of the model; known after `setup`.
+        device: of the model; which of several GPUs is known after `setup`.
         batch_share: the part of a batch that this rank computes.
         packed: whether sequences are laid one after the other into one row, else padded to one row
             each.
@@ -105,6 +109,7 @@ class ModelWorker(UsageProbe, ABC):
         self.total_steps = total_steps or cfg.trainer.total_steps
         self.batch_share = BatchShare(rank, world_size)
         self._device_type = device
+        self.device = torch.device(device)
 
     # What a back end defines.
 
@@ -159,6 +164,7 @@ class ModelWorker(UsageProbe, ABC):
         self._build_model()
         if isinstance(self.role_config, TrainedConfig):
             self._build_optimizer()
+        self._end_turn()
 
     def _choose_device(self) -> None:
         if self._device_type == "cuda":
@@ -227,23 +233,43 @@ class ModelWorker(UsageProbe, ABC):
             return output.sum()
 
         self._run_micro_batches(items, keep_output, PhaseTimer(self.device))
-        if not self.batch_share.reports:
+        if not self.batch_share.reports or not items:
+            self._end_turn()
             return {}
+        # One copy to the host, at the end: it waits for the device.
+        values = torch.cat(outputs).float().cpu().numpy()
+        outputs.clear()
+        self._end_turn()
         result = {}
-        for indices, item, output in zip(micro_batches, items, outputs, strict=True):
-            ends = np.cumsum(item.layout.counts)
-            arrays = np.split(output.float().cpu().numpy(), ends[:-1])
+        start = 0
+        for indices, item in zip(micro_batches, items, strict=True):
+            ends = start + np.cumsum(item.layout.counts)
+            arrays = np.split(values[start : ends[-1]], ends[:-1] - start)
             # Not strict: an empty micro-batch has one stand-in sequence, and no index.
             result.update(zip(indices, arrays, strict=False))
+            start = ends[-1]
         return result
 
     def _lay_out(self, sequences: TokenArrays, wanted: TokenArrays) -> batching.MicroBatch:
         return batching.collate(sequences, wanted, self.packed, self.batch_share.width_multiple)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cuda":
+            # Only from pinned memory does a copy run beside the host. torch reuses the pinned block
+            # once the copy has ended.
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
     # The process.
+
+    def _end_turn(self) -> None:
+        """Give the device the memory that torch only keeps for later, where other roles share the
+        pool. A colocated engine could not wake up without it."""
+        pools = self.cfg.placement.roles
+        own_pool = pools.get(self.role)
+        if list(pools.values()).count(own_pool) > 1:
+            release_cached_memory(self.device)
 
     @ray.method(concurrency_group="control")
     def alive(self) -> None:
@@ -252,5 +278,13 @@ class ModelWorker(UsageProbe, ABC):
     def peak_memory_bytes(self) -> int:
         """Most memory used so far, in bytes: allocated on the GPU, or resident in this process."""
         if self._device_type == "cuda":
-            return torch.cuda.max_memory_allocated()
+            return torch.cuda.max_memory_allocated(self.device)
         return peak_resident_bytes()
+
+    def peak_memory_parts(self) -> dict[str, int]:
+        """Most memory so far by kind, in bytes: "reserved" by torch on the GPU, used or kept for
+        later; "resident" in host memory, where offloaded parameters and moments are."""
+        parts = {"resident": peak_resident_bytes()}
+        if self._device_type == "cuda":
+            parts["reserved"] = torch.cuda.max_memory_reserved(self.device)
+        return parts

@@ -126,7 +126,9 @@ class TrainedWorker(CheckpointedWorker):
             self.version += 1
             return {}
         self._check_columns(batch)
-        return self._ppo_update(batch)
+        metrics = self._ppo_update(batch)
+        self._end_turn()
+        return metrics
 
     def _check_columns(self, batch: Batch) -> None:
         count = len(batch.samples)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-Table = dict[str, torch.Tensor]
-"""Name -> float64 scalar on the worker's device."""
+Table = dict[str, torch.Tensor | float]
+"""Name -> float64 scalar on the worker's device, or a number that the host knows: to copy it to the
+device, the host would wait."""
 
 Figures = dict[str, float]
 
@@ -30,7 +31,6 @@ class UpdateStats:
         self.grad_norms: list[float] = []
         self.skipped_updates = 0
         self.non_finite_losses = torch.zeros((), device=device)
-        self._device = device
         self._sums: Table = {}
         self._maxima: Table = {}
 
@@ -39,19 +39,17 @@ class UpdateStats:
         if "loss" in values:
             self.non_finite_losses += ~torch.isfinite(values["loss"])
         for name, value in values.items():
-            scalar = self._scalar(value)
+            scalar = _scalar(value)
             self._sums[name] = self._sums[name] + scalar if name in self._sums else scalar
 
     def maximum(self, **values: torch.Tensor | float) -> None:
-        """Raise the maxima to these values where they are larger."""
+        """Raise the maxima to these values where they are larger. A name has tensors only, or
+        numbers only."""
         for name, value in values.items():
-            scalar = self._scalar(value)
+            scalar = _scalar(value)
             if name in self._maxima:
-                scalar = torch.maximum(self._maxima[name], scalar)
+                scalar = _larger(self._maxima[name], scalar)
             self._maxima[name] = scalar
-
-    def _scalar(self, value: torch.Tensor | float) -> torch.Tensor:
-        return torch.as_tensor(value, dtype=torch.float64, device=self._device)
 
     def reduce(self, reports: bool = True) -> tuple[Figures, Figures]:
         """Sums and maxima over all ranks (collective); the same on every rank.
@@ -65,13 +63,24 @@ class UpdateStats:
         return sums, maxima
 
 
+def _scalar(value: torch.Tensor | float) -> torch.Tensor | float:
+    return value.double() if isinstance(value, torch.Tensor) else float(value)
+
+
+def _larger(first: torch.Tensor | float, second: torch.Tensor | float) -> torch.Tensor | float:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return torch.maximum(first, second)
+    return max(first, second)
+
+
 def _over_ranks(table: Table, combine: Callable[[list[float]], float]) -> Figures:
     """Combine the ranks' values of each name (collective). A rank may lack names that others
     have."""
-    figures: Figures = {}
-    if table:
-        values = torch.stack(list(table.values())).tolist()  # one copy from the device
-        figures = dict(zip(table, values, strict=True))
+    on_device = {n: value for n, value in table.items() if isinstance(value, torch.Tensor)}
+    figures: Figures = {n: value for n, value in table.items() if n not in on_device}
+    if on_device:
+        values = torch.stack(list(on_device.values())).tolist()  # one copy from the device
+        figures |= dict(zip(on_device, values, strict=True))
     of_ranks: list[Figures] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, figures)
     values_of: dict[str, list[float]] = {}

@@ -112,6 +112,7 @@ class CheckpointedWorker(ModelWorker):
             problem = f"the part of the {self.role} does not fit its model ({_reason(e)})"
             raise ConfigError(f"checkpoint {folder}: {problem}") from e
         self.adapters.gather()
+        self._end_turn()
         self.version = int(arrays["version"])
         self.optimizer_steps = int(arrays["optimizer_steps"])
         saved_schedule = schedule.from_arrays(arrays)

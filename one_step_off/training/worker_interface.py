@@ -44,6 +44,10 @@ class ModelInterface(Protocol):
     def peak_memory_bytes(self) -> int:
         """Most memory used so far, in bytes: of the GPU, or resident in this process."""
 
+    def peak_memory_parts(self) -> dict[str, int]:
+        """Most memory so far by kind, in bytes: "resident" in host memory; on a GPU also
+        "reserved"."""
+
 
 class TrainedInterface(ModelInterface, Protocol):
     """The roles of `TRAINED_ROLES`."""

@@ -103,8 +103,32 @@ def test_collate_points_at_the_position_before_each_wanted_token():
     packed = batching.collate(sequences, wanted, packed=True)
     assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+    assert packed.cu_seqlens.tolist() == [0, 3, 5]
+    assert packed.cu_seqlens.dtype == np.int32
+    assert packed.max_seqlen == 3
     assert packed.logit_index.tolist() == [0, 1, 3]
     assert packed.tokens.tolist() == [6, 7, 9]
+
+
+@given(st.lists(st.integers(2, 9), max_size=5), st.integers(1, 4))
+@settings(deadline=None)
+def test_a_packed_row_is_filled_up_by_a_sequence_of_its_own(lengths, multiple):
+    sequences = [np.arange(length) + 100 * i for i, length in enumerate(lengths)]
+    wanted = [np.arange(1, length) for length in lengths]
+    packed = batching.collate(sequences, wanted, True, multiple)
+    width = packed.input_ids.shape[1]
+    assert width % multiple == 0
+    assert 0 <= width - (sum(lengths) or 2) < multiple
+    assert packed.cu_seqlens[-1] == packed.position_ids.shape[1] == width
+    assert packed.max_seqlen == np.diff(packed.cu_seqlens).max()
+    assert len(packed.counts) == max(len(lengths), 1)
+    for i, sequence in enumerate(sequences):
+        begin, end = packed.cu_seqlens[i : i + 2]
+        assert packed.input_ids[0, begin:end].tolist() == sequence.tolist()
+        assert packed.position_ids[0, begin:end].tolist() == list(range(len(sequence)))
+    # The logits of a token predict the next one of the same sequence.
+    assert (packed.input_ids[0, packed.logit_index + 1] == packed.tokens).all()
+    assert packed.position_ids[0, packed.logit_index + 1].all()
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -42,7 +42,14 @@ def test_a_trainer_tells_its_own_peak():
         def peak_memory_bytes(self):
             return 7
 
-    assert Worker().usage(False) == {"memory_bytes": 7, "device": ""}
+        def peak_memory_parts(self):
+            return {"reserved": 8}
+
+    assert Worker().usage(False) == {
+        "memory_bytes": 7,
+        "memory_parts": {"reserved": 8},
+        "device": "",
+    }
     assert UsageProbe().usage(False)["memory_bytes"] > 0
 
 
@@ -102,12 +109,13 @@ class Actor:
 
 def test_groups_are_merged():
     answers = [
-        {"memory_bytes": 1, "gpu_utilisation": 0.5},
-        {"memory_bytes": 3, "gpu_utilisation": 1.0},
+        {"memory_bytes": 1, "gpu_utilisation": 0.5, "memory_parts": {"reserved": 9}},
+        {"memory_bytes": 3, "gpu_utilisation": 1.0, "memory_parts": {"reserved": 4}},
     ]
     actors, seen = [Actor(answer | {"device": "X"}) for answer in answers], []
     asyncio.run(report_usage("rollout", actors, True, lambda m, name: seen.append((m, name))))
-    assert seen == [({"memory/rollout_peak_bytes": 3.0, "gpu_utilisation/rollout": 0.75}, "X")]
+    peaks = {"memory/rollout_peak_bytes": 3.0, "memory/rollout_peak_reserved_bytes": 9.0}
+    assert seen == [(peaks | {"gpu_utilisation/rollout": 0.75}, "X")]
 
 
 def test_a_dead_process_does_not_disturb():

@@ -226,6 +226,11 @@ BAD = [
     (["actor.optimizer_offload=true"], ["actor.optimizer_offload=true", "CPU", "false"]),
     (["model.attn_implementation=flash_attention_2"], ["flash_attention_2", "CPU", "sdpa"]),
     (
+        ["actor.packing=on", "model.attn_implementation=eager"],
+        ["actor.packing=on", "attn_implementation=eager", "auto or off"],
+    ),
+    (["actor.packing=maybe"], ["actor.packing=maybe", "auto, on, off"]),
+    (
         ["model.attn_implementation=flash_attention_2", "placement.device=cuda"],
         ["flash_attention_2", "in float32", "model.dtype=bfloat16", "sdpa"],
     ),

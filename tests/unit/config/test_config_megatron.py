@@ -30,6 +30,10 @@ MEGATRON = [
         ["model.attn_implementation=sdpa"],
         ["attn_implementation=sdpa", "actor.backend=megatron", "chooses its own", "use auto"],
     ),
+    (
+        ["actor.packing=on", "actor.context_parallel_size=2"],
+        ["actor.packing=on", "context parallelism", "padded", "use auto or off"],
+    ),
     (["actor.optimizer_offload=true"], ["actor.optimizer_offload=true", "set it to false"]),
 ]
 

@@ -26,6 +26,24 @@ def one_rank_update(model_folders):
 
 
 @pytest.fixture(scope="session")
+def judge(model_folders, tmp_path_factory):
+    """A sequence classifier as it would come from the hub, its head large enough to tell sequences
+    apart."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("judge")
+    torch.manual_seed(2)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        model_folders["tied"], num_labels=1, pad_token_id=0
+    )
+    with torch.no_grad():
+        model.score.weight.normal_(0, 1)
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(model_folders["tied"]).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
 def megatron_models(tmp_path_factory):
     """A folder with a tiny model of every family that the Megatron back end builds."""
     pytest.importorskip("megatron.core", reason="megatron-core is not installed (the extra)")

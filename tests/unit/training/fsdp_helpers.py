@@ -11,7 +11,7 @@ import transformers
 
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample
-from one_step_off.training.fsdp_workers import PolicyWorker
+from one_step_off.training.fsdp_workers import CriticWorker, PolicyWorker
 
 VOCAB = 67  # odd, so the rows of embedding and head do not divide evenly
 MODELS = {
@@ -39,6 +39,15 @@ class Recorder(PolicyWorker):
     def _optimizer_step(self, stats):
         named: Any = self.model.named_parameters()
         self.gradients = {n: p.grad.full_tensor().cpu().numpy().copy() for n, p in named}
+        return super()._optimizer_step(stats)
+
+
+class RecordingCritic(CriticWorker):
+    """Keeps whole gradients as they are before each optimiser step."""
+
+    def _optimizer_step(self, stats):
+        named: Any = self.model.named_parameters()
+        self.gradients = {n: p.grad.full_tensor().numpy().copy() for n, p in named}
         return super()._optimizer_step(stats)
 
 
@@ -142,12 +151,10 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start(cfg, role="actor", rank=0, world=1, port=None, packed=None, cls=Recorder):
-    """A worker that is set up. `packed`: None leaves the layout to the worker."""
+def start(cfg, role="actor", rank=0, world=1, port=None, cls=Recorder):
+    """A worker that is set up."""
     worker = cls(cfg, role, rank, world, "cpu", total_steps=10)
     worker.setup("127.0.0.1", port or free_port())
-    if packed is not None:
-        worker.packed = packed
     return worker
 
 

@@ -74,6 +74,7 @@ TP = {"tensor_parallel_size": 2}
 PP = {"pipeline_parallel_size": 2}
 EP = {"expert_parallel_size": 2}
 CP = {"context_parallel_size": 2}
+PACKED = {"packing": "on"}
 SP = {"sequence_parallel": True}
 VPP = {"virtual_pipeline_parallel_size": 2}
 

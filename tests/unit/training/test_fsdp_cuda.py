@@ -10,8 +10,9 @@ import pytest
 import torch
 import transformers
 
-from one_step_off.training.fsdp_workers import PolicyWorker
+from one_step_off.training.packed_attention import FLASH_ATTN, PER_SEQUENCE, TORCH_VARLEN
 from tests.unit.training.fsdp_helpers import (
+    MODELS,
     OBJECTIVES,
     Recorder,
     assert_gradients_equal,
@@ -112,21 +113,70 @@ def test_the_comparison_with_cuda_sees_what_differs(model_folders, one_rank_upda
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not (torch.cuda.is_available() and transformers.utils.is_flash_attn_2_available()),
-    reason="needs a GPU with flash_attn; this machine has none",
-)
-def test_packed_flash_equals_padded(model_folders):
-    path = model_folders["tied"]
-    found = {}
-    for attention in ("sdpa", "flash_attention_2"):
-        cfg = config(path, model__dtype="bfloat16", model__attn_implementation=attention)
-        worker = PolicyWorker(cfg, "ref", 0, 1, "cuda")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; this machine has none")
+@pytest.mark.parametrize("kernel", [TORCH_VARLEN, FLASH_ATTN, PER_SEQUENCE])
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_equals_padded(model_folders, monkeypatch, name, kernel):
+    """In bf16, whose rounding differs between kernels."""
+    has_flash_attn = transformers.utils.is_flash_attn_2_available()
+    if kernel == FLASH_ATTN and not has_flash_attn:
+        pytest.skip("needs the package flash_attn")
+    if kernel == TORCH_VARLEN:
+        monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: False)
+    path = model_folders[name]
+    log_probs = {}
+    gradients = {}
+    for packing in ("off", "on"):
+        cfg = config(path, model__dtype="bfloat16", actor__packing=packing)
+        if kernel == PER_SEQUENCE:
+            cfg.model.attn_implementation = "sdpa"
+        worker = Recorder(cfg, "actor", 0, 1, "cuda", total_steps=10)
         try:
             worker.setup("127.0.0.1", free_port())
-            assert worker.packed == (attention == "flash_attention_2")
-            found[attention] = worker.log_prob(make_batch(path))
+            assert worker.attention.kernel == (kernel if packing == "on" else "")
+            log_probs[packing] = worker.log_prob(make_batch(path))
+            worker.update(make_batch(path))
+            gradients[packing] = worker.gradients
         finally:
             end()
-    for i, log_probs in found["sdpa"].items():
-        assert np.abs(found["flash_attention_2"][i] - log_probs).mean() < 0.05
+    for i, padded in log_probs["off"].items():
+        assert np.abs(log_probs["on"][i] - padded).mean() < 0.05
+    assert_gradients_equal(gradients["on"], gradients["off"], rtol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; this machine has none")
+@pytest.mark.parametrize("packing", ["off", "on"])
+def test_micro_batches_do_not_wait_for_the_gpu(model_folders, packing):
+    """The passes over all micro-batches run while torch forbids every wait."""
+    path = model_folders["tied"]
+
+    class Strict(Recorder):
+        """Forbids waits in its passes, which end before the optimizer steps."""
+
+        strict = False
+
+        def _run_micro_batches(self, items, compute, timer):
+            torch.cuda.set_sync_debug_mode("error" if self.strict else "default")
+            try:
+                super()._run_micro_batches(items, compute, timer)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    cfg = config(
+        path,
+        **OBJECTIVES["everything"],
+        model__dtype="bfloat16",
+        actor__packing=packing,
+        actor__micro_batch_tokens=60,
+    )
+    worker = Strict(cfg, "actor", 0, 1, "cuda", total_steps=10)
+    try:
+        worker.setup("127.0.0.1", free_port())
+        worker.log_prob(make_batch(path))  # first calls compile kernels and create handles
+        worker.update(make_batch(path))
+        worker.strict = True
+        worker.log_prob(make_batch(path))
+        worker.update(make_batch(path, version=4))
+    finally:
+        end()

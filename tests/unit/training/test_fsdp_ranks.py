@@ -9,26 +9,27 @@ import torch.multiprocessing as mp
 
 from tests.unit.training.fsdp_helpers import (
     OBJECTIVES,
+    Recorder,
     assert_gradients_equal,
     config,
     end,
-    free_port,
     hf_log_probs,
     hf_model,
     make_batch,
-    start,
     whole,
 )
-from tests.unit.training.rank_helpers import without_times
+from tests.unit.training.rank_helpers import join, without_times
 
 EVERYTHING = OBJECTIVES["everything"]
 
 
 def run_rank(rank, world, cases, out):
-    """In a spawned process: everything that the tests below ask about each (name, config, port)."""
+    """In a spawned process: everything that the tests below ask about each case, name -> config."""
     torch.set_num_threads(1)
-    for name, cfg, port in cases:
-        worker = start(cfg, rank=rank, world=world, port=port)
+    for name, cfg in cases.items():
+        worker = Recorder(cfg, "actor", rank, world, "cpu", total_steps=10)
+        join(worker, name, out)
+        assert worker.packed == (cfg.actor.packing == "on")
         torch.save(results_of(worker, f"{out}/{name}_hf"), f"{out}/{name}_{rank}.pt")
         end()
 
@@ -60,8 +61,7 @@ def results_of(worker, hf_folder):
 
 def run_world(world, cases, out):
     """What every rank computed: name of the case -> list."""
-    with_ports = [(name, cfg, free_port()) for name, cfg in cases.items()]
-    mp.spawn(run_rank, args=(world, with_ports, str(out)), nprocs=world)
+    mp.spawn(run_rank, args=(world, cases, str(out)), nprocs=world)
     results = {}
     for name in cases:
         files = [f"{out}/{name}_{rank}.pt" for rank in range(world)]
@@ -127,11 +127,20 @@ def test_two_ranks_equal_one(model_folders, one_rank_update, tmp_path):
     cases = {
         "tied": config(model_folders["tied"], **EVERYTHING),
         "untied": config(model_folders["untied"], **EVERYTHING, actor__micro_batch_tokens=40),
+        # FSDP's hooks and recomputed layers pass the boundaries of sequences on.
+        "packed": config(
+            model_folders["tied"],
+            **EVERYTHING,
+            actor__packing="on",
+            actor__activation_checkpointing=True,
+            actor__micro_batch_tokens=60,
+        ),
     }
     results = run_world(2, cases, tmp_path)
     for name in cases:
+        model = "untied" if name == "untied" else "tied"
         check_world(
-            results[name], model_folders[name], one_rank_update[name], f"{tmp_path}/{name}_hf"
+            results[name], model_folders[model], one_rank_update[model], f"{tmp_path}/{name}_hf"
         )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -12,36 +10,12 @@ import transformers
 from one_step_off.config.errors import ConfigError
 from one_step_off.training.fsdp_workers import CriticWorker, PolicyWorker, RewardModelWorker
 from tests.unit.training.fsdp_helpers import (
+    RecordingCritic,
     assert_gradients_equal,
     config,
     make_batch,
     whole,
 )
-
-
-class RecordingCritic(CriticWorker):
-    """Keeps whole gradients as they are before each optimiser step."""
-
-    def _optimizer_step(self, stats):
-        named: Any = self.model.named_parameters()
-        self.gradients = {n: p.grad.full_tensor().numpy().copy() for n, p in named}
-        return super()._optimizer_step(stats)
-
-
-@pytest.fixture(scope="module")
-def judge(model_folders, tmp_path_factory):
-    """A sequence classifier as it would come from the hub, its head large enough to tell sequences
-    apart."""
-    folder = tmp_path_factory.mktemp("judge")
-    torch.manual_seed(2)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        model_folders["tied"], num_labels=1, pad_token_id=0
-    )
-    with torch.no_grad():
-        model.score.weight.normal_(0, 1)
-    model.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(model_folders["tied"]).save_pretrained(folder)
-    return str(folder)
 
 
 def own_values(model, sample):

@@ -37,13 +37,7 @@ def test_log_prob_equals_the_models_own_forward(model_folders, start_single, nam
         want = [hf_log_probs(model, s, 0.7).numpy() for s in batch.samples]
         cold = [hf_log_probs(model, s, 1.0).numpy() for s in batch.samples]
     worker = start_single(config(path))
-    for settings in (
-        {},
-        {"log_prob_chunk": 5},
-        {"micro_batch_tokens": 40},
-        {"packed": True, "log_prob_chunk": 7},
-    ):
-        worker.packed = settings.pop("packed", False)
+    for settings in ({}, {"log_prob_chunk": 5}, {"micro_batch_tokens": 40}):
         worker.cfg = config(path, **{f"actor__{k}": v for k, v in settings.items()})
         worker.role_config = worker.cfg.actor
         got = worker.log_prob(batch)
@@ -119,7 +113,8 @@ def test_every_policy_loss_trains(model_folders, start_single):
 LAYOUTS = {
     "micro-batches": {"actor__micro_batch_tokens": 48},
     "one by one": {"actor__micro_batch_tokens": 1},
-    "packed": {"packed": True},
+    "packed": {"actor__packing": "on", "actor__micro_batch_tokens": 48},
+    "packed and checkpointing": {"actor__packing": "on", "actor__activation_checkpointing": True},
     "chunks": {"actor__log_prob_chunk": 7},
     "checkpointing": {"actor__activation_checkpointing": True},
     "compiled": {"actor__torch_compile": True, "actor__activation_checkpointing": True},
@@ -132,10 +127,8 @@ LAYOUTS = {
 def test_gradients_do_not_depend_on_the_layout(
     model_folders, start_single, one_rank_update, layout
 ):
-    changes = dict(LAYOUTS[layout])
-    packed = changes.pop("packed", None)
     worker = start_single(
-        config(model_folders["tied"], **OBJECTIVES["everything"], **changes), packed=packed
+        config(model_folders["tied"], **OBJECTIVES["everything"], **LAYOUTS[layout])
     )
     metrics = worker.update(make_batch(model_folders["tied"]))
     if layout == "compiled":

@@ -13,11 +13,11 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.training.fsdp_workers import WORKERS as FSDP_WORKERS
 from one_step_off.training.megatron_workers import WORKERS
 from tests.unit.training.fsdp_helpers import config, start
-from tests.unit.training.megatron_helpers import CP, MODELS, PP, SP, TP, end, with_values
+from tests.unit.training.megatron_helpers import CP, MODELS, PACKED, PP, SP, TP, end, with_values
 from tests.unit.training.rank_helpers import join, without_times
 
 ROLES = ("critic", "reward_model", "ref")
-LAYOUTS = {"tp2": TP, "tp2_sp": {**TP, **SP}, "pp2": PP, "cp2": CP, "dp2": {}}
+LAYOUTS = {"tp2": TP, "tp2_sp": {**TP, **SP}, "pp2_packed": {**PP, **PACKED}, "cp2": CP, "dp2": {}}
 SAMPLES = 12
 
 

@@ -18,6 +18,7 @@ from tests.unit.training.megatron_helpers import (
     EP,
     EVERYTHING,
     MODELS,
+    PACKED,
     PP,
     SP,
     TP,
@@ -45,6 +46,9 @@ CASES = [
     case("pp2_qwen2", "qwen2", 2, **PP),
     case("pp2_qwen3", "qwen3", 2, **PP, activation_checkpointing=True),
     case("vpp2", "qwen2", 2, **PP, **VPP),
+    case("packed", "llama3", 1, **PACKED),
+    case("tp2_sp_packed", "moe", 2, **TP, **SP, **PACKED),
+    case("pp2_packed", "qwen3", 2, **PP, **PACKED, activation_checkpointing=True),
     case("cp2", "qwen3", 2, **CP, activation_checkpointing=True),
     case("dp2", "qwen2", 2),
     case("dp2_plain", "qwen2", 2),
@@ -73,6 +77,7 @@ def run_rank(rank, cases, out, device="cpu"):
         worker_class = WORKERS["actor"] if name.endswith("plain") else Recorder
         worker = worker_class(cfg, "actor", rank, world, device, total_steps=10)
         join(worker, name, out)
+        assert worker.packed == ("packed" in name)
         result = results_of(worker, f"{out}/{name}_hf")
         torch.save(result, f"{out}/{name}_{rank}.pt")
         end()
@@ -198,13 +203,16 @@ def test_any_layout_equals_hugging_face(megatron_models, reference, results, tes
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU; this machine has none")
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-3), ("bf16", 0.1)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("fp32", 1e-3), ("bf16", 0.1), ("bf16_packed", 0.1)]
+)
 def test_transformer_engine_equals_hugging_face(
     megatron_models, reference, tmp_path, model, dtype, tolerance
 ):
     """One GPU: the layers of Transformer Engine, its optimizer, and NCCL."""
     pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
-    tested = case(f"{model}_{dtype}_plain", model, 1)
+    layout = PACKED if "packed" in dtype else {"packing": "off"}
+    tested = case(f"{model}_{dtype}_plain", model, 1, **layout)
     cfg = config(str(megatron_models / model), **tested.changes)
     mp.spawn(run_rank, args=([(tested.name, cfg, 1)], str(tmp_path), "cuda"), nprocs=1)
     ranks = load_results(tmp_path, tested.name, 1)

@@ -1,0 +1,383 @@
+"""Attention over packed sequences, and over padded ones without a mask, as attention functions of
+transformers.
+
+A packed micro-batch is one row of sequences, one after the other. The boundaries between them are
+computed once per micro-batch on the host (`batching.MicroBatch`), and pass through the model's
+forward as keyword arguments down to every attention layer. Three kernels read them:
+
+    flash_attn   the varlen function of the package flash_attn, where it is installed
+    torch        torch.nn.attention.varlen, which torch brings along; both need a GPU and bf16
+    sequences    torch's scaled_dot_product_attention on one sequence after the other: any device
+                 and dtype, exact, and as many kernel launches as there are sequences
+
+transformers makes no mask for an attention function that has none registered. That is wanted: to
+know whether a row is packed it reads `position_ids` back from the device, in every forward pass.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from one_step_off.algorithms import batching
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.roles import role_settings
+from one_step_off.config.schema import Config
+from one_step_off.models.hf_model import empty_model
+
+PACKED = "one_step_off_packed"
+CAUSAL = "one_step_off_causal"
+_PROBE = "one_step_off_probe"
+"""Names of attention functions, registered with transformers."""
+
+FLASH_ATTN = "flash_attn"
+TORCH_VARLEN = "torch"
+PER_SEQUENCE = "sequences"
+
+LARGEST_HEAD = 256
+"""The widest head of the kernels for GPUs, whose width must also be a multiple of 8."""
+
+FIRST_FLASH_GPU = (8, 0)
+"""The compute capability from which on these kernels run."""
+
+FIRST_HOPPER_GPU = (9, 0)
+
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
+"""Arguments of attention functions that change the scores, in ways that the kernels do not know."""
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The attention of one role.
+
+    Attributes:
+        implementation: the name by which transformers knows it.
+        kernel: FLASH_ATTN, TORCH_VARLEN or PER_SEQUENCE where batches are packed; empty: padded.
+    """
+
+    implementation: str
+    kernel: str = ""
+
+
+class _FirstCall(Exception):
+    """Carries the arguments of a model's first call of its attention function."""
+
+    def __init__(self, module: nn.Module, query: Tensor, value: Tensor, mask: Any, kwargs: dict):
+        super().__init__("the attention function was called")
+        self.module = module
+        self.query = query
+        self.value = value
+        self.mask = mask
+        self.kwargs = kwargs
+
+
+def register() -> None:
+    """Make the attention functions of this module known to transformers. May be repeated."""
+    AttentionInterface.register(PACKED, packed_attention)
+    AttentionInterface.register(CAUSAL, causal_attention)
+    AttentionInterface.register(_PROBE, _report_first_call)
+
+
+def choose(cfg: Config, role: str, device: torch.device) -> AttentionChoice:
+    """The attention that `packing` of the role and model.attn_implementation mean on this device,
+    for the role's model.
+
+    Raises:
+        ConfigError: `packing=on`, and the model's attention cannot take boundaries.
+    """
+    register()
+    requested = cfg.model.attn_implementation
+    if requested == "eager":
+        return AttentionChoice(requested)
+    padded = "sdpa" if requested == "auto" else requested
+    packing = role_settings(cfg, role).packing
+    call, obstacle = _first_call(cfg, role)
+    if call is None:
+        if packing == "on":
+            raise ConfigError(f"{role}.packing=on: {obstacle}; use auto or off")
+        if packing == "auto" and device.type == "cuda":
+            logging.getLogger(__name__).warning("%s: batches are padded: %s", role, obstacle)
+        return AttentionChoice(padded)
+    kernel = _kernel(cfg, device, call)
+    if packing == "on" or (packing == "auto" and kernel != PER_SEQUENCE):
+        return AttentionChoice(PACKED, kernel)
+    if padded == "sdpa" and not _has_window(call.module.config):
+        return AttentionChoice(CAUSAL)
+    return AttentionChoice(padded)
+
+
+def _kernel(cfg: Config, device: torch.device, call: _FirstCall) -> str:
+    """The fastest kernel for packed sequences that runs here."""
+    width = call.query.shape[-1]
+    is_fast_head = width == call.value.shape[-1] and width % 8 == 0 and width <= LARGEST_HEAD
+    is_fast_place = device.type == "cuda" and cfg.model.dtype == "bfloat16"
+    if not is_fast_place or not is_fast_head or cfg.model.attn_implementation == "sdpa":
+        return PER_SEQUENCE
+    if torch.cuda.get_device_capability(device) < FIRST_FLASH_GPU:
+        return PER_SEQUENCE
+    # Only an installed flash_attn counts: fetching a kernel from the hub would make a start depend
+    # on the network.
+    if transformers.utils.is_flash_attn_2_available():
+        return FLASH_ATTN
+    return TORCH_VARLEN
+
+
+def _has_window(hf_config: Any) -> bool:
+    """Whether some layer sees only the last tokens."""
+    if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
+        return True
+    has_switch = getattr(hf_config, "use_sliding_window", True)
+    return bool(has_switch and getattr(hf_config, "sliding_window", None))
+
+
+def _first_call(cfg: Config, role: str) -> tuple[_FirstCall | None, str]:
+    """How the model calls its attention function; or None, and why batches cannot be packed for it.
+
+    The model runs on the meta device up to that call, so this costs no memory.
+    """
+    with torch.no_grad():
+        model = empty_model(cfg, role, _PROBE, torch.float32)
+        name = type(model).__name__
+        obstacle = _class_obstacle(model)
+        if obstacle:
+            return None, f"{name} {obstacle}"
+        boundaries = torch.tensor([0, 1, 2], dtype=torch.int32)
+        ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+        try:
+            model.base_model(
+                input_ids=ids,
+                position_ids=ids,
+                use_cache=False,
+                cu_seq_lens_q=boundaries,
+            )
+        except _FirstCall as call:
+            obstacle = _call_obstacle(call, boundaries)
+            return (None, f"{name} {obstacle}") if obstacle else (call, "")
+        # Code of many authors: a model that cannot be asked is padded.
+        except Exception as e:
+            return None, f"{name} cannot be asked for its attention ({type(e).__name__}: {e})"
+    return None, f"{name} does not call transformers' attention functions"
+
+
+def _class_obstacle(model: PreTrainedModel) -> str:
+    hf_config = model.config.get_text_config()
+    # A model that runs under flash attention needs nothing that only a mask could tell it.
+    if not (model._supports_attention_backend and model._supports_flash_attn):
+        return "does not support other attention functions"
+    other_layers = set(getattr(hf_config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    if model._is_stateful or other_layers:
+        return "has layers whose state would run on from one packed sequence into the next"
+    return ""
+
+
+def _call_obstacle(call: _FirstCall, boundaries: Tensor) -> str:
+    if call.kwargs.get("cu_seq_lens_q") is not boundaries:
+        return "does not pass the boundaries of sequences to its attention"
+    if call.mask is not None:
+        return "makes an attention mask of its own"
+    if not _is_causal(call.module, call.kwargs.get("is_causal")):
+        return "is not causal"
+    for name in _UNSUPPORTED_ARGUMENTS:
+        if call.kwargs.get(name) is not None:
+            return f"uses {name}, which attention over packed sequences lacks"
+    return ""
+
+
+def _is_causal(module: nn.Module, argument: bool | None) -> bool:
+    return getattr(module, "is_causal", True) if argument is None else argument
+
+
+def boundary_arguments(
+    layout: batching.MicroBatch, cu_seqlens: Tensor, kernel: str
+) -> dict[str, Any]:
+    """The keyword arguments of a model's forward pass that give its attention the boundaries.
+
+    Args:
+        layout: a packed micro-batch.
+        cu_seqlens: `layout.cu_seqlens` on the model's device.
+        kernel: of `AttentionChoice`.
+    """
+    arguments = {
+        # The names that transformers' own models and attention functions know.
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": layout.max_seqlen,
+        "max_length_k": layout.max_seqlen,
+        "packed_kernel": kernel,
+    }
+    if kernel == PER_SEQUENCE:  # it cuts on the host, and must not read the device for that
+        arguments["sequence_lengths"] = np.diff(layout.cu_seqlens).tolist()
+    return arguments
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    sequence_lengths: list[int] | None = None,
+    packed_kernel: str = "",
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each of the sequences of one packed row.
+
+    Args:
+        module: the layer that calls.
+        query: [1, heads, T, width]; key, value: [1, key-value heads, T, width].
+        scaling: factor of the scores; None: 1 / sqrt(width).
+        sliding_window: tokens that a token sees, itself included; None: all before it.
+        cu_seq_lens_q: int32 [sequences + 1]; the first token of each sequence, and T.
+        max_length_q: tokens of the longest sequence.
+        sequence_lengths: for the kernel PER_SEQUENCE, the tokens of each sequence.
+        packed_kernel: of `AttentionChoice`.
+
+    Returns:
+        [1, T, heads, width], and None for the weights.
+
+    Raises:
+        RuntimeError: the boundaries are missing, or the layer wants what no kernel here computes.
+            Without this error tokens would see other sequences, which nothing would show.
+    """
+    if cu_seq_lens_q is None or not packed_kernel or len(query) != 1:
+        raise RuntimeError("packed attention needs one row and the boundaries of its sequences")
+    has_bias = any(kwargs.get(name) is not None for name in _UNSUPPORTED_ARGUMENTS)
+    if attention_mask is not None or dropout or has_bias or not _is_causal(module, is_causal):
+        names = ", ".join(_UNSUPPORTED_ARGUMENTS)
+        raise RuntimeError(f"packed attention is causal, without mask, dropout, {names}")
+    if packed_kernel == PER_SEQUENCE:
+        output = attend_per_sequence(query, key, value, sequence_lengths, scaling, sliding_window)
+        return output.transpose(1, 2), None
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    left = -1 if sliding_window is None else sliding_window - 1
+    attend = _attend_flash_attn if packed_kernel == FLASH_ATTN else _attend_torch
+    return attend(query, key, value, cu_seq_lens_q, max_length_q, scaling, left)[None], None
+
+
+def _attend_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    scaling: float | None,
+    left: int,
+) -> Tensor:
+    """All are [T, heads, width]. `left`: tokens before a token that it sees; -1: all."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    boundaries = (cu_seqlens, cu_seqlens, longest, longest)
+    return varlen_attn(
+        query, key, value, *boundaries, scale=scaling, window_size=(left, 0), enable_gqa=True
+    )
+
+
+def _attend_flash_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    scaling: float | None,
+    left: int,
+) -> Tensor:
+    """As `_attend_torch`, by the package flash_attn."""
+    from flash_attn import flash_attn_varlen_func  # ty: ignore[import-not-found]  (optional)
+
+    boundaries = (cu_seqlens, cu_seqlens, longest, longest)
+    return flash_attn_varlen_func(
+        query, key, value, *boundaries, softmax_scale=scaling, causal=True, window_size=(left, 0)
+    )
+
+
+@torch.compiler.disable
+def attend_per_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Causal attention of packed sequences, one after the other. Not compiled: each batch has other
+    lengths, and would be compiled anew.
+
+    Args:
+        query: [1, heads, T, width]; key, value: [1, key-value heads, T, width].
+        lengths: tokens of each sequence; they sum to T.
+        scaling, sliding_window: as in `packed_attention`.
+
+    Returns:
+        [1, heads, T, width].
+    """
+    parts = zip(
+        query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
+    )
+    outputs = []
+    for query_part, key_part, value_part in parts:
+        mask = _window_mask(query_part, sliding_window)
+        output = F.scaled_dot_product_attention(
+            query_part,
+            key_part,
+            value_part,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        outputs.append(output)
+    return torch.cat(outputs, 2)
+
+
+def _window_mask(query: Tensor, sliding_window: int | None) -> Tensor | None:
+    """bool [L, L] of the keys that each query sees; None where the window holds them all."""
+    length = query.shape[2]
+    if sliding_window is None or length <= sliding_window:
+        return None
+    before = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    return before.triu(1 - sliding_window)
+
+
+def causal_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a padded micro-batch: transformers' own "sdpa", but without the mask that
+    transformers would make for that name. See `packed_attention` for the arguments.
+
+    Raises:
+        RuntimeError: the layer has a window, for which a mask is needed.
+    """
+    if sliding_window is not None:
+        raise RuntimeError("a layer with a sliding window needs the attention sdpa, with a mask")
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def _report_first_call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> Any:
+    raise _FirstCall(module, query, value, attention_mask, kwargs)

@@ -1,0 +1,321 @@
+"""Attention over packed sequences: within each sequence what the model computes for it alone, by
+every kernel, and for which models."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from one_step_off.algorithms import batching
+from one_step_off.config.errors import ConfigError
+from one_step_off.training import packed_attention
+from one_step_off.training.packed_attention import (
+    CAUSAL,
+    FLASH_ATTN,
+    PACKED,
+    PER_SEQUENCE,
+    TORCH_VARLEN,
+    AttentionChoice,
+    boundary_arguments,
+)
+from tests.unit.training.fsdp_helpers import (
+    MODELS,
+    SIZES,
+    VOCAB,
+    assert_gradients_equal,
+    config,
+)
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+WINDOW = {"sliding_window": 5}
+FAMILIES = {
+    "qwen2": MODELS["tied"](),
+    "qwen3": MODELS["untied"](),
+    "llama": transformers.LlamaConfig(**SIZES, num_key_value_heads=1),
+    "qwen3_moe": transformers.Qwen3MoeConfig(**SIZES, num_key_value_heads=1, **EXPERTS),
+    "window": transformers.MistralConfig(**SIZES, num_key_value_heads=1, **WINDOW),
+    "one layer with a window": transformers.Qwen2Config(
+        **SIZES, num_key_value_heads=1, use_sliding_window=True, max_window_layers=1, **WINDOW
+    ),
+}
+REFUSED = {
+    "uses softcap": transformers.Gemma2Config(**SIZES, num_key_value_heads=1, head_dim=16),
+    "does not support other attention": transformers.BloomConfig(
+        vocab_size=VOCAB, hidden_size=32, n_head=2, n_layer=1
+    ),
+}
+
+
+def packed_row(lengths, seed=0):
+    """Sequences of these lengths, and their packed micro-batch, of which no token is wanted."""
+    rng = np.random.default_rng(seed)
+    sequences = [rng.integers(0, VOCAB, length) for length in lengths]
+    nothing = [np.zeros(0, np.int64) for _ in sequences]
+    return sequences, batching.collate(sequences, nothing, packed=True)
+
+
+def hidden_states(model, layout):
+    cu_seqlens = torch.from_numpy(layout.cu_seqlens)
+    return model.base_model(
+        input_ids=torch.from_numpy(layout.input_ids),
+        position_ids=torch.from_numpy(layout.position_ids),
+        use_cache=False,
+        **boundary_arguments(layout, cu_seqlens, PER_SEQUENCE),
+    ).last_hidden_state[0]
+
+
+def random_model(family, attention):
+    torch.manual_seed(3)
+    packed_attention.register()
+    auto_class = transformers.AutoModelForCausalLM
+    return auto_class.from_config(FAMILIES[family], attn_implementation=attention).eval()
+
+
+def gradients_of(model):
+    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_row_is_its_sequences_one_by_one(family):
+    """Outputs and gradients, where the reference is the plain model on one sequence at a time."""
+    sequences, layout = packed_row([7, 1, 12, 2, 9])
+    packed_model = random_model(family, PACKED)
+    plain_model = random_model(family, "eager")
+    packed = hidden_states(packed_model, layout)
+    plain = torch.cat(
+        [
+            plain_model.base_model(torch.from_numpy(s)[None], use_cache=False).last_hidden_state[0]
+            for s in sequences
+        ]
+    )
+    torch.testing.assert_close(packed, plain, atol=2e-6, rtol=0)
+    factors = torch.randn(packed.shape, generator=torch.Generator().manual_seed(5))
+    (packed * factors).sum().backward()
+    (plain * factors).sum().backward()
+    assert_gradients_equal(gradients_of(packed_model), gradients_of(plain_model))
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrong_boundaries_are_seen(family, shift):
+    """What the comparison above would miss if attention crossed the boundaries."""
+    _, layout = packed_row([7, 4, 12, 3, 9])
+    model = random_model(family, PACKED)
+    with torch.no_grad():
+        right = hidden_states(model, layout)
+        layout.cu_seqlens[1:-1] += shift
+        wrong = hidden_states(model, layout)
+    # Also where the window of five tokens hides most of the other sequence.
+    assert (wrong - right).abs().max() > 1e-2
+
+
+def test_a_sequence_does_not_see_the_others():
+    sequences, layout = packed_row([7, 4, 12])
+    model = random_model("qwen3", PACKED)
+    sequences[1][:] = (sequences[1] + 1) % VOCAB
+    other = batching.collate(sequences, [np.zeros(0, np.int64)] * 3, packed=True)
+    with torch.no_grad():
+        before = hidden_states(model, layout)
+        after = hidden_states(model, other)
+    torch.testing.assert_close(before[:7], after[:7], atol=0, rtol=0)
+    torch.testing.assert_close(before[11:], after[11:], atol=0, rtol=0)
+    assert (before[7:11] != after[7:11]).any(-1).all()
+
+
+def block_diagonal(query, key, value, lengths, scaling, window):
+    """The attention by its definition, over [1, heads, T, width]."""
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    position = torch.arange(len(sequence))
+    distance = position[:, None] - position[None]
+    mask = (sequence[:, None] == sequence[None]) & (distance >= 0)
+    if window is not None:
+        mask &= distance < window
+    groups = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
+    scores = (query @ key.transpose(2, 3)) * scaling
+    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    groups=st.sampled_from([1, 2, 3]),
+    window=st.sampled_from([None, 1, 2, 4, 50]),
+    scaling=st.sampled_from([0.1, 1.0]),
+    kernel=st.sampled_from([PER_SEQUENCE, TORCH_VARLEN, FLASH_ATTN]),
+)
+def test_every_kernel_is_the_definition(lengths, groups, window, scaling, kernel):
+    """The kernels of GPUs by stand-ins that take their arguments as their documentation says."""
+    total = sum(lengths)
+    torch.manual_seed(total)
+    query = torch.randn(1, 2 * groups, total, 8, dtype=torch.float64, requires_grad=True)
+    key, value = torch.randn(2, 1, 2, total, 8, dtype=torch.float64).unbind()
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+
+    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size, causal):
+        assert q.shape == (total, 2 * groups, 8)
+        assert k.shape == v.shape == (total, 2, 8)
+        assert cu_q is cu_k is cu_seqlens
+        assert max_q == max_k == max(lengths)
+        assert window_size[1] == 0
+        assert causal
+        left = None if window_size[0] == -1 else window_size[0] + 1
+        rows = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
+        return block_diagonal(*rows, cu_q.diff().tolist(), scale, left)[0]
+
+    def torch_varlen(*args, scale, window_size, enable_gqa):
+        return varlen(*args, scale, window_size, enable_gqa)
+
+    def flash_varlen(*args, softmax_scale, causal, window_size):
+        return varlen(*args, softmax_scale, window_size, causal)
+
+    flash_attn = types.SimpleNamespace(flash_attn_varlen_func=flash_varlen)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", torch_varlen)
+        patch.setitem(sys.modules, "flash_attn", flash_attn)
+        output, _ = packed_attention.packed_attention(
+            torch.nn.Identity(),
+            query,
+            key,
+            value,
+            None,
+            scaling=scaling,
+            sliding_window=window,
+            cu_seq_lens_q=cu_seqlens,
+            max_length_q=max(lengths),
+            sequence_lengths=lengths,
+            packed_kernel=kernel,
+        )
+    wanted = block_diagonal(query, key, value, lengths, scaling, window)
+    torch.testing.assert_close(output, wanted, atol=1e-12, rtol=0)
+    (gradient,) = torch.autograd.grad(output.square().sum(), query)
+    (wanted_gradient,) = torch.autograd.grad(wanted.square().sum(), query)
+    torch.testing.assert_close(gradient, wanted_gradient, atol=1e-10, rtol=0)
+
+
+def test_torch_takes_the_arguments():
+    """The call of the kernel that needs a GPU fits the installed torch."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    signature = inspect.signature(varlen_attn)
+    bound = signature.bind(*"qkvcc", 7, 7, scale=0.1, window_size=(-1, 0), enable_gqa=True)
+    names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert list(bound.arguments)[:7] == names
+    assert "Use (-1, -1) for full attention (default), (-1, 0) for causal" in varlen_attn.__doc__
+    assert "(W, 0) for causal attention with sliding window of size W" in varlen_attn.__doc__
+
+
+def test_what_no_kernel_computes_is_refused():
+    row = torch.randn(3, 1, 2, 4, 8)
+    right = {
+        "attention_mask": None,
+        "cu_seq_lens_q": torch.tensor([0, 4], dtype=torch.int32),
+        "sequence_lengths": [4],
+        "packed_kernel": PER_SEQUENCE,
+    }
+    attend = packed_attention.packed_attention
+    attend(torch.nn.Identity(), *row, **right)
+    for name, value in {
+        "cu_seq_lens_q": None,
+        "packed_kernel": "",
+        "attention_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+        "dropout": 0.1,
+        "is_causal": False,
+        "softcap": 30.0,
+    }.items():
+        with pytest.raises(RuntimeError, match="packed attention"):
+            attend(torch.nn.Identity(), *row, **(right | {name: value}))
+    two_rows = torch.randn(3, 2, 2, 4, 8)
+    with pytest.raises(RuntimeError, match="one row"):
+        attend(torch.nn.Identity(), *two_rows, **right)
+    with pytest.raises(RuntimeError, match="sliding window"):
+        packed_attention.causal_attention(torch.nn.Identity(), *row, None, sliding_window=3)
+
+
+def test_transformers_makes_no_mask_for_these_functions():
+    """And so asks the device nothing. With the attention sdpa it does."""
+    packed_attention.register()
+    registered = ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
+    assert "sdpa" in registered
+    assert not {PACKED, CAUSAL} & set(registered)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Saves a configuration; returns its folder."""
+
+    def save(hf_config):
+        hf_config.save_pretrained(tmp_path)
+        return str(tmp_path)
+
+    return save
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_auto_packs_on_gpus_and_pads_on_cpus(family, saved, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    path = saved(FAMILIES[family])
+    cfg = config(path, model__dtype="bfloat16")
+    padded = AttentionChoice("sdpa" if "window" in family else CAUSAL)
+    assert packed_attention.choose(cfg, "ref", GPU) == AttentionChoice(PACKED, TORCH_VARLEN)
+    assert packed_attention.choose(cfg, "ref", CPU) == padded
+    cfg.actor.packing = "on"
+    assert packed_attention.choose(cfg, "ref", CPU) == AttentionChoice(PACKED, PER_SEQUENCE)
+    cfg.ref.packing = "off"
+    assert packed_attention.choose(cfg, "ref", GPU) == padded
+
+
+def test_the_kernel_fits_the_gpu_the_dtype_and_the_model(saved, monkeypatch):
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
+    path = saved(FAMILIES["qwen3"])
+    cfg = config(path, model__dtype="bfloat16")
+    monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: True)
+    assert packed_attention.choose(cfg, "actor", GPU).kernel == FLASH_ATTN
+    monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: False)
+    assert packed_attention.choose(cfg, "actor", GPU).kernel == TORCH_VARLEN
+    in_fp32 = config(path)
+    assert packed_attention.choose(in_fp32, "actor", GPU) == AttentionChoice(CAUSAL)
+    in_fp32.actor.packing = "on"
+    assert packed_attention.choose(in_fp32, "actor", GPU).kernel == PER_SEQUENCE
+    cfg.model.attn_implementation = "sdpa"
+    assert packed_attention.choose(cfg, "actor", GPU) == AttentionChoice(CAUSAL)
+    cfg.model.attn_implementation = "eager"
+    assert packed_attention.choose(cfg, "actor", GPU) == AttentionChoice("eager")
+    cfg.model.attn_implementation = "auto"
+    capability[0] = (7, 5)
+    assert packed_attention.choose(cfg, "actor", GPU) == AttentionChoice(CAUSAL)
+    capability[0] = (9, 0)
+    odd_head = config(
+        saved(transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=20)),
+        model__dtype="bfloat16",
+    )
+    assert packed_attention.choose(odd_head, "actor", GPU) == AttentionChoice(CAUSAL)
+
+
+@pytest.mark.parametrize("obstacle", REFUSED)
+def test_a_model_that_cannot_be_packed_is_padded_and_named(obstacle, saved, caplog):
+    cfg = config(saved(REFUSED[obstacle]), model__dtype="bfloat16")
+    with caplog.at_level(logging.WARNING):
+        assert packed_attention.choose(cfg, "actor", CPU) == AttentionChoice("sdpa")
+        assert not caplog.records, "on a CPU batches are padded anyway"
+        assert packed_attention.choose(cfg, "actor", GPU) == AttentionChoice("sdpa")
+    (record,) = caplog.records
+    assert record.getMessage().startswith("actor: batches are padded: ")
+    assert obstacle in record.getMessage()
+    cfg.actor.packing = "on"
+    with pytest.raises(ConfigError, match=f"actor.packing=on: .* {obstacle}.*; use auto or off"):
+        packed_attention.choose(cfg, "actor", CPU)
