@@ -120,7 +120,9 @@ def _model_folder(name: str) -> str:
         return ""
     folder = Path(name).absolute()
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"--model={name}: has no config.json; name a Hugging Face model directory")
+        raise ConfigError(
+            f"--model={name}: has no config.json; name a Hugging Face model directory"
+        )
     return str(folder)
 
 

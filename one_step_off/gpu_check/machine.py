@@ -1,4 +1,4 @@
-"""Facts about this machine for the report. Nothing is imported for them; what is missing is said."""
+"""Facts about this machine for the report. Nothing is imported for them."""
 
 import importlib.metadata
 import os

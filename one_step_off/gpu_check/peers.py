@@ -40,9 +40,7 @@ def run_peers(
     try:
         for function, arguments in jobs:
             receiving, sending = start.Pipe(duplex=False)
-            process = start.Process(
-                target=_run_peer, args=(sending, function, arguments), daemon=True
-            )
+            process = start.Process(target=_run_peer, args=(sending, function, arguments))
             process.start()
             sending.close()
             processes.append((process, receiving))

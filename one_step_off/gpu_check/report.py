@@ -46,9 +46,7 @@ def write(
     return path
 
 
-def _page(
-    facts: Facts, checks: Sequence[Check], results: Sequence[Result], seconds: float
-) -> str:
+def _page(facts: Facts, checks: Sequence[Check], results: Sequence[Result], seconds: float) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     titles = {check.name: check.title for check in checks}
     lines = ["# GPU report", "", f"{summary(results)}, in {seconds:.0f} s. {when}", ""]

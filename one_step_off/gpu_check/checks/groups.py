@@ -228,4 +228,3 @@ def _use(device: torch.device) -> None:
     total = torch.ones(1024, device=device).sum().item()
     if total != 1024:
         raise CheckFailed(f"{device} computes wrongly after the failure: {total}")
-

@@ -137,7 +137,9 @@ def _exchange(context: Context, same_device: bool) -> Figures:
         )
         sent, received = results
         last = received[-1]
-        figures[f"{kind}: MB per sync"] = " ".join(f"{report['bytes'] / 1e6:.3f}" for report in sent)
+        figures[f"{kind}: MB per sync"] = " ".join(
+            f"{report['bytes'] / 1e6:.3f}" for report in sent
+        )
         figures[f"{kind}: GB/s"] = last["bytes"] / 1e9 / last["seconds"]
     return figures
 
