@@ -4,12 +4,15 @@ The real `WeightSender` and `WeightReceiver`, in processes of their own. Both ma
 from the same seed, so the receiver compares with what the sender must have sent.
 """
 
+import pickle
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
 
+from one_step_off.config import allocator
 from one_step_off.distributed_util import connect_store, open_store
 from one_step_off.gpu_check.check import CheckFailed, Context, Figures
 from one_step_off.gpu_check.peers import HOST, Failed, all_results, run_peers
@@ -110,20 +113,38 @@ def shared_memory(context: Context) -> Figures:
 
 
 def shared_expandable(context: Context) -> Figures:
-    """CUDA IPC with expandable segments, which the program refuses: does torch share such memory
-    here? Fails only if it shares wrong bytes."""
-    variables = {
-        name: "expandable_segments:True"
-        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    }
-    jobs, _ = _jobs(context, True, SMALL, 0)
-    results = run_peers(jobs, START_S, variables)
-    failed = [result for result in results if isinstance(result, Failed)]
-    if not failed:
+    """Does torch share expandable segments between processes here? The program refuses them beside
+    CUDA IPC, so this fails only where wrong bytes arrive."""
+    store = open_store(HOST, START_S)
+    variables = dict.fromkeys(allocator.VARIABLES[:2], f"{allocator.EXPANDABLE}:True")
+    jobs = [(_lend, (context.device, store.port)), (_borrow, (context.device, store.port))]
+    lender, borrower = run_peers(jobs, context.limit_s - START_S / 4, variables)
+    if borrower is True:
         return {"expandable segments": "shared, exactly"}
-    if any("differs" in result.reason for result in failed):
-        raise CheckFailed(f"expandable segments share wrong bytes: {failed[0].reason}")
-    return {"expandable segments": f"not shared: {failed[0].reason}"}
+    if borrower is False:
+        raise CheckFailed("expandable segments share wrong bytes")
+    failed = lender if isinstance(lender, Failed) else borrower
+    return {"expandable segments": f"not shared: {failed.reason}"}
+
+
+def _lend(device_type: str, port: int) -> None:
+    """Share a buffer as `create_shared_buffer` does, without its refusal."""
+    device = _device(device_type, 0)
+    store = connect_store(HOST, port, START_S)
+    buffer = noise_bytes(BUCKET_BYTES, 0, device)
+    store.set("handle", pickle.dumps(reduce_tensor(buffer)))
+    store.get("done")
+
+
+def _borrow(device_type: str, port: int) -> bool:
+    """Whether the lender's bytes are there."""
+    device = _device(device_type, 0)
+    store = connect_store(HOST, port, START_S)
+    try:
+        rebuild, arguments = pickle.loads(store.get("handle"))
+        return torch.equal(rebuild(*arguments), noise_bytes(BUCKET_BYTES, 0, device))
+    finally:
+        store.set("done", "")
 
 
 def _exchange(context: Context, same_device: bool) -> Figures:
