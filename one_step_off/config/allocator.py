@@ -40,7 +40,8 @@ def check_allocator(cfg: Config, device: str) -> None:
         return
     raise ConfigError(
         f"{setting}: in placement.pools rollout and actor share GPUs, where weights go by CUDA "
-        f"IPC, which expandable segments prevent; remove {EXPANDABLE}:True, or give them separate GPUs"
+        f"IPC, which expandable segments prevent; remove {EXPANDABLE}:True, or give them "
+        "separate GPUs"
     )
 
 

@@ -20,7 +20,7 @@ from one_step_off.gpu_check.check import CheckFailed, Context, Figures
 from one_step_off.gpu_check.checkpoints import dtype_of, random_checkpoint
 from one_step_off.gpu_check.peers import HOST, all_results, run_peers
 from one_step_off.weight_sync.bucket_plan import BucketPlan
-from one_step_off.weight_sync.canary import DEFAULT_TOLERANCE, MEAN_SHARE
+from one_step_off.weight_sync.canary import Canary
 from one_step_off.weight_sync.sender import WeightSender
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
@@ -218,13 +218,13 @@ def _differences(first: Scores, second: Scores) -> tuple[float, float]:
 
 
 def _require_close(first: Scores, second: Scores, dtype: str, what: str) -> str:
-    """The differences as text. Raises CheckFailed: they are beyond the canary's tolerance."""
+    """The differences as text. Raises CheckFailed: they are beyond what a first sync may have."""
     largest, mean = _differences(first, second)
-    limit = DEFAULT_TOLERANCE[dtype]
-    if not (largest <= limit and mean <= MEAN_SHARE * limit):
+    limit = Canary(None, dtype).tolerance
+    if not (largest <= limit.largest and mean <= limit.mean):
         raise CheckFailed(
             f"{what}: log-probs differ by {largest:.3g} nats (mean {mean:.3g}); "
-            f"allowed are {limit:g} and {MEAN_SHARE * limit:g}"
+            f"allowed are {limit.largest:g} and {limit.mean:g}"
         )
     return f"{largest:.2e} nats, mean {mean:.2e}"
 
@@ -323,11 +323,8 @@ def trainer_difference(context: Context) -> Figures:
         run_peers(jobs, min(PEER_START_S, context.limit_s)), ["engine", "trainer"]
     )
     largest, mean = _differences(engine, worker)
-    figures: Figures = {"largest, nats": largest, "mean, nats": mean}
-    limit = DEFAULT_TOLERANCE["bfloat16"]
-    if not (largest <= limit and mean <= MEAN_SHARE * limit):
-        raise CheckFailed(f"engine and trainer differ by {largest:.3g} nats", figures)
-    return figures
+    _require_close(engine, worker, "bfloat16", "engine and trainer")
+    return {"largest, nats": largest, "mean, nats": mean}
 
 
 def _engine_scores(cfg: Config, device: str, sequences: list[np.ndarray]) -> Scores:
