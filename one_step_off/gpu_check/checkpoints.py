@@ -1,5 +1,7 @@
 """Random models in the shapes of known ones: no hub is needed."""
 
+import fcntl
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,14 @@ QWEN_7B: Shape = QWEN_0_5B | {
 }
 """Qwen2.5-7B."""
 
-TINY: Shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-"""345k parameters, with two key-value heads, which tensor parallelism can divide."""
+TINY: Shape = {
+    "vocab_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+"""About 400,000 parameters. As in Qwen2.5 the embedding has more rows than the tokenizer has
+tokens. Two key-value heads, which tensor parallelism can divide."""
 
 
 def shape_for(context: Context) -> Shape:
@@ -56,11 +64,15 @@ def random_checkpoint(context: Context, seed: int = 0, dtype: str = "") -> str:
         return context.model
     dtype = dtype or dtype_of(context)
     target = context.shared_folder / "models" / f"random-{context.device}-{dtype}-{seed}"
-    if not target.is_dir():
-        unfinished = Path(f"{target}.part")
-        unfinished.mkdir(parents=True, exist_ok=True)
-        tiny_qwen.build("qwen2", str(unfinished), seed, dtype, **shape_for(context))
-        unfinished.rename(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{target}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several peers of a check may want it at once
+        if not target.is_dir():
+            unfinished = Path(f"{target}.part")
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a check that was killed
+            unfinished.mkdir()
+            tiny_qwen.build("qwen2", str(unfinished), seed, dtype, **shape_for(context))
+            unfinished.rename(target)
     return str(target)
 
 

@@ -15,6 +15,9 @@ DATA = "gpu_report.json"
 FIGURES_IN_LINE = 4
 """Figures of a check that its line shows; the report has all."""
 
+CHARS_IN_LINE = 200
+"""Of a check's line; the report has everything."""
+
 
 def line(result: Result) -> str:
     """A check's line: PASS|FAIL|SKIP, name, seconds, and its reason or first figures."""
@@ -22,7 +25,8 @@ def line(result: Result) -> str:
     if not shown:
         first = list(result.figures.items())[:FIGURES_IN_LINE]
         shown = ", ".join(f"{name} {_text(value)}" for name, value in first)
-    return f"{result.status.value} {result.name} {result.seconds:.1f} s — {shown}"
+    text = f"{result.status.value} {result.name} {result.seconds:.1f} s — {shown}"
+    return text if len(text) <= CHARS_IN_LINE else f"{text[: CHARS_IN_LINE - 3]}..."
 
 
 def summary(results: Sequence[Result]) -> str:

@@ -33,7 +33,7 @@ CHECKS: tuple[Check, ...] = (
         "dead_peer",
         "a receiver that dies in mid-transfer frees the others",
         "groups:dead_peer",
-        120,
+        180,
         min_gpus=2,
     ),
     _check(
@@ -82,7 +82,7 @@ CHECKS: tuple[Check, ...] = (
         "packed sequences give the log-probs and the gradient of padded ones",
         "packing:packing",
         150,
-        packages=("torch", "transformers", "ray"),
+        packages=("torch", "transformers", "peft"),
     ),
     _check(
         "engine_in_place",

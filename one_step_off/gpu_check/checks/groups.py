@@ -30,8 +30,8 @@ CONNECT_S = 60.0
 MOST_PAIRS = 28
 """All pairs of eight GPUs. Of more GPUs only neighbors are measured."""
 
-WAIT_S = 5.0
-"""weight_sync.timeout_s of the checks in which somebody never comes."""
+WAIT_S = {"cpu": 5.0, "cuda": 15.0}
+"""weight_sync.timeout_s of the checks in which a member never comes; NCCL starts slowly."""
 
 GRACE_S = 15.0
 """Beyond the limit that a wait has: starting CUDA and noticing the end take time too."""
@@ -135,7 +135,7 @@ def _synchronize(device: torch.device) -> None:
 def missing_rank(context: Context) -> Figures:
     """A sender whose receiver never comes: `connect` must end in time, and leave the process and
     its device usable."""
-    limit_s = connect_timeout(WAIT_S, 1, 1)
+    limit_s = connect_timeout(WAIT_S[context.device], 1, 1)
     result = run_peers([(_lonely_sender, (context.device,))], limit_s + GRACE_S + CONNECT_S)[0]
     if isinstance(result, Failed):
         raise CheckFailed(f"a sender without its receiver: {result.reason}")
@@ -149,7 +149,7 @@ def missing_rank(context: Context) -> Figures:
 def _lonely_sender(device_type: str) -> tuple[float, str]:
     device = _device(device_type, 0)
     plan = BucketPlan.build(weights.pieces(weights.SMALL), weights.BUCKET_BYTES)
-    sender = WeightSender(plan, 0, device, HOST, WAIT_S)
+    sender = WeightSender(plan, 0, device, HOST, WAIT_S[device_type])
     begin = time.perf_counter()
     try:
         sender.connect(1, 1)
@@ -169,7 +169,7 @@ def dead_peer(context: Context) -> Figures:
     for index in range(receivers):
         jobs.append((_receiver_that_may_die, (context.device, store.port, index, receivers)))
     # Three waits in a row, as in `SyncEndpoint._result_from_wire`.
-    limit_s = 3 * WAIT_S + GRACE_S
+    limit_s = 3 * WAIT_S[context.device] + GRACE_S
     results = run_peers(jobs, CONNECT_S + limit_s)
     names = ["the sender", "the receiver that dies", "the other receiver"][: len(results)]
     figures: Figures = {}
@@ -189,8 +189,9 @@ def _sender_of_the_dying(device_type: str, port: int, receivers: int) -> tuple[f
     device = _device(device_type, 0)
     store = connect_store(HOST, port, CONNECT_S)
     plan = BucketPlan.build(weights.pieces(weights.SMALL), weights.BUCKET_BYTES)
-    sender = WeightSender(plan, 0, device, HOST, WAIT_S)
+    sender = WeightSender(plan, 0, device, HOST, WAIT_S[device_type])
     store.set("address", f"{sender.address[1]}")
+    _meet(store, device, "sender", receivers)
     sender.connect(1, receivers)
     tensors = weights.versions(weights.SMALL, 1, device)[0].values()
     return _freed(lambda: sender.send(iter(tensors), 0), device)
@@ -201,7 +202,9 @@ def _receiver_that_may_die(
 ) -> tuple[float, str]:
     device = _device(device_type, index + 1)
     store = connect_store(HOST, port, CONNECT_S)
-    receiver, address = weights.new_receiver(store, index, device, weights.SMALL, WAIT_S)
+    wait_s = WAIT_S[device_type]
+    receiver, address = weights.new_receiver(store, index, device, weights.SMALL, wait_s)
+    _meet(store, device, f"receiver {index}", receivers)
     receiver.connect(1, [address], receivers)
 
     def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -209,6 +212,14 @@ def _receiver_that_may_die(
             os._exit(9)
 
     return _freed(lambda: receiver.receive(load, 0), device)
+
+
+def _meet(store: dist.Store, device: torch.device, name: str, receivers: int) -> None:
+    """Wait until all members have started their device, which takes longer than a connection
+    may."""
+    _use(device)
+    store.set(name, "")
+    store.wait(["sender", *(f"receiver {index}" for index in range(receivers))])
 
 
 def _freed(transfer: Any, device: torch.device) -> tuple[float, str]:

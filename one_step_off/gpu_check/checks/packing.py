@@ -9,7 +9,8 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.gpu_check.check import CheckFailed, Context, Figures
 from one_step_off.gpu_check.checkpoints import dtype_of, random_checkpoint
-from one_step_off.gpu_check.peers import HOST, all_results, run_peers
+from one_step_off.gpu_check.checks import workers
+from one_step_off.gpu_check.peers import all_results, run_peers
 
 PROMPTS = 4
 SAMPLES_PER_PROMPT = 4
@@ -50,14 +51,12 @@ def packing(context: Context) -> Figures:
 
 def _work(context: Context, packed: str) -> dict[str, Any]:
     """One worker: log-probs of the batch, then two updates, of which the second is timed."""
-    from one_step_off.training.fsdp_workers import PolicyWorker
-
     cfg = _config(context)
     has_key = hasattr(cfg.actor, "packing")
     if has_key:
         setattr(cfg.actor, "packing", packed)  # noqa: B010  (not in every version's schema)
-    worker = PolicyWorker(cfg, "actor", 0, 1, context.device, total_steps=4)
-    worker.setup(*worker.free_address(HOST))
+    worker = workers.policy_worker(cfg, context.device)
+    workers.set_up(worker)
     if not has_key:
         worker.packed = packed == "on"
     batch = _batch(cfg)

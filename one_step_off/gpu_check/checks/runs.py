@@ -24,12 +24,13 @@ MARGIN_S = 10.0
 MESSAGE_CHARS = 300
 
 SHARED = {"rollout": [0.5], "actor": [0.5]}
-ALL_IN_ONE = {"rollout": "all", "actor": "all"}
+ENGINE_SHARE = 0.3
+"""Of the GPU's memory, where engine and trainer take turns."""
 
 
 def colocated(context: Context) -> Figures:
     """Engine and trainer take turns on one device; on GPUs the engine sleeps meanwhile."""
-    return _run(context, {"placement.pools": {"all": [1]}, "placement.roles": ALL_IN_ONE}, 0)
+    return _run(context, _all_in_one(context, 1), 0)
 
 
 def shared(context: Context) -> Figures:
@@ -52,17 +53,13 @@ def tensor_parallel(context: Context) -> Figures:
         "placement.pools": {"rollout": [2], "actor": [2]},
         "rollout.tensor_parallel_size": 2,
     }
-    return _run(context, settings, 1)
+    return _run(context, settings | _quick_start(context), 1)
 
 
 def hsdp(context: Context) -> Figures:
     """Four ranks: two copies of the model, of two shards each; engines take turns with them."""
-    settings = {
-        "placement.pools": {"all": [4]},
-        "placement.roles": ALL_IN_ONE,
-        "actor.fsdp_size": 2,
-    }
-    return _run(context, settings, 0)
+    settings = _all_in_one(context, 4) | {"actor.fsdp_size": 2}
+    return _run(context, settings | _quick_start(context), 0)
 
 
 def megatron(context: Context) -> Figures:
@@ -72,7 +69,22 @@ def megatron(context: Context) -> Figures:
         "actor.backend": "megatron",
         "actor.tensor_parallel_size": 2,
     }
-    return _run(context, settings, 1)
+    return _run(context, settings | _quick_start(context), 1)
+
+
+def _all_in_one(context: Context, devices: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "placement.pools": {"all": [devices]},
+        "placement.roles": {"rollout": "all", "actor": "all"},
+    }
+    if context.is_cuda:
+        settings["rollout.gpu_memory_utilization"] = ENGINE_SHARE
+    return settings
+
+
+def _quick_start(context: Context) -> dict[str, Any]:
+    """Without compilation and CUDA graphs, which the other runs have."""
+    return {"rollout.engine_kwargs": {"enforce_eager": True}} if context.is_cuda else {}
 
 
 def _run(context: Context, settings: dict[str, Any], staleness: int) -> Figures:
@@ -128,8 +140,6 @@ def _common(context: Context, folder: Path, steps: int) -> dict[str, Any]:
         "trainer.output_dir": str(folder),
         "logging.tensorboard": False,
     }
-    if context.is_cuda:
-        settings["rollout.gpu_memory_utilization"] = 0.3
     return settings
 
 

@@ -9,12 +9,14 @@ import torch
 
 from one_step_off.gpu_check.check import Context, Figures, Skip
 from one_step_off.gpu_check.checkpoints import QWEN_0_5B, QWEN_7B, TINY, Shape
-from one_step_off.monitoring.flops import ModelShape, peak_flops, shape_of
+from one_step_off.monitoring.flops import peak_flops, shape_of
 
 TOKENS = {"cpu": 256, "cuda": 4096}
 """Of each sequence."""
 
-SEQUENCES = 4
+SEQUENCES = (4, 2, 1)
+"""The first number that fits into memory."""
+
 WARMUPS = 1
 REPEATS = 3
 CHUNK = 2048
@@ -50,17 +52,24 @@ def _measure(context: Context, shape: Shape, recompute: bool) -> Figures:
     model.train()
     flops_shape = shape_of(config, parameters)
     width = TOKENS[context.device]
-    ids = torch.randint(config.vocab_size, (SEQUENCES, width), device=device)
+    for sequences in SEQUENCES:
+        ids = torch.randint(config.vocab_size, (sequences, width), device=device)
+        try:
+            seconds = _fastest_pass(model, ids, device)
+        except torch.OutOfMemoryError:
+            continue
+        flops = 3 * flops_shape.forward_flops([width] * sequences) if flops_shape else 0.0
+        figures = _figures(device, parameters, seconds, ids.numel(), flops)
+        return figures | {"sequences": f"{sequences} of {width} tokens"}
+    raise Skip(f"not even one sequence of {width} tokens fits into this GPU's memory")
+
+
+def _fastest_pass(model: Any, ids: torch.Tensor, device: torch.device) -> float:
+    """Seconds of a forward and a backward pass. What is computed again counts as time, not as
+    FLOPs."""
     for _ in range(WARMUPS):
         _pass(model, ids)
-    seconds = min(_timed_pass(model, ids, device) for _ in range(REPEATS))
-    return _figures(device, parameters, seconds, ids.numel(), _flops(flops_shape, width))
-
-
-def _flops(shape: ModelShape | None, width: int) -> float:
-    """Of a forward and a backward pass, which takes twice the former; what is computed again does
-    not count."""
-    return 3 * shape.forward_flops([width] * SEQUENCES) if shape else 0.0
+    return min(_timed_pass(model, ids, device) for _ in range(REPEATS))
 
 
 def _random_model(config: Any, device: torch.device) -> tuple[Any, int]:
@@ -87,6 +96,8 @@ def _require_memory(device: torch.device, parameters: int) -> None:
 
 
 def _timed_pass(model: Any, ids: torch.Tensor, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     begin = time.perf_counter()
     _pass(model, ids)
     if device.type == "cuda":
