@@ -170,7 +170,7 @@ def dead_peer(context: Context) -> Figures:
         jobs.append((_receiver_that_may_die, (context.device, store.port, index, receivers)))
     # Three waits in a row, as in `SyncEndpoint._result_from_wire`.
     limit_s = 3 * WAIT_S[context.device] + GRACE_S
-    results = run_peers(jobs, CONNECT_S + limit_s)
+    results = run_peers(jobs, CONNECT_S + limit_s, one_may_die=True)
     names = ["the sender", "the receiver that dies", "the other receiver"][: len(results)]
     figures: Figures = {}
     for name, result in zip(names, results, strict=True):

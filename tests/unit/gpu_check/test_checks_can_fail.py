@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from one_step_off.gpu_check import peers
 from one_step_off.gpu_check.check import CheckFailed, Context
 from one_step_off.gpu_check.checks import devices, engines, groups, packing, runs, speed, weights
 from one_step_off.gpu_check.peers import Failed, all_results, run_peers
@@ -24,7 +26,9 @@ def context(folder: Path, device: str = "cpu") -> Context:
 
 
 def test_peers_that_fail_die_or_hang_have_no_result() -> None:
-    results = run_peers([(dies, ()), (hangs, ()), (raises, ()), (abs, (-3,))], 8.0)
+    results = run_peers(
+        [(dies, ()), (hangs, ()), (raises, ()), (abs, (-3,))], 8.0, one_may_die=True
+    )
     assert [getattr(result, "reason", result) for result in results] == [
         "its process ended with code 5",
         "no answer in time",
@@ -33,6 +37,17 @@ def test_peers_that_fail_die_or_hang_have_no_result() -> None:
     ]
     with pytest.raises(CheckFailed, match="first: its process ended with code 5"):
         all_results(results, ["first", "second", "third", "fourth"])
+
+
+def test_a_peer_that_waits_for_a_failed_one_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers, "TIME_AFTER_FAILURE_S", 0.2)
+    begin = time.monotonic()
+    results = run_peers([(hangs, ()), (raises, ())], 50.0)
+    assert time.monotonic() - begin < 40
+    with pytest.raises(CheckFailed, match="second: ValueError: no"):
+        all_results(results, ["first", "second"])
 
 
 def test_weights_that_differ_by_a_bit() -> None:
