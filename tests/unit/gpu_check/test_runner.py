@@ -164,6 +164,11 @@ def test_what_runs_depends_on_the_number_of_gpus(
     assert ("run_hsdp" in running) == (gpus >= 4)
 
 
+def test_the_page_has_every_check() -> None:
+    page = (ROOT / "docs/tutorials/first_hour_on_gpus.md").read_text()
+    assert [check.name for check in CHECKS if f"`{check.name}`" not in page] == []
+
+
 def test_every_check_has_a_function() -> None:
     """By its file alone, since an import would take vLLM."""
     names = [check.name for check in CHECKS]
@@ -177,7 +182,9 @@ def test_every_check_has_a_function() -> None:
 def test_each_check_begins_without_the_packages_that_it_does_not_name() -> None:
     """A machine without Ray and vLLM still runs the checks that need neither."""
     modules = sorted({check.function.partition(":")[0] for check in CHECKS})
-    script = "import sys\nfor name in ('ray', 'vllm'): sys.modules[name] = None\n"
+    missing = ("ray", "vllm", "datasets", "omegaconf", "peft", "transformers")
+    script = f"import sys\nfor name in {missing}: sys.modules[name] = None\n"
+    script += "import one_step_off.gpu_check.__main__\n"
     script += "".join(f"import {module}\n" for module in modules)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT
