@@ -24,6 +24,9 @@ from one_step_off.gpu_check.check import Check, Context, Result, Status
 PR_SET_CHILD_SUBREAPER = 36
 """Linux: orphans among our descendants become our children, so that we can find and end them."""
 
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+"""All models are local, so nothing waits for a hub."""
+
 KILL_ROUNDS = 20
 KILL_WAIT_S = 0.25
 """Seconds after each round for the killed processes to end: 5 s in all."""
@@ -111,7 +114,7 @@ class Runner:
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-P", "-m", "one_step_off.gpu_check.child"]
         command += [check.function, str(request), str(answer)]
-        environment = os.environ | check.variables | {"PYTHONPATH": _search_path()}
+        environment = os.environ | OFFLINE | check.variables | {"PYTHONPATH": _search_path()}
         with open(log, "wb") as output:
             process = subprocess.Popen(
                 command,
