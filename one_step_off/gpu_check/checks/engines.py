@@ -238,7 +238,7 @@ class _Loaded:
     bit."""
 
     def __init__(self, engine: _Engine, sequences: list[np.ndarray]) -> None:
-        self.engine = engine
+        self.tested = engine
         self.sequences = sequences
         self.scores = engine.score(sequences)
         self.tokens = engine.generate(sequences)
@@ -248,8 +248,8 @@ class _Loaded:
 
     def compare(self, what: str) -> str:
         """The engine must answer as then. Raises CheckFailed."""
-        scores = self.engine.score(self.sequences)
-        tokens = self.engine.generate(self.sequences)
+        scores = self.tested.score(self.sequences)
+        tokens = self.tested.generate(self.sequences)
         apart, _ = _differences(self.scores, scores)
         if self.repeats:
             if apart or not _are_same(self.tokens, tokens):
