@@ -141,6 +141,7 @@ class Pipeline:
         """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is
         raised."""
         self.roles.sync.on_trace = self.tracker.trace
+        self.roles.sync.on_log = self.tracker.log
         self.roles.rollout.on_trace = self.tracker.trace
         self.roles.rollout.on_message = self.tracker.log
         self.batches.activity.on_span = self.tracker.span

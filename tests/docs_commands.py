@@ -26,6 +26,8 @@ OTHER_PROGRAMS = (
     "wandb sync",
     "docker build",
     "docker run",
+    "nvidia-smi",
+    "df -h",
     "export",
     "source",
 )

@@ -154,6 +154,13 @@ PROGRAM = [
         program="shell/run_tool_agent.sh",
     ),
     SmokeCase(
+        "gpu_check",
+        "shell/gpu_check.sh",
+        ("--device", "cpu", "--out", "outputs/gpu_check", "--only", "devices", "missing_rank"),
+        writes=("gpu_report.md", "gpu_report.json"),
+        prints="2 PASS, 0 FAIL, 0 SKIP",
+    ),
+    SmokeCase(
         "plan_times",
         "one_step_off.plan",
         (TINY, *"--times 458,445,1,177 --gpus 16".split()),
@@ -321,6 +328,9 @@ WITHOUT = [
     ),
     CommandWithoutCase(GPUS, MAIN, keys={"config": "config/qwen_gsm8k_fsdp.yaml"}),
     CommandWithoutCase(GPUS, MAIN, keys={"config": "config/dapo_7b.yaml"}),
+    CommandWithoutCase(
+        GPUS, MAIN, keys={"config": "config/colocated.yaml", "placement.device": "cuda"}
+    ),
     CommandWithoutCase(PRETRAINED, MAIN, keys={"config": "config/smollm2_addition_cpu.yaml"}),
     CommandWithoutCase(
         "needs a skipped update; tests/e2e/test_misbehaviour.py makes one and replays it",

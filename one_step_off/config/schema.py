@@ -305,7 +305,7 @@ class WeightSyncConfig:
         4, "sequences that engine and trainer both score after each sync, to compare", low=1
     )
     canary_tolerance: Optional[float] = config_key(
-        None, "largest allowed log-prob difference; null: 1e-3 for fp32, 1.0 for bf16", above=0.0
+        None, "largest allowed log-prob difference; null: 1e-3 in fp32, measured in bf16", above=0.0
     )
 
 

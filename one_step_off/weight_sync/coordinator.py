@@ -31,7 +31,7 @@ from one_step_off.data.samples import Stamp
 from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync import report
 from one_step_off.weight_sync.bucket_plan import BucketPlan, pieces_of_senders
-from one_step_off.weight_sync.canary import DEFAULT_TOLERANCE, compare_log_probs
+from one_step_off.weight_sync.canary import Canary
 from one_step_off.weight_sync.sync_calls import (
     ABORT_NOTICE_S,
     BUSY_GRACE_S,
@@ -133,7 +133,7 @@ class WeightSync:
         self.host = host
         self.same_device = same_device
         self.cfg = actor.cfg.weight_sync
-        self.tolerance = self.cfg.canary_tolerance or DEFAULT_TOLERANCE[actor.cfg.model.dtype]
+        self.canary_check = Canary(self.cfg.canary_tolerance, actor.cfg.model.dtype)
         self.lock = asyncio.Lock()
         """Held by one sync at a time: of all replicas, or of one restarted replica."""
         self.epoch = 0
@@ -146,6 +146,8 @@ class WeightSync:
         """Replica -> syncs of all replicas that it failed in a row."""
         self.on_trace: Callable[[list[report.Span]], None] = lambda spans: None
         """Receives the spans of each sync for the timeline."""
+        self.on_log: Callable[[str], None] = lambda line: None
+        """Receives what the user should read."""
         rollout.restore = self.restore
 
     async def connect(self) -> None:
@@ -379,7 +381,7 @@ class WeightSync:
         limit_s = self.cfg.timeout_s
         scores = await run_or_abort(what, calls, limit_s, limit_s, self._abort)
         replica_log_probs = dict(zip(numbers, scores, strict=True))
-        return compare_log_probs(trainer_log_probs, replica_log_probs, self.tolerance, what)
+        return self.canary_check.check(trainer_log_probs, replica_log_probs, what, self.on_log)
 
     async def _abort(self, error: Exception) -> None:
         """End every wait of the epoch's groups, at trainers and replicas alike."""

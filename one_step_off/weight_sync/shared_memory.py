@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
 from one_step_off.cluster.bounded_waits import AbortSignal, wait_for_keys
+from one_step_off.cluster.errors import SyncError
+from one_step_off.config.allocator import expandable_segments
 
 HANDLES_KEY = "buffers"
 """The store's key with the handles of the sender's buffers."""
@@ -38,8 +40,13 @@ def create_shared_buffer(size: int, device: torch.device) -> tuple[torch.Tensor,
 
     Raises:
         OSError: there is not enough memory.
+        SyncError: torch's allocator of this process uses memory that cannot be shared.
     """
     if device.type == "cuda":
+        # The config check sees the driver's environment only; another node may have its own.
+        setting = expandable_segments()
+        if setting:
+            raise SyncError(f"{setting}: such memory cannot be shared by CUDA IPC")
         buffer = torch.zeros(size, dtype=torch.uint8, device=device)
         return buffer, pickle.dumps(reduce_tensor(buffer))
     file = os.fdopen(os.memfd_create("weight_sync"))

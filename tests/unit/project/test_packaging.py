@@ -25,6 +25,7 @@ def requirements(extra: str) -> list[Requirement]:
     options = setup_cfg()
     sections = options["options.extras_require"]
     lines = options["options"]["install_requires"] + sections[extra] + sections["dev"]
+    lines += sections["megatron"]
     stripped = (line.strip() for line in lines.splitlines())
     return [Requirement(line) for line in stripped if line and not line.startswith("#")]
 
@@ -48,6 +49,17 @@ def test_every_requirement_has_a_tested_version_in_its_range(extra: str) -> None
         assert requirement.specifier.contains(version, prereleases=True), (
             f"constraints/{extra}.txt: {requirement.name}=={version} is not in {requirement}"
         )
+
+
+def test_the_versions_in_the_setup_script_are_those_of_the_constraints() -> None:
+    script = (ROOT / "shell/setup.sh").read_text()
+    for extra in ("cpu", "gpu"):
+        versions = constraints(extra)
+        assert f"torch_version={versions['torch'].partition('+')[0]}\n" in script
+        assert f"megatron_version={versions['megatron-core']}\n" in script
+    versions = constraints("gpu")
+    for name in ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch"):
+        assert Requirement("x>=2.9,<3").specifier.contains(versions[name])
 
 
 @pytest.fixture(scope="module")

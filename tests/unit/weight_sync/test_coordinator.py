@@ -165,11 +165,19 @@ def test_a_canary_over_the_tolerance_or_nan_stops(second):
         asyncio.run(connected_sync(good, [good, bad])((0, 3)))
 
 
-def test_bfloat16_has_its_own_tolerance():
+def test_bfloat16_measures_its_tolerance_and_says_so():
     good = [np.full(50, -1.0), np.array([-2.0])]
     near = [np.full(50, -1.0), np.array([-2.2])]
-    metrics = asyncio.run(connected_sync(good, [near], "bfloat16")((0, 1)))
+    sync = connected_sync(good, [near], "bfloat16")
+    lines: list[str] = []
+    sync.on_log = lines.append
+    metrics = asyncio.run(sync((0, 0)))
     assert metrics["canary/logprob_diff_max"] == pytest.approx(0.2)
+    assert metrics["canary/tolerance"] == pytest.approx(1.0)
+    (line,) = lines
+    assert line.startswith("canary after the sync of version 0: engine and trainer differ by 0.2")
+    asyncio.run(sync((0, 1)))
+    assert len(lines) == 1, "measured once"
 
 
 def test_nan_in_any_sequence_stops():
@@ -182,7 +190,7 @@ def test_nan_in_any_sequence_stops():
 def test_weights_that_are_only_a_little_off_everywhere_are_caught_by_the_mean():
     good = [np.full(50, -1.0)]
     bad = [np.full(50, -1.2)]
-    with pytest.raises(SyncError, match=r"\(mean\).*canary_tolerance / 10 = 0.1"):
+    with pytest.raises(SyncError, match=r"\(mean\).* the bound of a first sync = 0.1"):
         asyncio.run(connected_sync(good, [bad], "bfloat16")((0, 1)))
 
 

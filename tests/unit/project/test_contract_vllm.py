@@ -1,0 +1,187 @@
+"""The names of vLLM that a run uses exist, with the arguments that it gives: sleep levels, wake
+tags, pause modes, the worker's update calls, the layerwise reload. By vLLM's sources: what only
+GPUs run is not imported here.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from one_step_off.config import engine_checks
+from one_step_off.config.schema import Config
+from one_step_off.rollout.engine_args import engine_args
+from tests.unit.project.library_sources import (
+    assigned_attributes,
+    constants,
+    definition,
+    fields,
+    imported_names,
+    is_defined,
+    literal_values,
+    own_trees,
+    parameters,
+    used_attributes,
+)
+
+ENGINE = "vllm.v1.engine.async_llm"
+CLIENT = "vllm.v1.engine.core_client"
+CORE = "vllm.v1.engine.core"
+WORKER = "vllm.v1.worker.gpu_worker"
+RELOAD = "vllm.model_executor.model_loader.reload"
+TRANSFER = "vllm.distributed.weight_transfer"
+
+ENGINE_CALLS = {
+    # method of AsyncLLM -> the arguments that are given
+    "collective_rpc": ("method", "args"),
+    "from_engine_args": ("engine_args",),
+    "generate": ("prompt", "sampling_params", "request_id"),
+    "is_sleeping": (),
+    "resume_generation": (),
+    "shutdown": (),
+    "sleep": ("level",),
+    "update_weight_version": ("new_version",),
+    "wake_up": ("tags",),
+}
+ENGINE_ATTRIBUTES = {"errored", "vllm_config", "engine_core"}
+
+CALLS = [
+    # module, function or method, the arguments that are given, in order where they are positional
+    (CLIENT, "AsyncMPClient.pause_scheduler_async", ("mode", "clear_cache")),
+    (CORE, "EngineCore.sleep", ("level", "mode")),
+    (CORE, "EngineCore.wake_up", ("tags",)),
+    (WORKER, "Worker.sleep", ("level",)),
+    (WORKER, "Worker.wake_up", ("tags",)),
+    (WORKER, "Worker.start_weight_update", ()),
+    (WORKER, "Worker.update_weights", ("update_info",)),
+    (WORKER, "Worker.finish_weight_update", ()),
+    (f"{RELOAD}.layerwise", "initialize_layerwise_reload", ("model",)),
+    (f"{RELOAD}.layerwise", "_place_kernel_tensors", ("layer", "info")),
+    (f"{RELOAD}.layerwise", "get_layerwise_info", ("layer",)),
+    (f"{TRANSFER}.base", "WeightTransferEngine.init_transfer_engine", ("init_info",)),
+    (f"{TRANSFER}.base", "WeightTransferEngine.start_weight_update", ()),
+    (f"{TRANSFER}.base", "WeightTransferEngine.receive_weights", ("update_info",)),
+    (f"{TRANSFER}.base", "WeightTransferEngine.update_weights", ("update_info",)),
+    (f"{TRANSFER}.base", "WeightTransferEngine.finish_weight_update", ()),
+    (f"{TRANSFER}.base", "WeightTransferEngine.shutdown", ()),
+    ("vllm.distributed.parallel_state", "get_tensor_model_parallel_rank", ()),
+]
+
+PAUSE_MODES = {"keep", "wait"}
+WAKE_TAGS = {"weights", "kv_cache"}
+SLEEP_LEVEL = 2
+
+
+@pytest.mark.parametrize("name", sorted(ENGINE_CALLS))
+def test_a_method_of_the_engine(name: str) -> None:
+    assert set(ENGINE_CALLS[name]) <= set(parameters(ENGINE, f"AsyncLLM.{name}"))
+
+
+def test_the_table_has_every_call_of_the_engine() -> None:
+    used = used_attributes("self.engine") | used_attributes("AsyncLLM")
+    assert used == ENGINE_CALLS.keys() | ENGINE_ATTRIBUTES
+    assert used_attributes("self.engine.engine_core") == {"pause_scheduler_async"}
+
+
+@pytest.mark.parametrize(("module", "name", "given"), CALLS, ids=lambda part: str(part))
+def test_a_function_takes_these_arguments(module: str, name: str, given: tuple) -> None:
+    assert parameters(module, name)[: len(given)] == list(given)
+
+
+@pytest.mark.parametrize(("module", "name"), sorted(imported_names("vllm")))
+def test_an_imported_name_exists(module: str, name: str) -> None:
+    assert is_defined(module, name), f"{module} has no {name}"
+
+
+# ---- sleep, wake, pause --------------------------------------------------------------------------
+
+
+def test_pause_modes() -> None:
+    assert PAUSE_MODES <= literal_values("vllm.v1.engine", "PauseMode")
+    replica = "one_step_off.rollout.vllm_replica"
+    assert PAUSE_MODES <= constants(replica, "RolloutReplica.sync"), "the modes that we give"
+
+
+def test_wake_tags() -> None:
+    """The tags under which the worker allocates are those that we wake."""
+    assert WAKE_TAGS <= constants(WORKER)
+    assert WAKE_TAGS <= constants("one_step_off.rollout.vllm_replica", "RolloutReplica.sync")
+
+
+def test_the_sleep_level_discards_the_weights_and_keeps_the_buffers() -> None:
+    assert SLEEP_LEVEL in constants("one_step_off.rollout.vllm_replica", "RolloutReplica.sleep")
+    assert SLEEP_LEVEL in constants(WORKER, "Worker.sleep"), "the level at which buffers are saved"
+    assert "_sleep_saved_buffers" in assigned_attributes(WORKER, "Worker")
+
+
+def test_sleep_uses_the_memory_pool_by_default() -> None:
+    assert "enable_sleep_mode" in fields("vllm.config.model", "ModelConfig")
+    assert definition("vllm.device_allocator.cumem", "CuMemAllocator.sleep")
+    assert definition("vllm.device_allocator.cumem", "CuMemAllocator.wake_up")
+
+
+# ---- the worker ----------------------------------------------------------------------------------
+
+
+def test_what_the_extension_finds_in_the_worker() -> None:
+    attributes = assigned_attributes(WORKER, "Worker")
+    assert {"_weight_update_active", "weight_transfer_engine", "device"} <= attributes
+    assert definition(WORKER, "Worker.start_weight_update")
+
+
+def test_what_the_transfer_engine_finds_in_its_base() -> None:
+    attributes = assigned_attributes(f"{TRANSFER}.base", "WeightTransferEngine")
+    assert {"model", "device", "model_config"} <= attributes
+
+
+def test_an_engine_is_registered_by_name_and_class() -> None:
+    factory = f"{TRANSFER}.factory"
+    assert parameters(factory, "WeightTransferEngineFactory.register_engine")[:2] == [
+        "name",
+        "module_path_or_cls",
+    ]
+
+
+def test_what_the_reload_keeps_of_a_layer() -> None:
+    info = "vllm.model_executor.model_loader.reload.types"
+    assert {"loaded_weights", "kernel_tensors"} <= fields(info, "LayerReloadingInfo")
+    for method in ("can_load", "reset"):
+        assert definition(info, f"LayerReloadingInfo.{method}")
+
+
+# ---- arguments of the engine ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("colocated", [False, True])
+def test_engine_arguments_exist(device: str, colocated: bool) -> None:
+    cfg = Config()
+    if colocated:
+        cfg.placement.pools = {"all": [1]}
+        cfg.placement.roles = {"rollout": "all", "actor": "all"}
+    known = fields("vllm.engine.arg_utils", "EngineArgs")
+    known |= fields("vllm.engine.arg_utils", "AsyncEngineArgs")
+    assert set(engine_args(cfg, device)) - known == set()
+
+
+def test_values_of_engine_arguments() -> None:
+    args = engine_args(Config(), "cuda")
+    assert args["logprobs_mode"] in literal_values("vllm.config.model", "LogprobsMode")
+    backends = literal_values("vllm.config.parallel", "DistributedExecutorBackend")
+    assert {"mp", "uni"} <= backends
+    assert "backend" in fields("vllm.config.weight_transfer", "WeightTransferConfig")
+
+
+def test_engine_arguments_that_are_refused_exist() -> None:
+    known = fields("vllm.engine.arg_utils", "EngineArgs")
+    known |= fields("vllm.engine.arg_utils", "AsyncEngineArgs")
+    refused = {*engine_checks.ENGINE_FIELDS_SET_BY_US, *engine_checks.UNSAFE_ENGINE_FIELDS}
+    assert refused - known == set()
+
+
+def test_sampling_fields_that_are_allowed_exist() -> None:
+    known = fields("vllm.sampling_params", "SamplingParams")
+    assert engine_checks.ALLOWED_SAMPLING_FIELDS.keys() - known == set()
+
+
+def test_the_search_reads_this_tree() -> None:
+    assert len(own_trees()) > 100 and ("vllm", "SamplingParams") in imported_names("vllm")
