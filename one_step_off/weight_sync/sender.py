@@ -109,7 +109,9 @@ class WeightSender(SyncEndpoint):
             with self._phase("connect"):
                 self._check_abort_signals()
                 if self.leader is not None:
-                    self.leader.links.accept(epoch, deadline, self._check_abort_signals)
+                    # Before the deadline of the receivers: this one can name a missing member.
+                    members_deadline = time.monotonic() + self.timeout_s
+                    self.leader.links.accept(epoch, members_deadline, self._check_abort_signals)
                 self._connect_transports(store, receivers, same_device, deadline)
         except BaseException as error:
             self.give_up(error)

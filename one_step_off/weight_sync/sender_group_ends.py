@@ -157,7 +157,7 @@ class GroupMember:
         """
         self.plan = plan
         self.rank = rank
-        self.name = f"trainer rank {rank}, member of sender {sender}"
+        self.name = f"member {rank} of sender {sender}"
         self.timeout_s = timeout_s
         self.limit_s = limit_s
         self.sections_of_bucket = sections_of_rank(plan, sender, pieces)
@@ -173,6 +173,7 @@ class GroupMember:
         self.lock = threading.Lock()
         self.aborted: dict[int, str] = {}  # epoch -> reason
         self.epoch = 0
+        self.phase = "connect"
         self.bucket_number = 0
 
     def connect(self, epoch: int, address: member_link.Address) -> None:
@@ -183,6 +184,8 @@ class GroupMember:
         """
         self.close()
         self.epoch = epoch
+        self.phase = "connect"
+        self.bucket_number = 0
         try:
             self._check()
             link = member_link.connect_to_leader(
@@ -192,7 +195,7 @@ class GroupMember:
             self._check()  # an abort may have come before there was a link to close
         except Exception as error:
             self.close()
-            raise self._named("connect", error) from error
+            raise self._named(error) from error
 
     def send(
         self, tensors: Iterable[torch.Tensor], version: int, held_version: int
@@ -211,6 +214,7 @@ class GroupMember:
             SyncError: names this rank, phase and bucket. The link is closed then.
         """
         record = TransferRecord()
+        self.phase = "order"
         self.bucket_number = 0
         link = self.link
         try:
@@ -219,7 +223,7 @@ class GroupMember:
             with torch.cuda.stream(self.stream) if self.stream else nullcontext():
                 self._send_buckets(link, iter(tensors), version, held_version, record)
         except Exception as error:
-            named = self._named("send", error)
+            named = self._named(error)
             self._give_up(link, str(named))
             raise named from error
         return record.report() | {"changed": 0.0}
@@ -260,9 +264,11 @@ class GroupMember:
             if not sections:
                 continue
             self.bucket_number = index + 1
+            self.phase = "gather"
             begin = time.perf_counter()
             message = self._pack(packer, sections, tensors)
             record.add_phase("gather", time.perf_counter() - begin)
+            self.phase = "send"
             member_link.send_message(link, index, message, self.limit_s)
 
     def _pack(
@@ -295,7 +301,7 @@ class GroupMember:
         if reason is not None:
             raise Aborted(reason)
 
-    def _named(self, phase: str, error: Exception) -> SyncError:
+    def _named(self, error: Exception) -> SyncError:
         """The SyncError that names this rank and the place."""
         if isinstance(error, SyncError):
             return error
@@ -305,4 +311,4 @@ class GroupMember:
             # A leader that ends the link gave up, or died: then the driver finds it.
             cause = f"{GIVEN_UP}{cause}"
         bucket = f"bucket {self.bucket_number} of {len(self.plan.buckets)}"
-        return SyncError(f"{self.name}, phase {phase}, {bucket}: {cause}")
+        return SyncError(f"{self.name}, phase {self.phase}, {bucket}: {cause}")
