@@ -13,6 +13,7 @@ from one_step_off.cluster.remote_calls import OnSpan, call_all, now
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays, PackedSamples
 from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch
+from one_step_off.training.written_files import FileFacts
 
 T = TypeVar("T")
 
@@ -119,12 +120,20 @@ class TrainGroup:
 
         return asyncio.ensure_future(first_report())
 
-    async def save_state(self, folder: str) -> Awaitable[Any]:
+    async def save_state(self, folder: str) -> Awaitable[FileFacts]:
         """Let all ranks copy their part of a checkpoint. Returns an awaitable: once awaited, they
-        have written it."""
+        have written it; it gives sizes and checksums of their files."""
         what = f"checkpoint, {self.role}"
         await call_all(self.time_limit_s, what, self.ranks, "save_state", folder)
-        return call_all(self.time_limit_s, what, self.ranks, "saved")
+        writing = call_all(self.time_limit_s, what, self.ranks, "saved")
+
+        async def facts_of_all_ranks() -> FileFacts:
+            facts: FileFacts = {}
+            for facts_of_rank in await writing:
+                facts |= facts_of_rank
+            return facts
+
+        return facts_of_all_ranks()
 
     async def load_state(self, folder: str) -> None:
         """Load a checkpoint's state; after `setup`."""

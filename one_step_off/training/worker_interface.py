@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from one_step_off.data.samples import Batch
+from one_step_off.training.written_files import FileFacts
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 TRAINED_ROLES = ("actor", "critic")
@@ -59,9 +60,9 @@ class TrainedInterface(ModelInterface, Protocol):
         """Copy weights, optimizer, counters and RNG state, and begin to write them into `folder`
         (collective)."""
 
-    def saved(self) -> None:
-        """Wait until what `save_state` began is written. Raises RuntimeError: it cannot be
-        written."""
+    def saved(self) -> FileFacts:
+        """Wait until what `save_state` began is written. Returns size and checksum of this rank's
+        files. Raises RuntimeError: it cannot be written."""
 
     def load_state(self, folder: str) -> None:
         """Load what `save_state` wrote (collective). Raises ConfigError: it does not fit this
