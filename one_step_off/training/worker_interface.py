@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from one_step_off.data.samples import Batch
+from one_step_off.training.model_worker import BatchShare
 from one_step_off.training.written_files import FileFacts
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
@@ -38,6 +39,10 @@ class ModelInterface(Protocol):
     def setup(self, master_addr: str, master_port: int) -> None:
         """Join the role's process group, then build, load and shard the model (collective). Raises
         ConfigError."""
+
+    def share_of_batch(self) -> BatchShare:
+        """Which part of a batch this rank computes; after `setup`. It may be sent without the
+        tokens of the other parts, see `data/batch_slices.py`."""
 
     def alive(self) -> None:
         """Answers at once, also during another call."""
