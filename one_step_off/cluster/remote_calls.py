@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import ray
-
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.config.errors import ConfigError
 from one_step_off.data.staleness import StalenessError
@@ -111,6 +109,8 @@ def call_each(
 def store_once(value: Any) -> Any:
     """A reference to `value` in Ray's object store, to pass to many actors: it is copied once per
     node, and not per call. Without Ray (the actors are stand-ins in this process) `value`."""
+    import ray
+
     return ray.put(value) if ray.is_initialized() else value
 
 
