@@ -17,7 +17,7 @@ from one_step_off.data.batch_slices import ArraySlice, BatchOutline, SampleSlice
 from one_step_off.data.packing import PackedArrays, PackedSamples
 from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch, Sample
 from one_step_off.data.staleness import assert_staleness
-from one_step_off.training.model_worker import BatchShare
+from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.written_files import FileFacts
 
 T = TypeVar("T")

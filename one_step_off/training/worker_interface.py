@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from one_step_off.data.samples import Batch
-from one_step_off.training.model_worker import BatchShare
+from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.written_files import FileFacts
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
