@@ -229,6 +229,23 @@ def test_an_abort_ends_a_members_wait_with_its_reason():
         member.connect(5, stream.leader_of[rank].links.address)
 
 
+def test_a_leader_that_gives_up_ends_its_members_waits():
+    stream = GroupedStream(LAYOUTS["FSDP"], 2)
+    rank, member = next(iter(stream.members.items()))
+    sender = stream.senders[0]
+
+    def member_and_leader(jobs: dict[str, Job]) -> None:
+        job = jobs[f"rank {rank}"]
+        jobs.clear()
+        jobs[f"rank {rank}"] = job
+        jobs["leader"] = lambda: (time.sleep(0.3), sender.give_up(RuntimeError("no memory")))
+
+    assert stream.leader_of[rank] is sender.leader
+    results, _ = stream.sync(weights_of(LAYOUTS["FSDP"], DTYPE), 1, change=member_and_leader)
+    message = failures(results)[f"rank {rank}"]
+    assert f"{GIVEN_UP}the leader of its sender group closed its link" in message
+
+
 def test_a_member_with_other_weights_is_refused():
     stream = GroupedStream(LAYOUTS["FSDP"], 2, timeout_s=5.0)
     results, _ = stream.sync(weights_of(LAYOUTS["FSDP"], DTYPE), 3, held_version=2)
