@@ -86,7 +86,8 @@ class WeightSenderMixin:
         Returns:
             The addresses of the sender, or None on a rank that sends nothing to receivers.
         """
-        self.pieces = pieces
+        if self.cfg.weight_sync.sender == "gather":
+            self.pieces = pieces
         self.release_changed = threading.Condition()
         places = [index for index, group in enumerate(groups) if self.rank in group.ranks]
         if not places:

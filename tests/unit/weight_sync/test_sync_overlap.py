@@ -152,8 +152,11 @@ def start_receivers(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("sender", "max_senders", "syncs"),
-    [("sharded", 2, 200), ("sharded", 1, 40), ("gather", 1, 5)],
-    ids=["200 beside updates", "40 by one leader", "5 gathered by rank 0"],
+    [
+        pytest.param("sharded", 2, 200, id="200 beside updates"),
+        pytest.param("sharded", 1, 40, id="40 by one leader", marks=pytest.mark.slow),
+        pytest.param("gather", 1, 5, id="5 gathered by rank 0"),
+    ],
 )
 def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, max_senders, syncs):
     path = tiny_qwen.build("qwen2", str(tmp_path / "model"), dtype="float32")
