@@ -240,10 +240,16 @@ class Team:
     """A run's processes, and runs of the real pipeline over them."""
 
     def __init__(
-        self, ranks: int, replicas: int, timeout_s: float = 5.0, same_device: bool = True
+        self,
+        ranks: int,
+        replicas: int,
+        timeout_s: float = 5.0,
+        same_device: bool = True,
+        max_senders: int = 8,
     ) -> None:
         """`same_device`: everything is in shared memory; else over gloo."""
         self.cfg = light_config(timeout_s)
+        self.cfg.weight_sync.max_senders = max_senders
         self.respawned: list[int] = []
         self.messages: list[str] = []
         self.on_respawn: Any = lambda replica: None

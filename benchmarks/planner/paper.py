@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from benchmarks.common.report import markdown_table
+from one_step_off.config.schema import WeightSyncConfig
 from one_step_off.planner.simulation import Work, simulate
 
 # Of a token of a sample: id, log-prob, mask and version.
@@ -48,8 +49,7 @@ def cluster_figures(gpus: int, sample_s: float) -> dict[str, str]:
     sample.
     """
     samples = SAMPLES_PER_GPU * gpus
-    senders = gpus // 2
-    trainer_nodes = gpus // 8 / 2
+    senders = min(gpus // 2, WeightSyncConfig().max_senders)
     batch_bytes = samples * TOKENS_PER_SAMPLE * TOKEN_BYTES
     messages = WEIGHT_BYTES / BUCKET_BYTES * senders
     hours_between_stops = GPU_HOURS_PER_STOP / gpus
@@ -57,12 +57,12 @@ def cluster_figures(gpus: int, sample_s: float) -> dict[str, str]:
     return {
         "samples of a step": f"{samples:,}",
         "bytes of a batch: samples x tokens x 13": f"{batch_bytes / 1e9:.1f} GB",
-        "moved by Ray, the whole batch to each trainer node": (
-            f"{batch_bytes * trainer_nodes / 1e12:.2f} TB"
-        ),
+        "moved by Ray, to each rank its share": f"{batch_bytes / 1e12:.3f} TB",
         "driver, samples x us": f"{samples * sample_s:.2f} s of a step of {STEP_S}",
         "groups of the sync, one a sender": f"{senders:,}",
-        "of a bucket of 64 MiB, each sender's part": f"{64 * 1024 / senders:.0f} KiB",
+        "of a bucket of 64 MiB, each sender's part": f"{64 / senders:.0f} MiB",
+        "ranks of a sender group": f"{gpus // 2 // senders:,}",
+        "a leader sends, and collects almost all of it": f"{WEIGHT_BYTES / senders / 1e9:.1f} GB",
         "messages that a receiver gets in a sync (140 GB)": f"{messages:,.0f}",
         "the same at 30 us one after the other": f"{messages * MESSAGE_S:.0f} s",
         "hours between two stops": f"{hours_between_stops:.1f}",

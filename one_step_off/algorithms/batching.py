@@ -6,6 +6,7 @@ all ranks run the same number of micro-batches: under FSDP a rank with one forwa
 leave the others waiting forever.
 """
 
+import heapq
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -68,15 +69,41 @@ def plan_micro_batches(
     return plan
 
 
+def padded_lengths(lengths: Sequence[int], multiple: int) -> list[int]:
+    """Each length rounded up to a multiple, as it is laid out."""
+    return [_divide_up(int(length), multiple) * multiple for length in lengths]
+
+
+def positions_of_shares(
+    lengths: Sequence[int], mini_batches: list[list[int]], shares: int, multiple: int
+) -> list[list[int]]:
+    """Per share the positions in the batch of all samples that `plan_micro_batches` gives it, in
+    ascending order.
+
+    Args:
+        lengths: tokens of each sample of the batch.
+        mini_batches: positions of the samples that are planned together.
+        shares: into how many the batch is divided.
+        multiple: see `padded_lengths`.
+    """
+    padded = padded_lengths(lengths, multiple)
+    positions: list[list[int]] = [[] for _ in range(shares)]
+    for mini_batch in mini_batches:
+        balanced = _balance([padded[position] for position in mini_batch], shares)
+        for share, indices in enumerate(balanced):
+            positions[share] += [mini_batch[index] for index in indices]
+    return [sorted(own) for own in positions]
+
+
 def _balance(tokens: list[int], ranks: int) -> list[list[int]]:
     """The indices of the sequences of each rank, longest first."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    tokens_of_rank = [0] * ranks
-    longest_first = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
-    for i in longest_first:
-        rank = min(range(ranks), key=lambda rank: (tokens_of_rank[rank], len(shares[rank])))
+    # (tokens, sequences, rank): the first of the heap is the rank with the fewest so far.
+    heap = [(0, 0, rank) for rank in range(ranks)]
+    for i in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        rank_tokens, count, rank = heap[0]
         shares[rank].append(i)
-        tokens_of_rank[rank] += tokens[i]
+        heapq.heapreplace(heap, (rank_tokens + tokens[i], count + 1, rank))
     return shares
 
 

@@ -32,6 +32,7 @@ from one_step_off.checkpoint.manifest import parameter_shapes, write_manifest
 from one_step_off.checkpoint.sample_files import write_samples
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Sample
+from one_step_off.training.written_files import FileFacts
 
 
 def _flush_to_disk(path: Path) -> None:
@@ -46,7 +47,8 @@ class Checkpointer:
 
     def __init__(self, cfg: Config, save_trainer: Callable[[str], Awaitable[Awaitable]]) -> None:
         """`save_trainer`: async (path) -> awaitable. When it returns, the trainers have copied
-        their state; when its result has been awaited, that state is written."""
+        their state; when its result has been awaited, that state is written, and it gives the
+        `FileFacts` of each role (or nothing: then all files are read here)."""
         self.cfg = cfg
         self.save_trainer = save_trainer
         self.folder = folder_of(cfg)
@@ -97,8 +99,10 @@ class Checkpointer:
         scores = self._scores(state)
 
         async def finish() -> tuple[Path, int]:
-            await writing_trainer
-            return await asyncio.to_thread(self._commit, unfinished, scores)
+            known: FileFacts = {}
+            for facts in await writing_trainer or ():
+                known |= facts
+            return await asyncio.to_thread(self._commit, unfinished, scores, known)
 
         return finish()
 
@@ -120,9 +124,11 @@ class Checkpointer:
                 scores[f"step_{evaluation['val/version']:06.0f}"] = evaluation[metric]
         return scores
 
-    def _commit(self, unfinished: Path, scores: dict[str, float]) -> tuple[Path, int]:
+    def _commit(
+        self, unfinished: Path, scores: dict[str, float], known: FileFacts
+    ) -> tuple[Path, int]:
         """Write the manifest, flush everything to the disk, rename, and remove old checkpoints."""
-        manifest = write_manifest(unfinished, self.shapes)
+        manifest = write_manifest(unfinished, self.shapes, known)
         for path in unfinished.rglob("*"):
             _flush_to_disk(path)
         _flush_to_disk(unfinished)

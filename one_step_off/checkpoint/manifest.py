@@ -6,18 +6,16 @@ resumes. Pickles are checked too: they may contain only the few classes that a c
 (`models/safe_unpickling.py`).
 """
 
-import hashlib
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from one_step_off.config.errors import first_line
 from one_step_off.config.schema import Config
 from one_step_off.training.worker_interface import TRAINED_ROLES
+from one_step_off.training.written_files import FileFacts, file_checksum
 
 FORMAT = 2
 """Version of the layout in `checkpointer.py`. Version 1 had no manifest."""
@@ -50,29 +48,42 @@ def parameter_shapes(cfg: Config) -> Shapes:
     return shapes
 
 
-def file_facts(folder: Path) -> dict[str, dict[str, Any]]:
+def file_facts(folder: Path, known: FileFacts | None = None) -> dict[str, dict[str, Any]]:
     """Size in bytes and checksum (XXH3-128) of every file but the manifest: {"bytes": ...,
-    "checksum": ...}, each by the file's path in `folder`."""
+    "checksum": ...}, each by the file's path in `folder`.
+
+    Args:
+        folder: of the checkpoint.
+        known: of the files that need not be read here, because the process that wrote them has.
+
+    Raises:
+        RuntimeError: a known file has another size.
+    """
+    known = known or {}
     files = {
         path.relative_to(folder).as_posix(): path
         for path in folder.rglob("*")
         if path.is_file() and path.name != MANIFEST_FILE
     }
     sizes = {name: path.stat().st_size for name, path in files.items()}
+    for name, (size, _) in known.items():
+        if sizes.get(name) != size:
+            raise RuntimeError(
+                f"checkpoint {folder}: {name} has {sizes.get(name)} bytes, "
+                f"but its writer counted {size}"
+            )
+    unread = {name: path for name, path in files.items() if name not in known}
     with ThreadPoolExecutor(CHECKSUM_THREADS) as pool:
-        checksums = pool.map(_checksum, files.values())
-        checksum_of = dict(zip(files, checksums, strict=True))
-    return {"bytes": sizes, "checksum": checksum_of}
+        checksums = dict(zip(unread, pool.map(file_checksum, unread.values()), strict=True))
+    for name, (_, checksum) in known.items():
+        checksums[name] = checksum
+    return {"bytes": sizes, "checksum": checksums}
 
 
-def _checksum(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-
-
-def write_manifest(folder: Path, shapes: Shapes) -> dict[str, Any]:
-    """Write the manifest of a folder whose other files are complete; returns what it holds."""
-    manifest = {"format": FORMAT, "shape": shapes} | file_facts(folder)
+def write_manifest(folder: Path, shapes: Shapes, known: FileFacts | None = None) -> dict[str, Any]:
+    """Write the manifest of a folder whose other files are complete; returns what it holds.
+    `known`: see `file_facts`."""
+    manifest = {"format": FORMAT, "shape": shapes} | file_facts(folder, known)
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
 

@@ -92,11 +92,26 @@ def call_all(
         PhaseTimeout: after `limit_s` seconds.
         As `name_failures`: the first failure of any actor, at once.
     """
-    answers = [getattr(actor, method).remote(*args) for actor in actors]
+    return call_each(limit_s, what, actors, method, [args] * len(actors))
+
+
+def call_each(
+    limit_s: float, what: str, actors: list[Any], method: str, arguments: list[tuple]
+) -> Awaitable[list[Any]]:
+    """As `call_all`, with arguments of its own for each actor."""
     named_answers = []
-    for i, answer in enumerate(answers):
+    for i, (actor, args) in enumerate(zip(actors, arguments, strict=True)):
+        answer = getattr(actor, method).remote(*args)
         named_answers.append(name_failures(f"{what} {i}, {method}", answer))
     return with_time_limit(limit_s, f"{what}, {method}", asyncio.gather(*named_answers))
+
+
+def store_once(value: Any) -> Any:
+    """A reference to `value` in Ray's object store, to pass to many actors: it is copied once per
+    node, and not per call. Without Ray (the actors are stand-ins in this process) `value`."""
+    import ray
+
+    return ray.put(value) if ray.is_initialized() else value
 
 
 async def not_alive(processes: dict[str, Any]) -> dict[str, str]:

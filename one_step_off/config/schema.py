@@ -258,10 +258,7 @@ class PipelineConfig:
     """The pipeline."""
 
     staleness: int = config_key(
-        1,
-        "1: one step off (rollout and training overlap); 0: synchronous",
-        low=0,
-        high=1,
+        1, "1: one step off (rollout and training overlap); 0: synchronous", low=0, high=1
     )
     partial_rollout: bool = config_key(
         False,
@@ -292,6 +289,9 @@ class WeightSyncConfig:
         "sharded",
         "sharded: each rank sends its own shard; gather: rank 0 gathers and sends (for comparison)",
         choices="sharded gather",
+    )
+    max_senders: int = config_key(
+        8, "most trainer ranks that send to replicas; more ranks give theirs to these", low=1
     )
     bucket_mb: int = config_key(
         64, "size of a bucket, in MiB; sender and receiver reuse two each", low=1

@@ -134,7 +134,8 @@ class Batch:
         prob_squares: float32 [R] per sample: the sum of squared probabilities of the proximal
             policy.
         dropped: samples that `drop` took out.
-        stored: the objects that were last put into Ray's object store, and the reference to them.
+        stored: the objects that were last put into Ray's object store, and the references to them
+            by the way in which the batch was divided.
     """
 
     step: int

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.roles import role_model_path
 from one_step_off.config.schema import Config
+from one_step_off.models.stored_weights import StoredWeights
 
 SCALAR_ROLES = ("critic", "reward_model")
 SCALAR_HEAD = "score"
@@ -99,6 +100,21 @@ def read_checkpoint(
     if device == "cpu":
         check_head(model, path)
     return model
+
+
+def check_stored_head(model: PreTrainedModel, stored: StoredWeights, path: str) -> None:
+    """`check_head` of a model that was read onto "meta": only its head is read.
+
+    Raises:
+        ConfigError: as `check_head`.
+    """
+    head = model.get_output_embeddings()
+    name_of = {id(module): name for name, module in model.named_modules()}
+    name = f"{name_of[id(head)]}.weight"
+    if name not in stored.file_of:  # tied
+        name = f"{name_of[id(model.get_input_embeddings())]}.weight"
+    head.weight = nn.Parameter(stored.read_whole(name).to(model.dtype), requires_grad=False)
+    check_head(model, path)
 
 
 def _missing_weights(loading_info: dict[str, Any]) -> set[str]:

@@ -6,6 +6,7 @@ checked at the start.
 """
 
 import functools
+import os
 import types
 from typing import Any
 
@@ -27,9 +28,17 @@ from transformers import PreTrainedModel
 from one_step_off.algorithms.core_algos import TokenOutputs, log_probs_and_entropy
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.role_sections import TrainedConfig
-from one_step_off.config.roles import role_settings
+from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
-from one_step_off.models.hf_model import SCALAR_HEAD, empty_model, logits_of, read_checkpoint
+from one_step_off.models.hf_model import (
+    SCALAR_HEAD,
+    SCALAR_ROLES,
+    check_stored_head,
+    empty_model,
+    logits_of,
+    read_checkpoint,
+)
+from one_step_off.models.stored_weights import StoredWeights
 from one_step_off.training import lora, packed_attention
 from one_step_off.training.packed_attention import AttentionChoice
 from one_step_off.training.token_outputs import in_chunks
@@ -49,9 +58,11 @@ def build(cfg: Config, device: torch.device, role: str) -> tuple[PreTrainedModel
     """Build the role's model without weights, shard it, then load it (collective). Returns it, and
     its attention.
 
-    Rank 0 reads the checkpoint and broadcasts, so a host holds one full copy for a moment, not one
-    per rank. A critic whose checkpoint has no scalar head begins with the random one of
-    `trainer.seed`.
+    Each rank reads its own rows where the checkpoint has every tensor under the model's own name,
+    in safetensors files, so no process ever holds the whole model. Otherwise rank 0 reads the
+    checkpoint and broadcasts, and its host holds one full copy for a moment: models with adapters,
+    from the hub or in other files. A critic whose checkpoint has no scalar head, which is such a
+    case, begins with the random one of `trainer.seed`.
 
     Raises:
         ConfigError: on rank 0, when the model cannot be trained here. The other ranks wait for it
@@ -66,9 +77,20 @@ def build(cfg: Config, device: torch.device, role: str) -> tuple[PreTrainedModel
     requested = cfg.model.attn_implementation
     source = None
     choice: list[Any] = [None]
+    stored = None
+    if not has_adapters:
+        stored = _complete_checkpoint(cfg, role)
+    # All ranks must load alike, and the folder may be on rank 0's node only.
+    found = [False] * dist.get_world_size()
+    dist.all_gather_object(found, stored is not None)
+    if not all(found):
+        stored = None
     if dist.get_rank() == 0:
         checked = "sdpa" if requested == "auto" else requested
-        source = read_checkpoint(cfg, role, checked, dtype, "cpu")
+        if stored is None:
+            source = read_checkpoint(cfg, role, checked, dtype, "cpu")
+        else:
+            _check_stored(cfg, role, checked, stored)
         if has_adapters:
             lora.inject(source, cfg.model)
         choice[0] = packed_attention.choose(cfg, role, device)
@@ -84,8 +106,30 @@ def build(cfg: Config, device: torch.device, role: str) -> tuple[PreTrainedModel
     model.forward = types.MethodType(_token_outputs, model)
     shard_device = torch.device("cpu") if role_config.param_offload else device
     _shard(model, role_config, cfg.model.dtype, device, shard_device)
-    _load(model, source, shard_device, device)
+    _load(model, source, stored, shard_device, device)
     return model, attention
+
+
+def _complete_checkpoint(cfg: Config, role: str) -> StoredWeights | None:
+    """The files from which each rank reads its own rows; None: they do not have all of the model,
+    or not under its names."""
+    path = role_model_path(cfg, role)
+    if cfg.model.trust_remote_code or not os.path.isdir(path):
+        return None
+    try:
+        stored = StoredWeights.find(path)
+        if stored is None or not stored.covers(empty_model(cfg, role, None, None)):
+            return None
+    except Exception:  # broken files, of any kind: reading the whole model names what is wrong
+        return None
+    return stored
+
+
+def _check_stored(cfg: Config, role: str, attention: str, stored: StoredWeights) -> None:
+    """The checks of `read_checkpoint`, which then reads the files' headers and the head alone."""
+    model = read_checkpoint(cfg, role, attention, getattr(torch, cfg.model.dtype), "meta")
+    if role not in SCALAR_ROLES:
+        check_stored_head(model, stored, role_model_path(cfg, role))
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -136,11 +180,12 @@ def _shard(
 def _load(
     model: PreTrainedModel,
     source: PreTrainedModel | None,
+    stored: StoredWeights | None,
     shard_device: torch.device,
     device: torch.device,
 ) -> None:
-    """Give the sharded parameters memory on `shard_device` and rank 0's values; buffers end on
-    `device`."""
+    """Give the sharded parameters memory on `shard_device` and the values of `stored`, or those of
+    rank 0's `source`; buffers end on `device`."""
 
     def materialized(tensor: Tensor) -> Tensor:
         if tensor.is_meta:
@@ -149,13 +194,34 @@ def _load(
 
     was_tied = _is_tied(model)
     model._apply(materialized)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    weights = {} if source is None else source.state_dict()
-    set_model_state_dict(model, weights, options=options)
+    if stored is None:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        weights = {} if source is None else source.state_dict()
+        set_model_state_dict(model, weights, options=options)
+    else:
+        _read_own_rows(model, stored)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     if was_tied != _is_tied(model):
         raise RuntimeError("embedding and head were tied and are not tied any more after loading")
+
+
+@torch.no_grad()
+def _read_own_rows(model: PreTrainedModel, stored: StoredWeights) -> None:
+    """Fill this rank's part of every parameter, and the saved buffers, one tensor after the
+    other (no collective)."""
+    parameters: Any = model.named_parameters()  # DTensors, as FSDP2 makes them
+    for name, parameter in parameters:
+        shape, starts = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        local = parameter.to_local()
+        if local.numel():
+            local.copy_(stored.read(name, starts, shape).view(local.shape))
+    saved_names = set(model.state_dict())
+    for name, buffer in model.named_buffers():
+        if name in saved_names:
+            buffer.copy_(stored.read_whole(name))
 
 
 def _is_tied(model: PreTrainedModel) -> bool:

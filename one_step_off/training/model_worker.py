@@ -13,6 +13,7 @@ in the same order. What each role offers is listed in `worker_interface.py`.
 """
 
 import datetime
+import itertools
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -35,32 +36,14 @@ from one_step_off.cluster.resource_usage import (
 from one_step_off.config.role_sections import TrainedConfig
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
+from one_step_off.data.batch_slices import AbsentSample
 from one_step_off.data.packing import PackedShares
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.training import lora
+from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.device_memory import limit_memory
 from one_step_off.training.update_stats import PhaseTimer
-
-
-@dataclass
-class BatchShare:
-    """The part of a batch that a rank computes, and how it is cut into micro-batches.
-
-    Attributes:
-        index: which share, 0 .. count - 1. Ranks that hold one model together have the same share.
-        count: into how many shares a batch is divided: the data-parallel size.
-        reports: whether this rank returns the results of its share; one of the ranks with the same
-            share does.
-        width_multiple: the width of a padded micro-batch is a multiple of it, in tokens.
-        micro_batch_multiple: the number of micro-batches of a share is a multiple of it.
-    """
-
-    index: int
-    count: int
-    reports: bool = True
-    width_multiple: int = 1
-    micro_batch_multiple: int = 1
 
 
 @dataclass
@@ -72,7 +55,13 @@ class WorkItem:
 
 
 def token_ids_of(sample: Sample) -> np.ndarray:
-    """Prompt and response in one array, int32 [P + R]."""
+    """Prompt and response in one array, int32 [P + R].
+
+    Raises:
+        RuntimeError: the sample belongs to another rank's share.
+    """
+    if isinstance(sample, AbsentSample):
+        raise RuntimeError(f"prompt {sample.prompt_id}: its tokens went to another rank")
     return np.concatenate([sample.prompt_ids, sample.response_ids])
 
 
@@ -174,15 +163,21 @@ class ModelWorker(UsageProbe, ABC):
         torch.get_device_module(self.device).set_device(self.device)
         limit_memory(self.cfg, self.role, self.device)
 
+    def share_of_batch(self) -> BatchShare:
+        """Which part of a batch this rank computes; after `setup`."""
+        return self.batch_share
+
     # Forward passes.
 
     def _response_outputs(self, batch: Batch, figure: str = "none") -> dict[int, np.ndarray]:
         """The model's output at all response tokens of this rank's share: position in batch ->
         float32 [R], or [R, 2] with a figure (collective)."""
-        sequences = [token_ids_of(s) for s in batch.samples]
         wanted = [np.arange(len(s.prompt_ids), s.length) for s in batch.samples]
-        plan = self._micro_batch_plan([len(s) for s in sequences], self.batch_share.count)
+        plan = self._micro_batch_plan([s.length for s in batch.samples], self.batch_share.count)
         micro_batches = plan[self.batch_share.index]
+        sequences = [np.zeros(0, np.int32)] * len(batch.samples)
+        for position in itertools.chain(*micro_batches):
+            sequences[position] = token_ids_of(batch.samples[position])
         temperature = self.cfg.rollout.temperature
         return PackedShares(
             self._token_outputs(sequences, wanted, micro_batches, temperature, figure)
@@ -192,8 +187,7 @@ class ModelWorker(UsageProbe, ABC):
         """plan[share][micro-batch] = indices of sequences; `lengths` in tokens."""
         # The context-parallel ranks share each sequence.
         token_budget = self.role_config.micro_batch_tokens * self.role_config.context_parallel_size
-        multiple = self.batch_share.width_multiple
-        padded = [-(-length // multiple) * multiple for length in lengths]
+        padded = batching.padded_lengths(lengths, self.batch_share.width_multiple)
         return batching.plan_micro_batches(
             padded, shares, token_budget, self.packed, self.batch_share.micro_batch_multiple
         )

@@ -80,7 +80,8 @@ class LocalRewardModel(TrainGroup):
             self.policy_tokenizer,
             self.reward_tokenizer,
         )
-        shares = await self._on_devices(batch.step, "score_sequences", PackedArrays(sequences))
+        arguments = [PackedArrays(sequences)] * len(self.ranks)
+        shares = await self._on_devices(batch.step, "score_sequences", arguments)
         return merged(shares)
 
 

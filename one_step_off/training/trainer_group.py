@@ -9,13 +9,25 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from one_step_off.cluster.remote_calls import OnSpan, call_all, now
+from one_step_off.algorithms import batching
+from one_step_off.cluster.remote_calls import OnSpan, call_all, call_each, now
+from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
+from one_step_off.data.batch_slices import ArraySlice, BatchOutline, SampleSlice
 from one_step_off.data.packing import PackedArrays, PackedSamples
-from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch
+from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch, Sample
+from one_step_off.data.staleness import assert_staleness
+from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.device_memory import with_memory_advice
+from one_step_off.training.written_files import FileFacts
 
 T = TypeVar("T")
+
+UNREAD_FIELDS = ("response", "extra")
+"""The fields of a Sample that no rank reads."""
+
+WHOLE_BATCH = "whole"
+"""The key of a batch that is not divided, in `Batch.stored`."""
 
 
 class Colocated(Protocol):
@@ -32,6 +44,7 @@ class TrainGroup:
     different pools run at once.
 
     Attributes:
+        shares: of each rank its part of a batch, known after `setup`.
         colocated: the replicas in the same pool; None: they have devices of their own.
         on_span: receives the begin and end of each call that uses the devices.
     """
@@ -56,6 +69,7 @@ class TrainGroup:
         self.host = host
         self.device_lock = device_lock or asyncio.Lock()
         self.time_limit_s = cfg.trainer.step_timeout_s
+        self.shares: list[BatchShare] = []  # of each rank; empty: not known, before `setup`
         self.colocated: Colocated | None = None
         self.on_span: OnSpan = lambda *_: None
 
@@ -66,16 +80,45 @@ class TrainGroup:
         (address,) = await call_all(time_limit_s, self.role, rank_0, "free_address", self.host)
         loading = call_all(time_limit_s, self.role, self.ranks, "setup", *address)
         await with_memory_advice(self.cfg, self.role, loading)
+        self.shares = await call_all(time_limit_s, self.role, self.ranks, "share_of_batch")
 
-    async def _on_devices(self, step: int, method: str, *args: Any) -> list[Any]:
+    def _batch_for_ranks(self, batch: Batch, prompts_per_mini_batch: int = 0) -> list[Any]:
+        """Per rank a reference to what it needs of a batch: everything where all ranks compute the
+        same share or it is not known, else its share.
+
+        Args:
+            batch: of a step.
+            prompts_per_mini_batch: of an update; 0: the whole batch is planned at once.
+
+        Raises:
+            StalenessError: ranks that see only their share could not all raise it.
+        """
+        if not self.shares or self.shares[0].count == 1:
+            return [put_batch(batch)] * len(self.ranks)
+        if prompts_per_mini_batch:
+            assert_staleness(batch)
+        references = put_slices(batch, self.shares[0], prompts_per_mini_batch)
+        return [references[share.index] for share in self.shares]
+
+    async def _on_devices(
+        self, step: int, method: str, batch_for_ranks: list[Any], *args: Any
+    ) -> list[Any]:
         """Call a method on all ranks while this role alone uses the devices; returns every rank's
-        answer."""
+        answer.
+
+        Args:
+            step: of the batch.
+            method: of the ranks.
+            batch_for_ranks: each rank's first argument.
+            args: the further arguments.
+        """
         async with self.device_lock:
             if self.colocated is not None:
                 await self.colocated.sleep()
             begin = now()
             what = f"step {step}, {self.role}"
-            work = call_all(self.time_limit_s, what, self.ranks, method, *args)
+            arguments = [(batch, *args) for batch in batch_for_ranks]
+            work = call_each(self.time_limit_s, what, self.ranks, method, arguments)
             answers = await with_memory_advice(self.cfg, self.role, work)
             self.on_span(self.role, method, step, begin, now())
         return answers
@@ -87,25 +130,26 @@ class TrainGroup:
         if batch.step == self.cfg.trainer.profile_step:
             # Absolute: the workers may have another working directory.
             profile = os.path.abspath(f"{self.cfg.trainer.output_dir}/profile")
-        stored = put_batch(batch)
+        mini_batch = getattr(role_settings(self.cfg, self.role), "ppo_mini_batch_size", 0)
+        stored = self._batch_for_ranks(batch, mini_batch)
         answers = await self._on_devices(batch.step, "update", stored, learn, profile)
         return answers[0]  # the same on every rank
 
     async def log_prob(self, batch: Batch) -> list[np.ndarray]:
         """Log-probs (nats) of all response tokens at the current weights: one float32 [R] per
         sample."""
-        return merged(await self._on_devices(batch.step, "log_prob", put_batch(batch)))
+        return merged(await self._on_devices(batch.step, "log_prob", self._batch_for_ranks(batch)))
 
     async def log_prob_and_squares(self, batch: Batch) -> list[np.ndarray]:
         """As `log_prob`, float32 [R, 2]: beside each log-prob the sum of all the vocabulary's
         squared probabilities."""
-        stored = put_batch(batch)
+        stored = self._batch_for_ranks(batch)
         return merged(await self._on_devices(batch.step, "log_prob_and_squares", stored))
 
     async def values(self, batch: Batch) -> list[np.ndarray]:
         """The critic's values of the states before all response tokens: one float32 [R] per
         sample."""
-        return merged(await self._on_devices(batch.step, "values", put_batch(batch)))
+        return merged(await self._on_devices(batch.step, "values", self._batch_for_ranks(batch)))
 
     def score(self, sequences: list[np.ndarray]) -> Awaitable[list[np.ndarray]]:
         """The trainer's half of the canary: log-probs of every token but the first, at temperature
@@ -122,12 +166,20 @@ class TrainGroup:
 
         return asyncio.ensure_future(first_report())
 
-    async def save_state(self, folder: str) -> Awaitable[Any]:
+    async def save_state(self, folder: str) -> Awaitable[FileFacts]:
         """Let all ranks copy their part of a checkpoint. Returns an awaitable: once awaited, they
-        have written it."""
+        have written it; it gives sizes and checksums of their files."""
         what = f"checkpoint, {self.role}"
         await call_all(self.time_limit_s, what, self.ranks, "save_state", folder)
-        return call_all(self.time_limit_s, what, self.ranks, "saved")
+        writing = call_all(self.time_limit_s, what, self.ranks, "saved")
+
+        async def facts_of_all_ranks() -> FileFacts:
+            facts: FileFacts = {}
+            for facts_of_rank in await writing:
+                facts |= facts_of_rank
+            return facts
+
+        return facts_of_all_ranks()
 
     async def load_state(self, folder: str) -> None:
         """Load a checkpoint's state; after `setup`."""
@@ -154,19 +206,71 @@ def put_batch(batch: Batch) -> Any:
     """
     import ray
 
-    contents = [batch.samples, *(getattr(batch, name) for name in TRAINER_FIELDS)]
-    stored_contents, reference = batch.stored
-    if all(map(operator.is_, contents, stored_contents)):
-        return reference
-    samples = PackedSamples(batch.samples)
-    samples.omitted_fields = ("response", "extra")
+    references = _stored_references(batch)
+    if WHOLE_BATCH not in references:
+        samples = PackedSamples(batch.samples)
+        samples.omitted_fields = UNREAD_FIELDS
+        columns = {}
+        for name in TRAINER_FIELDS:
+            values = getattr(batch, name)
+            columns[name] = PackedArrays(values) if values else values
+        references[WHOLE_BATCH] = ray.put(_sent_form(batch, samples, columns))
+    return references[WHOLE_BATCH]
+
+
+def put_slices(batch: Batch, share: BatchShare, prompts_per_mini_batch: int) -> list[Any]:
+    """Put each share of a batch into Ray's object store, and return the references.
+
+    Only once for all roles that divide the batch alike, until one of its columns changes.
+
+    Args:
+        batch: of a step.
+        share: of any rank: into how many shares the batch is divided, and how lengths are padded.
+        prompts_per_mini_batch: of an update; 0: the whole batch is planned at once.
+    """
+    import ray
+
+    prompts = [sample.prompt_id for sample in batch.samples]
+    mini_batches = [list(range(len(prompts)))]
+    if prompts_per_mini_batch:
+        mini_batches = batching.split_into_mini_batches(prompts, prompts_per_mini_batch)
+    division = (share.count, share.width_multiple, len(mini_batches), prompts_per_mini_batch)
+    if len(mini_batches) == 1:  # as without mini-batches
+        division = (share.count, share.width_multiple, 1, 0)
+    references = _stored_references(batch)
+    if division not in references:
+        lengths = [sample.length for sample in batch.samples]
+        positions_of_share = batching.positions_of_shares(
+            lengths, mini_batches, share.count, share.width_multiple
+        )
+        outline = BatchOutline.of(batch.samples, batch.expected_stamp)
+        references[division] = [
+            ray.put(_slice(batch, positions, outline)) for positions in positions_of_share
+        ]
+    return references[division]
+
+
+def _slice(batch: Batch, positions: list[int], outline: BatchOutline) -> Batch:
+    """What the ranks of one share get."""
+    samples = SampleSlice(batch.samples, positions, outline, UNREAD_FIELDS)
     columns = {}
     for name in TRAINER_FIELDS:
         values = getattr(batch, name)
-        columns[name] = PackedArrays(values) if values else values
-    sent = replace(
+        columns[name] = ArraySlice(values, positions, outline) if values else values
+    return _sent_form(batch, samples, columns)
+
+
+def _sent_form(batch: Batch, samples: list[Sample], columns: dict[str, Any]) -> Batch:
+    return replace(
         batch, samples=samples, prob_squares=None, dropped=[], stored=NOT_STORED, **columns
     )
-    reference = ray.put(sent)
-    batch.stored = (contents, reference)
-    return reference
+
+
+def _stored_references(batch: Batch) -> dict[Any, Any]:
+    """The references to the batch as it is now, by the way in which it is divided."""
+    contents = [batch.samples, *(getattr(batch, name) for name in TRAINER_FIELDS)]
+    stored_contents, references = batch.stored
+    if references is None or not all(map(operator.is_, contents, stored_contents)):
+        references = {}
+        batch.stored = (contents, references)
+    return references

@@ -6,6 +6,7 @@ import functools
 import os
 from abc import abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from one_step_off.algorithms import schedule
 from one_step_off.config.errors import ConfigError, first_line
 from one_step_off.models import safe_unpickling
 from one_step_off.training.model_worker import ModelWorker
+from one_step_off.training.written_files import FileFacts, facts_of_rank
 
 WEIGHTS_ONLY_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """With this in the environment torch.load reads tensors and plain values only."""
@@ -64,6 +66,7 @@ class CheckpointedWorker(ModelWorker):
         Training may continue while they are written. `saved` waits for that, and must be called
         before the next `save_state`.
         """
+        self._checkpoint_folder = Path(folder)
         self._writing = self._write_state(os.path.join(folder, self.role))
         arrays: dict[str, Any] = {
             "version": self.version,
@@ -79,12 +82,13 @@ class CheckpointedWorker(ModelWorker):
         return os.path.join(folder, f"{self.role}_rank_{rank}.npz")
 
     @ray.method(concurrency_group="saving")
-    def saved(self) -> None:
-        """Wait until what `save_state` began is written. Raises RuntimeError: it cannot be
-        written."""
+    def saved(self) -> FileFacts:
+        """Wait until what `save_state` began is written. Returns size and checksum of this rank's
+        files. Raises RuntimeError: it cannot be written."""
         try:
             if self._writing:
                 self._writing.result()
+            return facts_of_rank(self._checkpoint_folder, self.role, self.rank)
         # CheckpointException, torch's own, is no Exception.
         except (Exception, CheckpointException) as e:
             raise RuntimeError(f"it cannot be written: {_reason(e)}") from e

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from one_step_off.data.samples import Batch
+from one_step_off.training.batch_share import BatchShare
+from one_step_off.training.written_files import FileFacts
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 TRAINED_ROLES = ("actor", "critic")
@@ -37,6 +39,10 @@ class ModelInterface(Protocol):
     def setup(self, master_addr: str, master_port: int) -> None:
         """Join the role's process group, then build, load and shard the model (collective). Raises
         ConfigError."""
+
+    def share_of_batch(self) -> BatchShare:
+        """Which part of a batch this rank computes; after `setup`. It may be sent without the
+        tokens of the other parts, see `data/batch_slices.py`."""
 
     def alive(self) -> None:
         """Answers at once, also during another call."""
@@ -63,9 +69,9 @@ class TrainedInterface(ModelInterface, Protocol):
         """Copy weights, optimizer, counters and RNG state, and begin to write them into `folder`
         (collective)."""
 
-    def saved(self) -> None:
-        """Wait until what `save_state` began is written. Raises RuntimeError: it cannot be
-        written."""
+    def saved(self) -> FileFacts:
+        """Wait until what `save_state` began is written. Returns size and checksum of this rank's
+        files. Raises RuntimeError: it cannot be written."""
 
     def load_state(self, folder: str) -> None:
         """Load what `save_state` wrote (collective). Raises ConfigError: it does not fit this

@@ -87,6 +87,10 @@ class Bucket:
         """Bytes of all senders' parts."""
         return sum(self.part_bytes)
 
+    def slots_of(self, sender: int) -> list[Slot]:
+        """The slots of one sender's part."""
+        return [slot for slot in self.slots if slot.sender == sender]
+
     def split_parts(self, flat: torch.Tensor) -> Parts:
         """Views of all senders' parts, side by side in `flat`: uint8 [nbytes or more]. Empty parts
         are left out."""
@@ -298,24 +302,6 @@ def _check_coverage(name: str, pieces: list[WeightPiece]) -> None:
         )
 
 
-def pieces_of_senders(pieces: Pieces, mode: str) -> dict[int, list[WeightPiece]]:
-    """Rank -> the pieces that it sends, for the ranks that send any.
-
-    Args:
-        pieces: per rank the pieces that it owns.
-        mode: weight_sync.sender. "sharded": each rank sends what it owns; "gather": rank 0 sends
-            all tensors, whole.
-    """
-    if mode == "sharded":
-        return {rank: owned for rank, owned in enumerate(pieces) if owned}
-    whole = []
-    for parts in pieces_by_tensor(pieces):
-        _, piece = parts[0]
-        rows = piece.shape[0] if piece.shape else 1
-        whole.append(replace(piece, start=0, stop=rows, dim=0))
-    return {0: whole}
-
-
 def _merged_order(pieces: Pieces) -> list[str]:
     """The names in an order that keeps every sender's own order, and layers together as far as that
     allows.
@@ -325,8 +311,10 @@ def _merged_order(pieces: Pieces) -> list[str]:
     at once.
     """
     graph = networkx.DiGraph()
-    for sent in pieces:
-        networkx.add_path(graph, dict.fromkeys(piece.name for piece in sent))
+    # Most ranks have the same names in the same order: each order counts once.
+    orders = {tuple(dict.fromkeys(piece.name for piece in sent)): None for sent in pieces}
+    for names in orders:
+        networkx.add_path(graph, names)
     layers = {name: _layer_of(name) for name in graph}
     try:
         return list(networkx.lexicographical_topological_sort(graph, layers.get))

@@ -25,13 +25,20 @@ from typing import Any, Protocol
 import numpy as np
 
 from one_step_off.cluster.errors import ProcessDied, SyncError, TrainerDied
-from one_step_off.cluster.remote_calls import MAX_ATTEMPTS, call_all, not_alive
+from one_step_off.cluster.remote_calls import (
+    MAX_ATTEMPTS,
+    call_all,
+    call_each,
+    not_alive,
+    store_once,
+)
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Stamp
 from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync import report
-from one_step_off.weight_sync.bucket_plan import BucketPlan, pieces_of_senders
+from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.canary import Canary
+from one_step_off.weight_sync.sender_groups import SenderGroup, form_groups
 from one_step_off.weight_sync.sync_calls import (
     ABORT_NOTICE_S,
     BUSY_GRACE_S,
@@ -39,10 +46,8 @@ from one_step_off.weight_sync.sync_calls import (
     SyncCall,
     await_quietly,
     run_or_abort,
+    transfer_limits,
 )
-
-SLOWEST_LINK = 50e6
-"""Bytes per second: a sync slower than this counts as stuck."""
 
 CONNECT_GRACE_S = 5.0
 """Each process enforces `connect_timeout` itself. The driver waits this many seconds longer, for a
@@ -138,6 +143,8 @@ class WeightSync:
         """Held by one sync at a time: of all replicas, or of one restarted replica."""
         self.epoch = 0
         """Counts the groups; receivers that come or go begin a new epoch."""
+        self.members: list[tuple[Any, int]] = []
+        """The ranks that give their pieces to a sender: each with the rank of that sender."""
         self.connected_replicas: list[Any] = []
         """The actor handles that the groups were created for; empty: there are no groups."""
         self.last_sent: tuple[Stamp, LogProbs] | None = None
@@ -157,23 +164,44 @@ class WeightSync:
         who = "weight sync, trainer rank"
         ranks = self.actor.ranks
         plans = await call_all(timeout_s, who, ranks, "weight_plan")
-        addresses = await call_all(
-            timeout_s, who, ranks, "open_sender", plans, bucket_bytes, self.host, timeout_s
-        )
-        pieces_of_rank = pieces_of_senders(plans, self.cfg.sender)
-        pieces = list(pieces_of_rank.values())
-        self.senders = [ranks[i] for i in pieces_of_rank]
+        groups = await asyncio.to_thread(form_groups, plans, self.cfg.sender, self.cfg.max_senders)
+        shared_groups = store_once(groups)
+        pieces_for_rank = self._pieces_for_ranks(plans, groups)
+        arguments = [
+            (shared_groups, pieces, bucket_bytes, self.host, timeout_s)
+            for pieces in pieces_for_rank
+        ]
+        addresses = await call_each(timeout_s, who, ranks, "open_sender", arguments)
+        self.senders = [ranks[group.leader] for group in groups]
+        self.members = [(ranks[rank], group.leader) for group in groups for rank in group.members]
+        sending_ranks = sorted(rank for group in groups for rank in group.ranks)
         # With "gather" rank 0 sends, and all others must be called to give it their pieces.
-        self.sending_ranks = ranks if self.cfg.sender == "gather" else self.senders
-        self.same_device = [self.same_device[i] for i in pieces_of_rank]
-        self.total_bytes = BucketPlan.build(pieces, bucket_bytes).total_bytes
+        if self.cfg.sender == "gather":
+            sending_ranks = list(range(len(ranks)))
+        self.sending_ranks = [ranks[rank] for rank in sending_ranks]
+        self.same_device = [self.same_device[group.leader] for group in groups]
+        pieces_of_sender = [group.pieces for group in groups]
+        self.total_bytes = BucketPlan.build(pieces_of_sender, bucket_bytes).total_bytes
+        self.member_addresses = [address and address.for_members for address in addresses]
         self.connect_info = {
             "bucket_bytes": bucket_bytes,
-            "addresses": [addresses[i] for i in pieces_of_rank],
+            "addresses": [addresses[group.leader].store for group in groups],
             "host": self.host,
             "timeout_s": timeout_s,
-            "pieces": [[astuple(piece) for piece in sent] for sent in pieces],
+            "pieces": [[astuple(piece) for piece in sent] for sent in pieces_of_sender],
         }
+
+    def _pieces_for_ranks(self, plans: Pieces, groups: list[SenderGroup]) -> list[Any]:
+        """Per rank the pieces that it must know beside its own and its group's: a leader those of
+        its members, and with weight_sync.sender=gather each rank all."""
+        if self.cfg.sender == "gather":
+            return [store_once(plans)] * len(plans)
+        pieces_for_rank: list[Any] = [[] for _ in plans]
+        for group in groups:
+            if group.members:
+                pieces = [plans[rank] for rank in group.ranks]
+                pieces_for_rank[group.leader] = store_once(pieces)
+        return pieces_for_rank
 
     def score_canary(self) -> Awaitable[LogProbs]:
         """Ask the trainer for its log-probs of the canary, at the weights that it has now."""
@@ -297,14 +325,18 @@ class WeightSync:
             "receivers": receivers,
             "same_device": same_device,
         }
+        shared_info = store_once(connect_info)
         calls = []
+        for member, leader in self.members:
+            answer = member.join_leader.remote(self.epoch, self.member_addresses[leader])
+            calls.append(SyncCall(self._rank_name(member), member, answer))
         for i, sender in enumerate(self.senders):
             answer = sender.connect_sync.remote(self.epoch, receivers, same_device[i])
             calls.append(SyncCall(self._rank_name(sender), sender, answer))
         replicas = [self.rollout.replicas[number] for number in numbers]
         for position, (number, replica) in enumerate(zip(numbers, replicas, strict=True)):
             first_receiver = position * workers_per_replica
-            answer = replica.connect_sync.remote(connect_info, first_receiver)
+            answer = replica.connect_sync.remote(shared_info, first_receiver)
             calls.append(SyncCall(f"rollout {number}", replica, answer, number))
         limit_s = CONNECT_GRACE_S + connect_timeout(
             self.cfg.timeout_s, len(self.senders), receivers
@@ -314,8 +346,7 @@ class WeightSync:
         self.connected_replicas = replicas
 
     def _rank_name(self, rank: Any) -> str:
-        """A trainer's name in messages. Senders are not all ranks: one that owns no pieces sends
-        nothing."""
+        """A trainer's name in messages. Not all ranks send: one that owns no pieces does not."""
         return f"trainer rank {self.actor.ranks.index(rank)}"
 
     def _same_device_receivers(self, numbers: list[int]) -> list[list[int]]:
@@ -339,12 +370,7 @@ class WeightSync:
             replica = self.rollout.replicas[number]
             answer = replica.sync.remote(stamp)
             calls.append(SyncCall(f"rollout {number}", replica, answer, number))
-        # Each wait inside has the limit timeout_s; these limits are for what hangs outside of
-        # those. All processes walk the buckets side by side, so when one has ended, the others soon
-        # will.
-        slowest_s = self.total_bytes / SLOWEST_LINK
-        first_limit_s = 3 * self.cfg.timeout_s + slowest_s
-        rest_limit_s = self.cfg.timeout_s + slowest_s
+        first_limit_s, rest_limit_s = transfer_limits(self.cfg.timeout_s, self.total_bytes)
         what = f"weight sync of version {version}"
         reports = await run_or_abort(what, calls, first_limit_s, rest_limit_s, self._abort)
         sent = reports[: len(self.sending_ranks)]
@@ -386,7 +412,8 @@ class WeightSync:
     async def _abort(self, error: Exception) -> None:
         """End every wait of the epoch's groups, at trainers and replicas alike."""
         reason = str(error)
-        await await_quietly([s.abort_sync.remote(self.epoch, reason) for s in self.senders])
+        ranks = [*self.senders, *(member for member, _ in self.members)]
+        await await_quietly([rank.abort_sync.remote(self.epoch, reason) for rank in ranks])
 
     async def _handle_broken_sync(
         self, broken: BrokenSync, stamp: Stamp, replicas: dict[int, Any], is_restore: bool

@@ -17,9 +17,11 @@ from one_step_off.cluster.bounded_waits import AbortSignal
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import DedicatedGroup, connect_timeout, open_store
 from one_step_off.weight_sync import delta
-from one_step_off.weight_sync.bucket_plan import BucketPlan, Slot, checksum
+from one_step_off.weight_sync.bucket_plan import BucketPlan, checksum
 from one_step_off.weight_sync.endpoint import MEASURED_TRANSFERS, SyncEndpoint
 from one_step_off.weight_sync.launch_order import Step, send_steps
+from one_step_off.weight_sync.sender_group_ends import GroupLeader, PiecePacker
+from one_step_off.weight_sync.sender_groups import Section
 from one_step_off.weight_sync.shared_memory import SharedMemorySender
 
 SEND_BUFFERS = 2
@@ -47,8 +49,8 @@ class BucketOnWire:
 
 
 class WeightSender(SyncEndpoint):
-    """Sends the pieces of one trainer rank. It is rank 0 of its group, and its store is the
-    group's."""
+    """Sends the pieces of one trainer rank, or of the ranks of a sender group. It is rank 0 of the
+    group with its receivers, and its store is the group's."""
 
     role = "sender"
 
@@ -59,6 +61,8 @@ class WeightSender(SyncEndpoint):
     """Keep what was sent in host memory, to send it again after the model has changed."""
     kept_version: int | None = None
     """The version that is kept, completely; None: none."""
+    leader: GroupLeader | None = None
+    """Collects the other ranks' pieces, where this one leads a sender group."""
 
     def __init__(
         self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
@@ -66,10 +70,7 @@ class WeightSender(SyncEndpoint):
         """As `SyncEndpoint`; also opens the store at which receivers meet, at `address` (host,
         port)."""
         super().__init__(plan, index, device, host, timeout_s)
-        self.slots_of_bucket: list[list[Slot]] = []
-        for bucket in plan.buckets:
-            own_slots = [slot for slot in bucket.slots if slot.sender == index]
-            self.slots_of_bucket.append(own_slots)
+        self.slots_of_bucket = [bucket.slots_of(index) for bucket in plan.buckets]
         self.part_sizes = [bucket.part_bytes[index] for bucket in plan.buckets]
         self.store = open_store(host, timeout_s)
         self.abort_store = self.store.clone()  # for `abort`, while a send waits in the other one
@@ -77,7 +78,13 @@ class WeightSender(SyncEndpoint):
         self.buffers: list[torch.Tensor] = []
         self.kept_parts: list[torch.Tensor] = []  # what was sent last, bucket by bucket
         self.deltas_since_full: int | None = None  # None: receivers hold nothing of this epoch
-        self.tensor_in_work: torch.Tensor | None = None  # of which a strip is still to be packed
+        self.packer = PiecePacker(self.name)
+
+    def close(self) -> None:
+        """Leave all groups; receivers and members that wait for this sender fail."""
+        super().close()
+        if self.leader is not None:
+            self.leader.links.close()
 
     def connect(self, epoch: int, receivers: int, same_device: Sequence[int] = ()) -> None:
         """Form the group with the vLLM workers, which must call `WeightReceiver.connect` meanwhile.
@@ -102,6 +109,10 @@ class WeightSender(SyncEndpoint):
         try:
             with self._phase("connect"):
                 self._check_abort_signals()
+                if self.leader is not None:
+                    # Before the deadline of the receivers: this one can name a missing member.
+                    members_deadline = time.monotonic() + self.timeout_s
+                    self.leader.links.accept(epoch, members_deadline, self._check_abort_signals)
                 self._connect_transports(store, receivers, same_device, deadline)
         except BaseException as error:
             self.give_up(error)
@@ -196,6 +207,10 @@ class WeightSender(SyncEndpoint):
             self._allocate_kept_parts()
         if kind is not SendKind.RESEND:
             self.kept_version = None  # until all parts are kept
+        if self.leader is not None:
+            wants_data = kind is not SendKind.RESEND
+            with self._phase("order"):
+                self.leader.links.order((self.plan.digest, version, wants_data), self.timeout_s)
         header = [self.plan.digest, version, int(sends_deltas)]
         with self._phase("header"):
             self._on_wire(self._broadcast, torch.tensor(header, device=self.device))
@@ -215,7 +230,7 @@ class WeightSender(SyncEndpoint):
                 messages = [size_message, message]
             self._finish_bucket(on_wire)
             on_wire = BucketOnWire(index, self.wire_thread.submit(self._broadcast, *messages))
-        self.tensor_in_work = None  # it may be a copy, whose memory is free now
+        self.packer.tensor_in_work = None  # it may be a copy, whose memory is free now
         self._finish_bucket(on_wire)
         with self._phase("wire"):
             self._on_wire(self._broadcast, checksums)
@@ -247,7 +262,7 @@ class WeightSender(SyncEndpoint):
             if kind is SendKind.RESEND:
                 part.copy_(self.kept_parts[index], non_blocking=True)
             else:
-                self._pack(part, self.slots_of_bucket[index], tensors)
+                self._pack(index, part, tensors)
         with self._phase("checksum"):
             checksums[index] = checksum(part)
         payload = None
@@ -263,24 +278,24 @@ class WeightSender(SyncEndpoint):
             return part
         return part[: len(payload)].copy_(payload)
 
-    def _pack(self, part: torch.Tensor, slots: list[Slot], tensors: Iterator[torch.Tensor]) -> None:
-        """Copy the pieces of one bucket into `part`. Raises SyncError: a tensor is not as
-        planned."""
-        for slot in slots:
-            is_first_strip = slot.piece.start == slot.source.start
-            if is_first_strip:
-                self.tensor_in_work = next(tensors)
-                self._check_shape(self.tensor_in_work, slot)
-            source = slot.piece.slice_of(self.tensor_in_work, slot.source.start)
-            slot.view(part).copy_(source, non_blocking=True)
-            slot.zero_padding(part)
+    def _pack(self, index: int, part: torch.Tensor, tensors: Iterator[torch.Tensor]) -> None:
+        """Fill this sender's part of bucket `index`: with this rank's pieces, and with what the
+        other members of its sender group have.
 
-    def _check_shape(self, tensor: torch.Tensor, slot: Slot) -> None:
-        planned = slot.source.block_shape
-        if tensor.shape != planned:
-            raise SyncError(
-                f"{self.name}: {slot.source.name} is {tuple(tensor.shape)}, planned {planned}"
-            )
+        Raises:
+            SyncError: a tensor is not as planned.
+            As `GroupLeader.collect`.
+        """
+        slots = self.slots_of_bucket[index]
+        if self.leader is None:
+            sections = [Section(slot, slot) for slot in slots]
+        else:
+            sections = self.leader.own_sections[index]
+        self.packer.pack(sections, tensors, lambda section: section.place_in(part))
+        for slot in slots:
+            slot.zero_padding(part)
+        if self.leader is not None:
+            self.leader.collect(index, part, self.timeout_s)
 
     def _broadcast(self, *messages: torch.Tensor) -> float:
         """On the wire's thread: send messages to every receiver, one after another. Returns the

@@ -21,8 +21,25 @@ BUSY_GRACE_S = 12.0
 """Seconds after that, for the living ones to end what cannot be interrupted; a process that takes
 longer hangs."""
 
+SLOWEST_LINK = 50e6
+"""Bytes per second: a sync slower than this counts as stuck."""
+
 Abort = Callable[[Exception], Awaitable[None]]
 """Ends every wait of the sync's groups, because of an error."""
+
+
+def transfer_limits(timeout_s: float, total_bytes: int) -> tuple[float, float]:
+    """Seconds for the first process of a transfer to end, and for all others after that.
+
+    Each wait inside has the limit `timeout_s`; these limits are for what hangs outside of those.
+    All processes walk the buckets side by side, so when one has ended, the others soon will.
+
+    Args:
+        timeout_s: weight_sync.timeout_s.
+        total_bytes: of a full sync.
+    """
+    slowest_s = total_bytes / SLOWEST_LINK
+    return 3 * timeout_s + slowest_s, timeout_s + slowest_s
 
 
 @dataclass

@@ -11,6 +11,7 @@ thread for minutes.
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -20,8 +21,23 @@ from one_step_off.cluster.core_binding import unpin
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.network import reachable_host
 from one_step_off.config.schema import Config
-from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces, pieces_of_senders
+from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
+from one_step_off.weight_sync.member_link import Address
 from one_step_off.weight_sync.sender import WeightSender
+from one_step_off.weight_sync.sender_group_ends import GroupLeader, GroupMember
+from one_step_off.weight_sync.sender_groups import SenderGroup
+from one_step_off.weight_sync.sync_calls import transfer_limits
+from one_step_off.weight_sync.weight_piece import WeightPiece
+
+
+@dataclass(frozen=True)
+class SenderAddress:
+    """Where a sender can be reached."""
+
+    store: tuple[str, int]
+    """Host and port, for receivers."""
+    for_members: Address | None = None
+    """For the members of its group; None: it has none."""
 
 
 class WeightSenderMixin:
@@ -36,57 +52,89 @@ class WeightSenderMixin:
     weight_tensors: Callable[[], Iterator[torch.Tensor]]
     gathered: Callable[..., Iterator[tuple[str, torch.Tensor]]]
 
+    weight_plan: Callable[[], list[WeightPiece]]
+
     threads = {"control": 1, "sync": 1, "saving": 1}
     """Ray's concurrency groups, beside the worker's own calls."""
     released = -1
     """The latest version that every replica has, so that the weights may change; -1: none."""
+    member: GroupMember | None = None
+    """The link to the leader of this rank's sender group, if another rank leads it."""
     sync_failure = ""
     """Why no sync will release the weights any more."""
 
     @ray.method(concurrency_group="sync")
     def open_sender(
-        self, pieces: Pieces, bucket_bytes: int, host: str, timeout_s: float
-    ) -> tuple[str, int] | None:
-        """Build the plan over all ranks' pieces, and listen for receivers.
+        self,
+        groups: list[SenderGroup],
+        pieces: Pieces,
+        bucket_bytes: int,
+        host: str,
+        timeout_s: float,
+    ) -> SenderAddress | None:
+        """Build the plan over all groups' pieces. A leader also listens for its members and for
+        receivers.
 
         Args:
-            pieces: of every rank, from its `weight_plan`.
+            groups: of `form_groups`.
+            pieces: of the members of this rank's group, if it leads one of several ranks; with
+                weight_sync.sender=gather those of every rank.
             bucket_bytes: weight_sync.bucket_mb.
             host: the address at which to listen; empty: this node's address on the network.
             timeout_s: weight_sync.timeout_s.
 
         Returns:
-            (host, port) of the sender, or None on a rank that sends nothing itself.
+            The addresses of the sender, or None on a rank that sends nothing to receivers.
         """
-        self.pieces = pieces
+        if self.cfg.weight_sync.sender == "gather":
+            self.pieces = pieces
         self.release_changed = threading.Condition()
-        sync_cfg = self.cfg.weight_sync
-        pieces_of_sender = pieces_of_senders(pieces, sync_cfg.sender)
-        if self.rank not in pieces_of_sender:
+        places = [index for index, group in enumerate(groups) if self.rank in group.ranks]
+        if not places:
             return None
-        plan = BucketPlan.build(list(pieces_of_sender.values()), bucket_bytes)
-        sender_index = list(pieces_of_sender).index(self.rank)
+        index = places[0]
+        group = groups[index]
+        plan = BucketPlan.build([group.pieces for group in groups], bucket_bytes)
         device = torch.device(self.device)
-        self.sender = WeightSender(plan, sender_index, device, reachable_host(host), timeout_s)
+        if self.rank != group.leader:
+            limit_s, _ = transfer_limits(timeout_s, plan.total_bytes)
+            self.member = GroupMember(
+                plan, index, self.weight_plan(), self.rank, device, timeout_s, limit_s
+            )
+            return None
+        host = reachable_host(host)
+        sync_cfg = self.cfg.weight_sync
+        self.sender = WeightSender(plan, index, device, host, timeout_s)
         self.sender.full_every = sync_cfg.full_every if sync_cfg.mode == "delta" else 0
         self.sender.keep_sent = sync_cfg.keep_sent and sync_cfg.sender == "sharded"
-        return self.sender.address
+        if not group.members:
+            return SenderAddress(self.sender.address)
+        self.sender.leader = GroupLeader(plan, index, group, pieces, device, host)
+        return SenderAddress(self.sender.address, self.sender.leader.links.address)
 
     @ray.method(concurrency_group="sync")
     def connect_sync(self, epoch: int, receivers: int, same_device: list[int]) -> None:
-        """Form this sender's group; the receivers join meanwhile. See `WeightSender.connect`."""
+        """Form this sender's group; receivers and members join meanwhile. See
+        `WeightSender.connect`."""
         self.sender.connect(epoch, receivers, same_device)
 
     @ray.method(concurrency_group="sync")
+    def join_leader(self, epoch: int, address: Address) -> None:
+        """Connect this member to the leader of its group. See `GroupMember.connect`."""
+        self.member.connect(epoch, address)
+
+    @ray.method(concurrency_group="sync")
     def send_weights(self, version: int) -> dict[str, Any]:
-        """As `WeightSender.send`. With weight_sync.sender=gather every rank is called, and gives
-        rank 0 its pieces (collective).
+        """As `WeightSender.send`; a member gives its pieces to its leader (no collective). With
+        weight_sync.sender=gather every rank is called, and gives rank 0 its pieces (collective).
 
         Raises:
             SyncError: `version` is neither the worker's nor kept by the sender; or as
                 `WeightSender.send`.
         """
         unpin()
+        if self.member is not None:
+            return self.member.send(self.weight_tensors(), version, self.version)
         is_sharded = self.cfg.weight_sync.sender == "sharded"
         is_kept = is_sharded and self.sender.kept_version == version
         if version != self.version and not is_kept:
@@ -115,6 +163,8 @@ class WeightSenderMixin:
         failed."""
         if hasattr(self, "sender"):
             self.sender.abort(epoch, reason)
+        if self.member is not None:
+            self.member.abort(epoch, reason)
 
     @ray.method(concurrency_group="control")
     def fail_sync(self, reason: str) -> None:

@@ -69,7 +69,7 @@ def save_worker(worker, cfg: Config, step: int, samples: list[Sample] | None = N
 
     async def save_trainer(folder: str) -> asyncio.Future:
         worker.save_state(folder)
-        return asyncio.ensure_future(asyncio.to_thread(worker.saved))
+        return asyncio.gather(asyncio.to_thread(worker.saved))
 
     async def save_whole() -> Path:
         checkpointer = checkpoint.Checkpointer(cfg, save_trainer)

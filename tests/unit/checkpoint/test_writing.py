@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from one_step_off import checkpoint
+from one_step_off.checkpoint import manifest
 from one_step_off.config.errors import ConfigError
 from one_step_off.runtime.validation import validate
+from one_step_off.training.written_files import file_checksum
 from tests.unit.checkpoint.checkpoint_helpers import checkpoint_names, save, save_worker
 from tests.unit.training.fsdp_helpers import config, make_batch, whole
 
@@ -34,6 +37,27 @@ def test_a_rank_resumes_its_random_numbers_and_a_new_rank_keeps_a_new_run_s(run,
     assert torch.equal(drawn[0], want)
     assert torch.equal(drawn[1], torch.rand(3))
     assert (worker.version, worker.optimizer_steps) == (0, 0)
+
+
+def test_the_ranks_checksums_are_taken_over_and_their_files_not_read_again(
+    tmp_path, start_single, model_folders, monkeypatch
+):
+    cfg = config(model_folders["tied"])
+    cfg.trainer.output_dir = str(tmp_path)
+    worker = start_single(cfg)
+    read_by_driver = []
+
+    def checksum(path: Path) -> str:
+        read_by_driver.append(path.name)
+        return file_checksum(path)
+
+    monkeypatch.setattr(manifest, "file_checksum", checksum)
+    path = save_worker(worker, cfg, 10)
+    assert read_by_driver == ["state.json"]
+    written = json.loads((path / "manifest.json").read_text())
+    assert {key: written[key] for key in ("bytes", "checksum")} == manifest.file_facts(path)
+    with pytest.raises(RuntimeError, match="__0_0.distcp has .* bytes, but its writer counted 1"):
+        manifest.file_facts(path, {"actor/__0_0.distcp": (1, "0" * 32)})
 
 
 def test_training_continues_while_the_copy_is_written(

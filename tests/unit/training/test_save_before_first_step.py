@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from one_step_off.checkpoint.manifest import file_facts
 from one_step_off.training.fsdp_workers import PolicyWorker
 from tests.unit.training.fsdp_helpers import config, make_batch, whole
 from tests.unit.training.rank_helpers import join, leave, of_fsdp, of_megatron, weights_of
@@ -103,7 +104,7 @@ def after_skipped_steps(start, path: str, folder: Path | None) -> list[np.ndarra
     if folder:
         folder.mkdir(exist_ok=True)
         worker.save_state(str(folder))
-        worker.saved()
+        torch.save(worker.saved(), folder.parent / f"facts_{worker.rank}.pt")
     assert worker.skipped_in_a_row == 1, "saving must not end the row"
     worker.role_config.max_grad_norm_skip = None
     worker.update(batch)
@@ -143,8 +144,23 @@ def run_rank(rank, world, workers, cfg, folder):
         leave(workers)
 
 
+def assert_ranks_counted_their_files_once(folder: Path, world: int) -> None:
+    """All files of the checkpoint `folder`/skipped, each by one rank, as they are on the disk."""
+    counted = [torch.load(folder / f"facts_{rank}.pt") for rank in range(world)]
+    checkpoint = folder / "skipped"
+    facts = {}
+    for facts_of_rank in counted:
+        assert facts_of_rank
+        assert not facts.keys() & facts_of_rank.keys()
+        facts |= facts_of_rank
+    on_disk = file_facts(checkpoint)
+    assert {name: size for name, (size, _) in facts.items()} == on_disk["bytes"]
+    assert {name: checksum for name, (_, checksum) in facts.items()} == on_disk["checksum"]
+
+
 def check_ranks(workers, cfg, world, folder):
     mp.spawn(run_rank, args=(world, workers, cfg, folder), nprocs=world)
+    assert_ranks_counted_their_files_once(folder, world)
     for rank in range(world):
         found = {
             n: torch.load(f"{folder}/{n}_{rank}.pt", weights_only=False)

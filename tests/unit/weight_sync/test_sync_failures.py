@@ -122,11 +122,25 @@ def test_a_failure_in_any_version_ends_the_run_by_name_and_leaves_no_rank_waitin
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
-@pytest.mark.parametrize("action", ["die", "hang"])
-def test_a_rank_that_fails_in_a_sync_leads_to_another_attempt(cluster, tmp_path, action, overlap):
+@pytest.mark.parametrize(
+    ("action", "overlap", "max_senders"),
+    [
+        pytest.param("die", True, 2, id="dies beside an update"),
+        pytest.param("die", False, 2, id="dies"),
+        pytest.param("hang", True, 2, id="hangs beside an update"),
+        pytest.param("hang", False, 2, id="hangs"),
+        pytest.param("die", True, 1, id="dies as a member of a sender group"),
+        pytest.param(
+            "hang", True, 1, id="hangs as a member of a sender group", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_rank_that_fails_in_a_sync_leads_to_another_attempt(
+    cluster, tmp_path, action, overlap, max_senders
+):
     async def main():
-        async with connected_team(2, 1, timeout_s=2.0) as team:
+        options = {"timeout_s": 2.0, "max_senders": max_senders}
+        async with connected_team(2, 1, **options) as team:
             await team.reset(overlap)
             victim = team.roles.actor.ranks[1]
             await victim.set_fault.remote(Fault("pack b", 1, action))

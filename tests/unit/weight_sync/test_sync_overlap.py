@@ -19,9 +19,10 @@ import torch.multiprocessing as mp
 from one_step_off.cluster.errors import SyncError
 from one_step_off.models import tiny_qwen
 from one_step_off.training.fsdp_workers import WORKERS
-from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces, pieces_of_senders
+from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.sender import WeightSender
+from one_step_off.weight_sync.sender_groups import form_groups
 from one_step_off.weight_sync.weight_piece import WeightPiece
 from tests.unit.training.fsdp_helpers import config, free_port, make_batch, start
 from tests.unit.weight_sync.weight_stream import CPU, HOST, Weights, copy_into
@@ -62,10 +63,15 @@ def connect_rank(worker: Any, rank: int, inbox, outbox) -> None:
     """As the driver connects a trainer rank."""
     outbox.put((rank, [dataclasses.astuple(piece) for piece in worker.weight_plan()]))
     pieces = to_pieces(inbox.get())
-    outbox.put((rank, worker.open_sender(pieces, BUCKET_BYTES, HOST, TIMEOUT_S)))
-    inbox.get()
+    sync_cfg = worker.cfg.weight_sync
+    groups = form_groups(pieces, sync_cfg.sender, sync_cfg.max_senders)
+    address = worker.open_sender(groups, pieces, BUCKET_BYTES, HOST, TIMEOUT_S)
+    outbox.put((rank, address))
+    leader_address = inbox.get()
     if hasattr(worker, "sender"):  # with "gather" only rank 0 sends
         worker.connect_sync(1, RECEIVERS, [])
+    if worker.member is not None:
+        worker.join_leader(1, leader_address)
 
 
 def run_rank(rank: int, cfg, port: int, inbox, outbox, folder: str, syncs: int) -> None:
@@ -145,13 +151,17 @@ def start_receivers(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("sender", "syncs"),
-    [("sharded", 200), ("gather", 5)],
-    ids=["200 beside updates", "5 gathered by rank 0"],
+    ("sender", "max_senders", "syncs"),
+    [
+        pytest.param("sharded", 2, 200, id="200 beside updates"),
+        pytest.param("sharded", 1, 40, id="40 by one leader", marks=pytest.mark.slow),
+        pytest.param("gather", 1, 5, id="5 gathered by rank 0"),
+    ],
 )
-def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, syncs):
+def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, max_senders, syncs):
     path = tiny_qwen.build("qwen2", str(tmp_path / "model"), dtype="float32")
     cfg = config(path, actor__lr=1e-3, weight_sync__timeout_s=TIMEOUT_S, weight_sync__sender=sender)
+    cfg.weight_sync.max_senders = max_senders
     cfg.weight_sync.overlap = sender == "sharded"
     context = mp.get_context("spawn")
     port = free_port()
@@ -171,16 +181,19 @@ def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, syncs):
 
     plans = answers()
     pieces = to_pieces(plans)
-    plan = BucketPlan.build(list(pieces_of_senders(pieces, sender).values()), BUCKET_BYTES)
+    groups = form_groups(pieces, sender, max_senders)
+    plan = BucketPlan.build([group.pieces for group in groups], BUCKET_BYTES)
     assert len(plan.buckets) > 3
     for inbox in inboxes:
         inbox.put(plans)
     addresses = [address for address in answers() if address]
-    assert len(addresses) == (RANKS if sender == "sharded" else 1)
+    assert len(addresses) == max_senders
     for inbox in inboxes:
-        inbox.put("connect")
+        inbox.put(addresses[0].for_members)
 
-    threads, received, errors = start_receivers(plan, addresses, syncs)
+    threads, received, errors = start_receivers(
+        plan, [address.store for address in addresses], syncs
+    )
     for thread in threads:
         thread.join(240)
     for process in processes:
@@ -213,7 +226,8 @@ def test_an_update_whose_weights_were_never_sent_ends_in_a_named_error(tmp_path)
     cfg = config(path, trainer__step_timeout_s=2.0)
     worker = start(cfg, port=free_port(), cls=WORKERS["actor"])
     try:
-        worker.open_sender([worker.weight_plan()], 1 << 20, HOST, 2.0)
+        groups = form_groups([worker.weight_plan()], "sharded", 1)
+        worker.open_sender(groups, [], 1 << 20, HOST, 2.0)
         with pytest.raises(SyncError, match=r"trainer rank 0: version 0 was not sent in 2 s"):
             worker.update(make_batch(path))
         assert worker.version == 0
