@@ -74,23 +74,11 @@ def build(cfg: Config, device: torch.device, role: str) -> tuple[PreTrainedModel
     dtype = getattr(torch, cfg.model.dtype)
     if is_trained and not has_adapters:
         dtype = torch.float32  # master weights; a frozen model has none
-    requested = cfg.model.attn_implementation
     source = None
+    stored = _checkpoint_of_all_ranks(cfg, role) if not has_adapters else None
     choice: list[Any] = [None]
-    stored = None
-    if not has_adapters:
-        stored = _complete_checkpoint(cfg, role)
-    # All ranks must load alike, and the folder may be on rank 0's node only.
-    found = [False] * dist.get_world_size()
-    dist.all_gather_object(found, stored is not None)
-    if not all(found):
-        stored = None
     if dist.get_rank() == 0:
-        checked = "sdpa" if requested == "auto" else requested
-        if stored is None:
-            source = read_checkpoint(cfg, role, checked, dtype, "cpu")
-        else:
-            _check_stored(cfg, role, checked, stored)
+        source = _checked_source(cfg, role, dtype, stored)
         if has_adapters:
             lora.inject(source, cfg.model)
         choice[0] = packed_attention.choose(cfg, role, device)
@@ -108,6 +96,28 @@ def build(cfg: Config, device: torch.device, role: str) -> tuple[PreTrainedModel
     _shard(model, role_config, cfg.model.dtype, device, shard_device)
     _load(model, source, stored, shard_device, device)
     return model, attention
+
+
+def _checkpoint_of_all_ranks(cfg: Config, role: str) -> StoredWeights | None:
+    """As `_complete_checkpoint`; None on every rank if one of them does not have the files, since
+    the folder may be on rank 0's node only (collective)."""
+    stored = _complete_checkpoint(cfg, role)
+    found = [False] * dist.get_world_size()
+    dist.all_gather_object(found, stored is not None)
+    return stored if all(found) else None
+
+
+def _checked_source(
+    cfg: Config, role: str, dtype: torch.dtype, stored: StoredWeights | None
+) -> PreTrainedModel | None:
+    """On rank 0, after all checks: the model that it reads for all ranks; None where each rank
+    reads its own rows of `stored`."""
+    requested = cfg.model.attn_implementation
+    attention = "sdpa" if requested == "auto" else requested
+    if stored is None:
+        return read_checkpoint(cfg, role, attention, dtype, "cpu")
+    _check_stored(cfg, role, attention, stored)
+    return None
 
 
 def _complete_checkpoint(cfg: Config, role: str) -> StoredWeights | None:

@@ -52,13 +52,9 @@ def packing(context: Context) -> Figures:
 def _work(context: Context, packed: str) -> dict[str, Any]:
     """One worker: log-probs of the batch, then two updates, of which the second is timed."""
     cfg = _config(context)
-    has_key = hasattr(cfg.actor, "packing")
-    if has_key:
-        setattr(cfg.actor, "packing", packed)  # noqa: B010  (not in every version's schema)
+    cfg.actor.packing = packed
     worker = workers.policy_worker(cfg, context.device)
     workers.set_up(worker)
-    if not has_key:
-        worker.packed = packed == "on"
     batch = _batch(cfg)
     shares = worker.log_prob(batch)
     metrics = worker.update(batch)

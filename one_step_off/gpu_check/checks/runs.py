@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from one_step_off.gpu_check.check import CheckFailed, Context, Figures, Skip
+from one_step_off.gpu_check.check import CheckFailed, Context, Figures
 from one_step_off.gpu_check.checkpoints import dtype_of, random_checkpoint
 
 STEPS = {"cpu": 3, "cuda": 5}
@@ -35,10 +35,6 @@ def colocated(context: Context) -> Figures:
 
 def shared(context: Context) -> Figures:
     """One step off on one device, of which each has half."""
-    from one_step_off.config.schema import PlacementConfig
-
-    if "float" not in str(PlacementConfig.__annotations__["pools"]):
-        raise Skip("this version has no pools with a share of a device")
     return _run(context, {"placement.pools": SHARED}, 1)
 
 
