@@ -2,7 +2,8 @@
 # Trains on GSM8K: Qwen2.5-0.5B-Instruct on GPUs, else a tiny model on word problems, on the CPU.
 #
 # With two or more GPUs generation and training have GPUs of their own. With one GPU they share it, half of its memory
-# each (about 24 GB are enough).
+# each. Where the trainer has less than 36 GB it recomputes activations, and below 15 GB its optimizer is in host memory:
+# by calculation 24 GB are enough for both (not tried yet).
 #
 #   MODEL=DIR_OR_HUB_ID   another model
 #   DATA=SOURCE           a hub id, a file for training (or several with commas), or a folder with gsm8k_train.jsonl
@@ -28,6 +29,13 @@ say() {
 die() {
     echo "run_qwen_gsm8k: error: $*" >&2
     exit 2
+}
+
+# MiB of the smallest GPU; 0: nvidia-smi does not tell.
+gpu_memory() {
+    local sizes
+    sizes="$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | grep -E '^[0-9]+$' || true)"
+    echo "${sizes:-0}" | sort -n | head -1
 }
 
 backend="${BACKEND:-fsdp}"
@@ -86,6 +94,14 @@ else
         die "BACKEND=megatron: trains on pairs of GPUs, and $((gpus - rollout)) are left to train; set N_ROLLOUT_GPUS to another number"
     fi
     args+=("placement.pools={rollout: [$rollout], actor: [$((gpus - rollout))]}")
+fi
+if [[ "$on" == gpu ]]; then
+    trainer_memory="$(gpu_memory)"
+    ((gpus > 1)) || [[ "$one_gpu" == colocated ]] || trainer_memory=$((trainer_memory / 2))
+    if ((trainer_memory > 0 && trainer_memory < 37000)); then
+        args+=(actor.activation_checkpointing=true actor.log_prob_chunk=512)
+        [[ "$backend" == megatron ]] || ((trainer_memory >= 15000)) || args+=(actor.optimizer_offload=true)
+    fi
 fi
 if [[ "$on" == gpu && "$backend" == megatron ]] && ((gpus < 3)); then # a single rank trains
     args+=(actor.tensor_parallel_size=1 actor.sequence_parallel=false)

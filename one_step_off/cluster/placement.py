@@ -1,5 +1,6 @@
 """Resource pools as Ray placement groups, and the processes of each role in them."""
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from one_step_off.cluster.core_binding import pin_process
+from one_step_off.config import hardware
 from one_step_off.config.device_shares import device_share, shared_devices, shares_device
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.hardware import CoresPerProcess
@@ -224,13 +226,18 @@ def _pinned_class(cls: type, cores: tuple[int, ...], log: str) -> type:
 def _thread_count(slot: ProcessSlot | None, cores: tuple[int, ...], device: str) -> int:
     """Threads for OpenMP and MKL: one per core of the slot.
 
-    On GPUs an equal part of the host's cores: Ray would set one thread, and the optimizer of
-    offloaded parameters runs on the host.
+    On GPUs an equal part of the host's cores for each of its GPUs: Ray would set one thread, and
+    the optimizer of offloaded parameters runs on the host.
     """
     if device == "cuda" and slot:
-        processes_of_node = max(1, len(slot.group.bundle_specs))
-        return max(1, (os.cpu_count() or 1) // processes_of_node)
+        gpus_of_node = max(1, _gpus_of_this_node(), len(slot.group.bundle_specs))
+        return max(1, (os.cpu_count() or 1) // gpus_of_node)
     return max(1, len(cores))
+
+
+@functools.cache
+def _gpus_of_this_node() -> int:
+    return hardware.count_gpus()
 
 
 def _slot_options(slot: ProcessSlot, share: float) -> dict[str, Any]:

@@ -54,7 +54,9 @@ def memory_share(cfg: Config, role: str) -> float:
     Roles in one pool with a share divide it evenly, since each keeps its weights there. 1 where the
     pool has whole devices: then nothing limits the role.
     """
-    pool = cfg.placement.roles[role]
+    pool = cfg.placement.roles.get(role)
+    if pool not in cfg.placement.pools:  # a worker outside of a run
+        return 1.0
     if not shares_device(cfg, pool):
         return 1.0
     roles = [name for name, its_pool in cfg.placement.roles.items() if its_pool == pool]

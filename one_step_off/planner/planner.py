@@ -20,6 +20,7 @@ from one_step_off.config.placement import resolved_device
 from one_step_off.config.roles import data_parallel_size
 from one_step_off.config.schema import Config
 from one_step_off.planner.calibration import by_runs, by_times, devices, run_calibration
+from one_step_off.rollout.engine_args import MAX_SEQUENCES
 from one_step_off.runtime.validation import validate
 
 MOST_SPLITS = 24
@@ -30,9 +31,6 @@ SAMPLES = 20_000
 
 MOST_GPUS = 1 << 20
 """Where the times are given: then there need be no GPUs."""
-
-DEFAULT_MAX_NUM_SEQS = 256
-"""vLLM's sequences at once, where rollout.engine_kwargs has no max_num_seqs."""
 
 STEP_METRIC = "median/time/step_s"
 SYNCHRONOUS = "synchronous"
@@ -218,7 +216,7 @@ def _check_roles(cfg: Config) -> None:
 def _places(cfg: Config) -> int:
     """Sequences that a replica runs at once. Raises ConfigError: the engine's setting is no
     number."""
-    most = cfg.rollout.engine_kwargs.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
+    most = cfg.rollout.engine_kwargs.get("max_num_seqs", MAX_SEQUENCES[resolved_device(cfg)])
     if type(most) is not int or most < 1:
         raise ConfigError(
             f"rollout.engine_kwargs.max_num_seqs={most}: must be a whole number above 0"

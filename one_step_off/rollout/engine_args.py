@@ -5,9 +5,13 @@ from typing import Any
 from one_step_off.config.device_shares import device_share
 from one_step_off.config.schema import Config
 
-MAX_SEQUENCES = 256
-"""Sequences that an engine works on at once, unless `rollout.engine_kwargs` has another
+MAX_SEQUENCES = {"cpu": 256, "cuda": 512}
+"""Sequences that an engine works on at once, by device, unless `rollout.engine_kwargs` has another
 `max_num_seqs`."""
+
+MAX_BATCHED_TOKENS = 8192
+"""Tokens of one engine step. vLLM's default for an engine in a program is 2048, in which long
+prompts take many steps."""
 
 
 def longest_sequence(cfg: Config) -> int:
@@ -40,7 +44,8 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
         # Log-probs after temperature: those of the distribution that was sampled from.
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": "one_step_off"},
-        "max_num_seqs": MAX_SEQUENCES,
+        "max_num_seqs": MAX_SEQUENCES[device],
+        "max_num_batched_tokens": max(MAX_BATCHED_TOKENS, longest),
         "worker_extension_cls": "one_step_off.weight_sync.vllm_receiver.SyncWorkerExtension",
     }
     if device == "cpu":
@@ -51,7 +56,6 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
             # A seeded request whose prompt is split over two steps kills vLLM's CPU engine: never
             # split one.
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(8192, longest),
         }
     else:
         pools = list(cfg.placement.roles.values())

@@ -9,6 +9,8 @@ import torch
 from one_step_off.cluster.errors import RoleError
 from one_step_off.config.device_shares import memory_share
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.role_sections import TrainedConfig
+from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 
 T = TypeVar("T")
@@ -52,9 +54,23 @@ async def with_memory_advice(cfg: Config, role: str, work: Awaitable[T]) -> T:
     except RoleError as error:
         if OUT_OF_MEMORY not in str(error):
             raise
-        advice = f"lower {role}.micro_batch_tokens, or set {role}.optimizer_offload=true"
+        advice = _memory_advice(cfg, role)
         pool = cfg.placement.roles[role]
         if memory_share(cfg, role) < 1:
             shown = f"placement.pools.{pool}={cfg.placement.pools[pool]}"
             advice += f", or give it a larger share of the GPU than {shown}"
         raise RoleError(f"{error}; {advice}") from error
+
+
+def _memory_advice(cfg: Config, role: str) -> str:
+    """What lowers the memory of a role, the greatest effect first."""
+    settings = role_settings(cfg, role)
+    parts = []
+    if isinstance(settings, TrainedConfig) and not settings.activation_checkpointing:
+        parts.append(f"set {role}.activation_checkpointing=true")
+    parts.append(f"lower {role}.micro_batch_tokens={settings.micro_batch_tokens}")
+    parts.append(f"lower actor.log_prob_chunk={cfg.actor.log_prob_chunk}")
+    can_offload = isinstance(settings, TrainedConfig) and settings.backend == "fsdp"
+    if can_offload and not settings.optimizer_offload:
+        parts.append(f"set {role}.optimizer_offload=true")
+    return ", ".join(parts)

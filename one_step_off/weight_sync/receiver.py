@@ -297,7 +297,8 @@ class WeightReceiver(SyncEndpoint):
         Raises:
             SyncError: one differs; names the first such bucket and its sender.
         """
-        sent = torch.zeros_like(received)
+        with self._phase("verify"):  # synchronizes: the wire's thread has a stream of its own
+            sent = torch.zeros_like(received)
         with self._phase("verify"):
             self._on_wire(self._receive_messages, dict(enumerate(sent)))
         different = (received != sent).any(dim=2).nonzero().tolist()

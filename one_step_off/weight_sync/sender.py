@@ -22,7 +22,7 @@ from one_step_off.weight_sync.endpoint import MEASURED_TRANSFERS, SyncEndpoint
 from one_step_off.weight_sync.launch_order import Step, send_steps
 from one_step_off.weight_sync.sender_group_ends import GroupLeader, PiecePacker
 from one_step_off.weight_sync.sender_groups import Section
-from one_step_off.weight_sync.shared_memory import SharedMemorySender
+from one_step_off.weight_sync.shared_memory import SharedBuffer, SharedMemorySender
 
 SEND_BUFFERS = 2
 """The next bucket is packed while one is on the wire."""
@@ -76,6 +76,8 @@ class WeightSender(SyncEndpoint):
         self.abort_store = self.store.clone()  # for `abort`, while a send waits in the other one
         self.address = (host, self.store.port)
         self.buffers: list[torch.Tensor] = []
+        # For all epochs: a receiver that is killed never releases what it has mapped on a GPU.
+        self.shared_buffers: list[SharedBuffer] = []
         self.kept_parts: list[torch.Tensor] = []  # what was sent last, bucket by bucket
         self.deltas_since_full: int | None = None  # None: receivers hold nothing of this epoch
         self.packer = PiecePacker(self.name)
@@ -114,6 +116,8 @@ class WeightSender(SyncEndpoint):
                     members_deadline = time.monotonic() + self.timeout_s
                     self.leader.links.accept(epoch, members_deadline, self._check_abort_signals)
                 self._connect_transports(store, receivers, same_device, deadline)
+                # Now, because pinned memory takes long to allocate.
+                self._allocate_kept_parts()
         except BaseException as error:
             self.give_up(error)
             raise
@@ -162,9 +166,11 @@ class WeightSender(SyncEndpoint):
         remote ones."""
         buffer_sizes = [max(self.part_sizes, default=0)] * SEND_BUFFERS
         if same_device:
-            shared = SharedMemorySender(store, buffer_sizes, list(same_device), self.device)
+            if not self.shared_buffers:
+                self.shared_buffers = [SharedBuffer(size, self.device) for size in buffer_sizes]
+            self.buffers = [buffer.tensor for buffer in self.shared_buffers]
+            shared = SharedMemorySender(store, self.shared_buffers, list(same_device))
             self.transports = [shared]
-            self.buffers = shared.buffers
         elif not self.buffers:
             # Zeros and not empty, so that the pages are touched before the first sync.
             self.buffers = [
@@ -202,9 +208,7 @@ class WeightSender(SyncEndpoint):
         kind = self._choose_kind(version)
         self._count_send(kind)
         sends_deltas = self.full_every > 0
-        keeps_parts = sends_deltas or self.keep_sent
-        if keeps_parts and not self.kept_parts:
-            self._allocate_kept_parts()
+        self._allocate_kept_parts()
         if kind is not SendKind.RESEND:
             self.kept_version = None  # until all parts are kept
         if self.leader is not None:
@@ -239,6 +243,9 @@ class WeightSender(SyncEndpoint):
         return kind
 
     def _allocate_kept_parts(self) -> None:
+        """Host memory for what was sent last, if it is needed and not there yet."""
+        if self.kept_parts or not (self.full_every > 0 or self.keep_sent):
+            return
         pinned = self.device.type == "cuda"
         for size in self.part_sizes:
             part = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)

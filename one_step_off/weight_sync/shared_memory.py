@@ -9,7 +9,7 @@ leaves nothing behind.
 
 import os
 import pickle
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,31 +31,54 @@ def _answer_key(number: int, receiver: int) -> str:
     return f"answer{number}.{receiver}"
 
 
-def create_shared_buffer(size: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
-    """Allocate a buffer that other processes of this user on this device can map.
+class SharedBuffer:
+    """A buffer that other processes of this user on this device can map.
 
-    Returns:
-        The buffer, zeros, uint8 [size]; and its handle: a pickled (function, arguments) that maps
-        it.
-
-    Raises:
-        OSError: there is not enough memory.
-        SyncError: torch's allocator of this process uses memory that cannot be shared.
+    Attributes:
+        tensor: the buffer, uint8 [size], zeros at first.
     """
-    if device.type == "cuda":
-        # The config check sees the driver's environment only; another node may have its own.
-        setting = expandable_segments()
-        if setting:
-            raise SyncError(f"{setting}: such memory cannot be shared by CUDA IPC")
-        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        return buffer, pickle.dumps(reduce_tensor(buffer))
-    file = os.fdopen(os.memfd_create("weight_sync"))
-    # Allocated now: otherwise a lack of memory would show as a bus error, much later.
-    os.posix_fallocate(file.fileno(), 0, max(size, 1))
-    location = (f"/proc/{os.getpid()}/fd/{file.fileno()}", size)
-    shared: Any = _map_file(*location)
-    shared.file = file  # stays open as long as the buffer exists, so that others can map it
-    return shared, pickle.dumps((_map_file, location))
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """Allocate it.
+
+        Args:
+            size: in bytes.
+            device: where it is.
+
+        Raises:
+            OSError: there is not enough memory.
+            SyncError: torch's allocator of this process uses memory that cannot be shared.
+        """
+        if device.type == "cuda":
+            # The config check sees the driver's environment only; another node may have its own.
+            setting = expandable_segments()
+            if setting:
+                raise SyncError(f"{setting}: such memory cannot be shared by CUDA IPC")
+            self.tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+            return
+        # It stays open as long as the buffer exists, so that others can map it.
+        self._file = os.fdopen(os.memfd_create("weight_sync"))
+        # Allocated now: otherwise a lack of memory would show as a bus error, much later.
+        os.posix_fallocate(self._file.fileno(), 0, max(size, 1))
+        self._location = (f"/proc/{os.getpid()}/fd/{self._file.fileno()}", size)
+        self.tensor = _map_file(*self._location)
+
+    def handle(self) -> bytes:
+        """A pickled (function, arguments) that maps the buffer in other processes.
+
+        Raises:
+            SyncError: the driver refuses CUDA IPC.
+        """
+        if self.tensor.device.type != "cuda":
+            return pickle.dumps((_map_file, self._location))
+        try:
+            return pickle.dumps(reduce_tensor(self.tensor))
+        except RuntimeError as error:
+            cause = str(error).partition("\n")[0]
+            raise SyncError(
+                f"the GPU's memory cannot be shared by CUDA IPC ({cause}); some containers and WSL "
+                "do not allow it: give rollout and actor separate GPUs"
+            ) from error
 
 
 def _map_file(path: str, size: int) -> torch.Tensor:
@@ -68,28 +91,22 @@ class SharedMemorySender:
     def __init__(
         self,
         store: dist.Store,
-        buffer_sizes: list[int],
+        buffers: Sequence[SharedBuffer],
         receivers: list[int],
-        device: torch.device,
     ) -> None:
-        """Allocate `buffers` (uint8, of these sizes), which the caller fills one after another.
+        """Tell the receivers where the buffers are.
 
         Args:
             store: the sender's, with the prefix of the epoch.
-            buffer_sizes: in bytes.
-            receivers: the numbers of the receivers on this device.
-            device: where the buffers are.
+            buffers: the caller fills them one after another.
+            receivers: the numbers of the receivers on the device of the buffers.
         """
         self.store = store
         self.receivers = receivers
         self.messages_sent = 0
         self.abort_signal = AbortSignal(store)
-        self.buffers: list[torch.Tensor] = []
-        handles = []
-        for size in buffer_sizes:
-            buffer, handle = create_shared_buffer(size, device)
-            self.buffers.append(buffer)
-            handles.append(handle)
+        self.buffers = [buffer.tensor for buffer in buffers]
+        handles = [buffer.handle() for buffer in buffers]
         store.set(HANDLES_KEY, pickle.dumps(handles))
 
     def await_receivers(self) -> None:
@@ -124,7 +141,7 @@ class SharedMemorySender:
             self.store.delete_key(key)
 
     def close(self) -> None:
-        """Give the memory back, as soon as no receiver has it mapped."""
+        """Use the buffers no longer."""
         self.abort_signal.close()
         self.buffers = []
 

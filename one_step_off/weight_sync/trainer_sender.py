@@ -106,11 +106,17 @@ class WeightSenderMixin:
         sync_cfg = self.cfg.weight_sync
         self.sender = WeightSender(plan, index, device, host, timeout_s)
         self.sender.full_every = sync_cfg.full_every if sync_cfg.mode == "delta" else 0
-        self.sender.keep_sent = sync_cfg.keep_sent and sync_cfg.sender == "sharded"
+        self.sender.keep_sent = sync_cfg.sender == "sharded" and self._may_send_again()
         if not group.members:
             return SenderAddress(self.sender.address)
         self.sender.leader = GroupLeader(plan, index, group, pieces, device, host)
         return SenderAddress(self.sender.address, self.sender.leader.links.address)
+
+    def _may_send_again(self) -> bool:
+        """Whether a replica may need an earlier version: with rollout in the actor's pool none is
+        restarted by itself."""
+        roles = self.cfg.placement.roles
+        return self.cfg.weight_sync.keep_sent and roles["rollout"] != roles["actor"]
 
     @ray.method(concurrency_group="sync")
     def connect_sync(self, epoch: int, receivers: int, same_device: list[int]) -> None:

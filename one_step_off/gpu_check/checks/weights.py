@@ -128,7 +128,7 @@ def shared_expandable(context: Context) -> Figures:
 
 
 def _lend(device_type: str, port: int) -> None:
-    """Share a buffer as `create_shared_buffer` does, without its refusal."""
+    """Share a buffer as `SharedBuffer` does, without its refusal."""
     device = _device(device_type, 0)
     store = connect_store(HOST, port, START_S)
     buffer = noise_bytes(BUCKET_BYTES, 0, device)

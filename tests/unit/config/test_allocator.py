@@ -72,4 +72,4 @@ def test_a_process_with_such_memory_shares_nothing(monkeypatch) -> None:
     """On another node than the driver's."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(SyncError, match="expandable_segments:True: such memory cannot be shared"):
-        shared_memory.create_shared_buffer(16, torch.device("cuda"))
+        shared_memory.SharedBuffer(16, torch.device("cuda"))

@@ -265,7 +265,7 @@ BAD = [
         ["rollout.sampling_kwargs.zzz=1"],
         ["sampling_kwargs.zzz=1", "allowed are stop, stop_token_ids"],
     ),
-    (["rollout.sampling_kwargs.stop_token_ids=1"], ["stop_token_ids=1", "a list of numbers"]),
+    (["rollout.sampling_kwargs.stop_token_ids=1"], ["stop_token_ids=1", "a list of whole numbers"]),
     (["rollout.sampling_kwargs.stop=[a, 1]"], ["stop=[a, 1]", "a list of texts"]),
     (["rollout.sampling_kwargs.stop=''"], ["sampling_kwargs.stop=", "a text or a list of texts"]),
     (["rollout.sampling_kwargs.ignore_eos=1"], ["ignore_eos=1", "true or false"]),

@@ -144,7 +144,7 @@ def test_nccl_variables_that_are_set_or_read_exist() -> None:
 
 
 def test_a_tensor_is_reduced_to_a_function_and_arguments() -> None:
-    """`create_shared_buffer` pickles what `reduce_tensor` returns; the receiver calls it."""
+    """`SharedBuffer.handle` pickles what `reduce_tensor` returns; the receiver calls it."""
     assert list(inspect.signature(reductions.reduce_tensor).parameters) == ["tensor"]
     source = inspect.getsource(reductions.reduce_tensor)
     given = re.search(r"return \(\s*rebuild_cuda_tensor,\s*\((.*?)\),\s*\)", source, re.S)

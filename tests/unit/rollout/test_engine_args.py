@@ -55,6 +55,7 @@ def test_engine_arguments_on_gpus_are_known_to_vllm(models, width, executor, sha
     from vllm import AsyncEngineArgs
 
     cfg = tiny_config(models(), "", **{"rollout.tensor_parallel_size": width})
+    cfg.placement.pools = {"all": [2], "other": [1]}
     cfg.placement.roles = {"rollout": "all", "actor": "all" if shared else "other"}
     made = AsyncEngineArgs(**engine_args(cfg, "cuda"))
     default = AsyncEngineArgs(model=cfg.model.path)

@@ -233,6 +233,28 @@ def arguments_are_valid(args: list[str], num_gpus: int) -> Config:
     return cfg
 
 
+@pytest.mark.parametrize(
+    ("memory", "env", "saving"),
+    [
+        ("81559", {}, []),
+        ("24564", {}, ["activation_checkpointing", "log_prob_chunk", "optimizer_offload"]),
+        ("49140", {}, ["activation_checkpointing", "log_prob_chunk"]),
+        ("49140", {"ONE_GPU": "colocated"}, []),
+        ("24564", {"GPUS": "2"}, ["activation_checkpointing", "log_prob_chunk"]),
+        ("[N/A]", {}, []),
+    ],
+)
+def test_run_script_saves_memory_on_small_gpus(
+    tmp_path: Path, memory: str, env: dict[str, str], saving: list[str]
+) -> None:
+    nvidia_smi = tmp_path / "checkout" / "bin" / "nvidia-smi"
+    script(nvidia_smi, f"#!/bin/sh\necho 98304\necho '{memory}'\n")
+    args = would_train(tmp_path, 1, **env)[1]
+    names = [arg.partition("=")[0].removeprefix("actor.") for arg in args if "actor." in arg]
+    assert [name for name in names if not name.startswith("placement")] == saving
+    arguments_are_valid(args, int(env.get("GPUS", "1")))
+
+
 def test_run_script_shares_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = arguments_are_valid(would_train(tmp_path, 1)[1], 1)
     assert cfg.placement.pools == {"rollout": [0.5], "actor": [0.5]}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from one_step_off.cluster.errors import SyncError
-from one_step_off.weight_sync.shared_memory import SharedMemorySender
+from one_step_off.weight_sync.shared_memory import SharedBuffer, SharedMemorySender
 from tests.unit.weight_sync.weight_stream import (
     SHAPES,
     WeightStream,
@@ -102,7 +102,8 @@ for expected in (1, 2):
 def test_cuda_ipc_between_two_processes():
     """A receiver in another process reads the sender's bucket from the same GPU's memory."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    sender = SharedMemorySender(store, [1 << 20], [0], torch.device("cuda", 0))
+    device = torch.device("cuda", 0)
+    sender = SharedMemorySender(store, [SharedBuffer(1 << 20, device)], [0])
     process = subprocess.Popen([sys.executable, "-c", READER.format(port=store.port)])
     for value in (1, 2):
         sender.buffers[0].fill_(value)
