@@ -67,6 +67,7 @@ def test_figures_are_per_step_and_beyond_the_fixed_times() -> None:
     assert found["generate_excess_ms"] == pytest.approx(25)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_table_of_all_cells(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -181,7 +181,9 @@ def test_fsdp_on_two_ranks(model_folders, tmp_path):
     "layout",
     [
         pytest.param({}, id="dp2", marks=pytest.mark.slow),
-        pytest.param({"actor__tensor_parallel_size": 2}, id="tp2"),
+        pytest.param(
+            {"actor__tensor_parallel_size": 2}, id="tp2", marks=[pytest.mark.slow, pytest.mark.ci]
+        ),
     ],
 )
 def test_megatron(tmp_path, layout):

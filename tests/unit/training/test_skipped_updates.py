@@ -143,7 +143,9 @@ def test_fsdp_skips_on_all_ranks_or_none(model_folders, tmp_path):
     "layout",
     [
         pytest.param({}, id="dp2", marks=pytest.mark.slow),
-        pytest.param({"actor__pipeline_parallel_size": 2}, id="pp2"),
+        pytest.param(
+            {"actor__pipeline_parallel_size": 2}, id="pp2", marks=[pytest.mark.slow, pytest.mark.ci]
+        ),
     ],
 )
 def test_megatron_skips_on_all_ranks_or_none(tmp_path, layout):
