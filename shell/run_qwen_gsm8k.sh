@@ -9,8 +9,8 @@
 #   DATA=SOURCE           a hub id, a file for training (or several with commas), or a folder with gsm8k_train.jsonl
 #                         and gsm8k_test.jsonl
 #   N_ROLLOUT_GPUS=N      GPUs that generate (default: half of them); the others train
-#   ONE_GPU=colocated     with one GPU: generate and train one after the other (synchronous); each has all of the GPU
-#                         meanwhile (default: shared: both at once, one step off)
+#   ONE_GPU=colocated     with one GPU: generate and train one after the other (synchronous); the engine sleeps while
+#                         the trainer works (default: shared: both at once, one step off)
 #   BACKEND=megatron      train with Megatron-core instead of FSDP2; with 3 GPUs or more, and on the CPU, two ranks share
 #                         each layer (on the CPU of a tiny Qwen3)
 #   EXTRA=cpu|gpu         use the CPU or GPUs, regardless of what this machine has

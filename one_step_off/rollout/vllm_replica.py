@@ -111,8 +111,7 @@ class RolloutReplica(UsageProbe):
         return max_sequences, [(child.pid, child.create_time()) for child in children]
 
     async def kv_cache_bytes(self) -> int:
-        """The size of each worker's KV cache, if the engine chose it by measuring the GPU's
-        memory; else 0."""
+        """The size of each worker's KV cache."""
         return min(await self._call_workers("kv_cache_bytes"))
 
     async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:

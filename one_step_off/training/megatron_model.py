@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from one_step_off.algorithms import batching
 from one_step_off.algorithms.core_algos import TokenOutputs
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.role_sections import BackendConfig, TrainedConfig
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
@@ -52,13 +53,27 @@ def packs(cfg: Config, role: str, device: torch.device) -> bool:
 
     Transformer Engine has two kernels for packed sequences: flash_attn's, where it is installed,
     and cuDNN's, on Hopper and later GPUs.
+
+    Raises:
+        ConfigError: packing=on, and there is no such kernel here.
     """
     role_config = role_settings(cfg, role)
-    if role_config.packing != "auto":
-        return role_config.packing == "on"
-    if device.type != "cuda" or cfg.model.dtype != "bfloat16":
+    if role_config.packing == "off":
         return False
+    if role_config.packing == "on":
+        if device.type == "cuda" and not _has_packed_kernel(cfg, device):
+            raise ConfigError(
+                f"{role}.packing=on: Transformer Engine packs bfloat16 only, on Hopper and later "
+                "GPUs or where flash_attn is installed; use auto"
+            )
+        return True
     if role_config.context_parallel_size > 1 or role_config.virtual_pipeline_parallel_size:
+        return False
+    return device.type == "cuda" and _has_packed_kernel(cfg, device)
+
+
+def _has_packed_kernel(cfg: Config, device: torch.device) -> bool:
+    if cfg.model.dtype != "bfloat16":
         return False
     is_hopper = torch.cuda.get_device_capability(device) >= FIRST_HOPPER_GPU
     return is_hopper or transformers.utils.is_flash_attn_2_available()

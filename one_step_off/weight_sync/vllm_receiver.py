@@ -219,15 +219,17 @@ class SyncWorkerExtension:
     vllm_config: Any
     model_runner: Any
     weight_transfer_engine: Any
+    available_kv_cache_memory_bytes: int
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
     reload_weights: Callable[..., None]
 
     def kv_cache_bytes(self) -> int:
-        """The size of the KV cache that the worker chose by measuring the GPU's memory; 0: it did
-        not measure."""
-        return getattr(self, "available_kv_cache_memory_bytes", 0)
+        """The size of the KV cache: as given, or as the worker chose by measuring the GPU's
+        memory."""
+        given = self.vllm_config.cache_config.kv_cache_memory_bytes
+        return given or self.available_kv_cache_memory_bytes
 
     def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the groups of a new epoch; see `init_transfer_engine`."""

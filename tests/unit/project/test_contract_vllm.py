@@ -125,6 +125,7 @@ def test_sleep_uses_the_memory_pool_by_default() -> None:
 def test_what_the_extension_finds_in_the_worker() -> None:
     attributes = assigned_attributes(WORKER, "Worker")
     assert {"_weight_update_active", "weight_transfer_engine", "device"} <= attributes
+    assert "available_kv_cache_memory_bytes" in attributes, "of an engine beside a trainer"
     assert definition(WORKER, "Worker.start_weight_update")
 
 

@@ -1,4 +1,7 @@
-"""Counts what would make the host wait for a GPU, in code that runs on CPUs."""
+"""Counts what would make the host wait for a GPU, in code that runs on CPUs.
+
+Not seen: copies to a `torch.device`, or by `copy_`, which look the same in host memory as on a GPU.
+"""
 
 import collections
 from contextlib import ExitStack, contextmanager
@@ -31,6 +34,8 @@ class _Methods(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
+        if name == "to" and _waits_for_copy(args[1:], kwargs or {}):
+            self.counts["to the host"] += 1
         if name in READING_METHODS and args and isinstance(args[0], Tensor):
             self.counts[name] += 1
         is_given_device = (kwargs or {}).get("device") is not None
@@ -51,6 +56,14 @@ class _Operators(TorchDispatchMode):
         if name in READING_OPERATORS or _has_mask_index(name, args):
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
+
+
+def _waits_for_copy(args: tuple, kwargs: dict) -> bool:
+    """Whether a call of `to` names the CPU, so that it would wait on a GPU. A `torch.device` may
+    be the model's own, which is the CPU in tests."""
+    targets = [*args, kwargs.get("device")]
+    to_host = any(isinstance(target, str) and target == "cpu" for target in targets)
+    return to_host and not kwargs.get("non_blocking")
 
 
 def _has_mask_index(name: str, args: tuple) -> bool:

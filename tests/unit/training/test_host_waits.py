@@ -19,6 +19,8 @@ WAITS = {
     "if": lambda x: 1 if x[0] > 0 else 2,
     "tolist": lambda x: x.tolist(),
     "cpu": lambda x: x.cpu(),
+    "to cpu": lambda x: x.to("cpu"),
+    "to cpu, a copy": lambda x: x.to(device="cpu", copy=True),
     "numpy": lambda x: x.numpy(),
     "array": lambda x: np.asarray(x),
     "nonzero": lambda x: x.nonzero(),
@@ -38,6 +40,7 @@ NO_WAITS = {
     "index": lambda x: x[torch.zeros(2, dtype=torch.int64)],
     "host number that stays there": lambda x: torch.tensor(3.0),
     "from numpy": lambda x: torch.from_numpy(np.zeros(3)),
+    "a batch to the device": lambda x: x.to("cpu", non_blocking=True),
 }
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from one_step_off.distributed_util import DedicatedGroup
@@ -185,23 +185,27 @@ def run_randomly(system: Machine, rng: random.Random) -> State:
     return state
 
 
+QUEUE_COUNTS = st.integers(1, 32)
+
+
 @st.composite
-def systems(draw) -> tuple[int, Machine]:
-    """The number of queues, and a machine with the rules: 2 to 4 ranks, of which some send, 1 to 3
-    receivers, and streams on any of the queues."""
-    queue_count = draw(st.integers(1, 32))
+def systems(draw, steps=ORDERED, queue_counts=QUEUE_COUNTS) -> tuple[int, Machine]:
+    """The number of queues, and a machine: 2 to 4 ranks, of which some send, 1 to 3 receivers, and
+    streams on at most three of the queues, so that they meet."""
+    queue_count = draw(queue_counts)
+    used = draw(st.lists(st.integers(0, queue_count - 1), min_size=1, max_size=3, unique=True))
     ranks = draw(st.integers(2, 4))
     queue_of: dict[tuple[str, str], int] = {}
 
     def queues(device: str, stream: str) -> int:
         key = (device, stream)
         if key not in queue_of:
-            queue_of[key] = draw(st.integers(0, queue_count - 1))
+            queue_of[key] = draw(st.sampled_from(used))
         return queue_of[key]
 
     senders = st.lists(st.integers(0, ranks - 1), min_size=1, max_size=ranks, unique=True)
     system = machine(
-        ORDERED,
+        steps,
         queues,
         ranks,
         receivers=draw(st.integers(1, 3)),
@@ -218,6 +222,19 @@ def systems(draw) -> tuple[int, Machine]:
 def test_random_schedules_on_1_to_32_queues_reach_the_end(drawn, rng):
     queue_count, system = drawn
     assert system.is_finished(run_randomly(system, rng)), f"{queue_count} queues"
+
+
+@pytest.mark.parametrize("queue_count", [1, 4, 32])
+def test_the_same_random_schedules_find_the_deadlock_of_the_design_without_rules(queue_count):
+    """So that the test above can fail, on many queues too."""
+    drawn = st.tuples(systems(UNORDERED, st.just(queue_count)), st.randoms(use_true_random=False))
+
+    def deadlocks(example) -> bool:
+        (_, system), rng = example
+        return not system.is_finished(run_randomly(system, rng))
+
+    quick = settings(max_examples=1000, deadline=None, phases=[Phase.generate], database=None)
+    find(drawn, deadlocks, settings=quick)  # raises NoSuchExample
 
 
 def record_steps(monkeypatch, recorded: list[tuple[DedicatedGroup, Step]]) -> None:
