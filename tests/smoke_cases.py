@@ -329,9 +329,6 @@ WITHOUT = [
     ),
     CommandWithoutCase(GPUS, MAIN, keys={"config": "config/qwen_gsm8k_fsdp.yaml"}),
     CommandWithoutCase(GPUS, MAIN, keys={"config": "config/dapo_7b.yaml"}),
-    CommandWithoutCase(
-        GPUS, MAIN, keys={"config": "config/colocated.yaml", "placement.device": "cuda"}
-    ),
     CommandWithoutCase(PRETRAINED, MAIN, keys={"config": "config/smollm2_addition_cpu.yaml"}),
     CommandWithoutCase(
         "needs a skipped update; tests/e2e/test_misbehaviour.py makes one and replays it",

@@ -47,7 +47,7 @@ LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     ("kind", "tied", "temperature", "estimator"),
     [
         pytest.param("qwen2", True, 1.0, "optimal_token_baseline", marks=pytest.mark.slow),
-        ("qwen3", True, 0.7, "gdpo"),
+        pytest.param("qwen3", True, 0.7, "gdpo", marks=[pytest.mark.slow, pytest.mark.ci]),
         pytest.param("llama", False, 0.7, "grpo", marks=pytest.mark.slow),
         pytest.param("llama", True, 1.0, "grpo", marks=pytest.mark.slow),
     ],

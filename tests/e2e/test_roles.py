@@ -171,6 +171,8 @@ def assert_one_after_another(events: list[dict[str, Any]]) -> None:
         assert end <= next_begin
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_colocated_replicas_read_every_ranks_shards_out_of_shared_memory(models, tmp_path, capfd):
     """Two bundles, each with a replica and an FSDP rank. The evaluations of each version wait until
     the pool is free."""

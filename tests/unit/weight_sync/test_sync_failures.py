@@ -157,7 +157,15 @@ def test_a_rank_that_fails_in_a_sync_leads_to_another_attempt(
         # The other engine is inside `connect_sync` and does not answer; its process does. An abort
         # must end its wait, before the group's limit of 30 s.
         pytest.param(0, Fault("connect", None, "die"), False, 30.0, 29.0, id="dies in connect"),
-        pytest.param(1, Fault("load", 1, "hang"), True, 2.0, RUN_TIMEOUT_S, id="hangs in load"),
+        pytest.param(
+            1,
+            Fault("load", 1, "hang"),
+            True,
+            2.0,
+            RUN_TIMEOUT_S,
+            id="hangs in load",
+            marks=[pytest.mark.slow, pytest.mark.ci],
+        ),
         pytest.param(1, Fault("score", 1, "hang"), True, 2.0, RUN_TIMEOUT_S, id="hangs in canary"),
     ],
 )
