@@ -158,7 +158,6 @@ def rows(changes: dict[str, Any] | None = None, step: int = 2) -> list[dict[str,
     common = dict.fromkeys([*names, *runs.FINITE], 1.0) | {"actor/skipped_updates": 0.0}
     sync = {"sync/wire_s": 0.0, "sync/changed_share": 0.5}
     made = [common | {"sync/bytes": 0.0}] + [common | sync for _ in range(3)]
-    made[1]["sync/changed_share"] = None  # the first transfer is full
     made[step] |= changes or {}
     return made
 

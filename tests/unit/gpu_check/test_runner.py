@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -157,11 +157,11 @@ def test_cuda_without_gpus_is_refused(tmp_path: Path) -> None:
         assert "--device=cuda: this machine has no visible GPU" in done.stderr
 
 
-def test_on_cpus_every_check_with_a_cpu_form_runs_with_two_cores(
+def test_on_four_cores_every_check_with_a_cpu_form_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("one_step_off.config.packages.is_installed", lambda package: True)
-    on_cpus = runner(tmp_path, "cpu", 0)
+    on_cpus = replace(runner(tmp_path, "cpu", 0), cores=4)
     skipped = {check.name for check in CHECKS if on_cpus.why_not(check)}
     assert skipped == {check.name for check in CHECKS if check.cuda_only}
 
