@@ -70,6 +70,7 @@ def _main(argv: list[str], checks: Sequence[Check]) -> int:
     device = arguments.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and not gpus:
         raise ConfigError("--device=cuda: this machine has no visible GPU; use --device cpu")
+    chosen = [check.on(device) for check in chosen]
     begin = time.monotonic()
     runner = Runner(
         device,

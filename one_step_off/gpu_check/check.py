@@ -1,12 +1,16 @@
 """What a check is, what it gets and how it ends. Nothing heavy is imported here."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 Figures = dict[str, Any]
 """What a check measured: name -> number, text, or a list of such. Written as JSON."""
+
+
+NO_TIME = "no time left"
+"""How the reason of a check begins that was skipped because the time of all was spent."""
 
 
 class Status(Enum):
@@ -47,6 +51,7 @@ class Check:
         packages: without which it cannot run.
         cuda_packages: likewise, on cuda alone.
         cuda_only: why it has no CPU form; empty: it has one.
+        cpu_title: what it shows on a CPU, where this is less; empty: the same.
         variables: environment variables of its process.
     """
 
@@ -59,7 +64,14 @@ class Check:
     packages: tuple[str, ...] = ("torch",)
     cuda_packages: tuple[str, ...] = ()
     cuda_only: str = ""
+    cpu_title: str = ""
     variables: dict[str, str] = field(default_factory=dict)
+
+    def on(self, device: str) -> "Check":
+        """The same check, with the title that is true on this device."""
+        if device == "cpu" and self.cpu_title:
+            return replace(self, title=self.cpu_title)
+        return self
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from one_step_off.gpu_check.check import Check, Figures, Result, Status
+from one_step_off.gpu_check.check import NO_TIME, Check, Figures, Result, Status
 from one_step_off.gpu_check.machine import Facts
 
 REPORT = "gpu_report.md"
@@ -30,9 +30,11 @@ def line(result: Result) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """How many passed, failed and were skipped."""
+    """How many passed, failed and were skipped, and how many of these for want of time."""
     counts = Counter(result.status for result in results)
-    return ", ".join(f"{counts[status]} {status.value}" for status in Status)
+    text = ", ".join(f"{counts[status]} {status.value}" for status in Status)
+    late = sum(result.reason.startswith(NO_TIME) for result in results)
+    return f"{text} ({late} not run: {NO_TIME})" if late else text
 
 
 def write(

@@ -19,7 +19,7 @@ import psutil
 
 import one_step_off
 from one_step_off.config import packages
-from one_step_off.gpu_check.check import Check, Context, Result, Status
+from one_step_off.gpu_check.check import NO_TIME, Check, Context, Result, Status
 
 PR_SET_CHILD_SUBREAPER = 36
 """Linux: orphans among our descendants become our children, so that we can find and end them."""
@@ -98,7 +98,7 @@ class Runner:
             if not packages.is_installed(package):
                 return f"{package} is not installed"
         if self.deadline - time.monotonic() < LEAST_S:
-            return f"no time left; run it alone: --only {check.name}"
+            return f"{NO_TIME}; run it alone: --only {check.name}"
         return ""
 
     def _run_process(self, check: Check, limit_s: float) -> Result:
@@ -142,9 +142,7 @@ class Runner:
         elif code is None and limit_s < check.limit_s:
             # It had less than it may take, so this says nothing about it.
             status = Status.SKIP
-            reason = (
-                f"no time left: cut off after {limit_s:.0f} s; run it alone: --only {check.name}"
-            )
+            reason = f"{NO_TIME}: cut off after {limit_s:.0f} s; run it alone: --only {check.name}"
             figures = {}
         else:
             status = Status.FAIL

@@ -25,9 +25,9 @@ CHECKS: tuple[Check, ...] = (
     ),
     _check(
         "missing_rank",
-        "creating a group ends in time where a rank never comes",
+        "creating a group ends in time where a rank never comes or dies, and works afterwards",
         "groups:missing_rank",
-        120,
+        240,
     ),
     _check(
         "dead_peer",
@@ -69,6 +69,7 @@ CHECKS: tuple[Check, ...] = (
         "speed:small",
         120,
         packages=("torch", "transformers"),
+        cpu_title="forward and backward of a tiny random model",
     ),
     _check(
         "mfu_7b",
@@ -76,6 +77,7 @@ CHECKS: tuple[Check, ...] = (
         "speed:large",
         150,
         packages=("torch", "transformers"),
+        cpu_title="forward and backward of a tiny random model, activations computed again",
     ),
     _check(
         "packing",
@@ -88,8 +90,9 @@ CHECKS: tuple[Check, ...] = (
         "engine_in_place",
         "vLLM generates with the new weights after in-place updates, graphs included",
         "engines:in_place",
-        240,
+        360,
         packages=ENGINE_PACKAGES,
+        cpu_title="vLLM generates with the new weights after updates by reload",
     ),
     _check(
         "engine_sleep",
@@ -112,6 +115,7 @@ CHECKS: tuple[Check, ...] = (
         "runs:colocated",
         300,
         packages=RUN_PACKAGES,
+        cpu_title="three steps, engine and trainer in turn on one device (tiny model)",
     ),
     _check(
         "run_shared",
@@ -119,6 +123,7 @@ CHECKS: tuple[Check, ...] = (
         "runs:shared",
         300,
         packages=RUN_PACKAGES,
+        cpu_title="three steps one step off, half a device for each (tiny model)",
     ),
     _check(
         "run_disaggregated",
@@ -127,6 +132,7 @@ CHECKS: tuple[Check, ...] = (
         300,
         min_gpus=2,
         packages=RUN_PACKAGES,
+        cpu_title="three steps one step off, a device for each (tiny model)",
     ),
     _check(
         "run_tp2",
@@ -136,6 +142,7 @@ CHECKS: tuple[Check, ...] = (
         min_gpus=4,
         min_cores=4,
         packages=RUN_PACKAGES,
+        cpu_title="three steps, the engine on two ranks (tiny model)",
     ),
     _check(
         "run_hsdp",
@@ -145,6 +152,7 @@ CHECKS: tuple[Check, ...] = (
         min_gpus=4,
         min_cores=4,
         packages=RUN_PACKAGES,
+        cpu_title="three steps, the trainer as two copies of two shards (tiny model)",
     ),
     _check(
         "run_megatron",
@@ -155,5 +163,6 @@ CHECKS: tuple[Check, ...] = (
         min_cores=4,
         packages=(*RUN_PACKAGES, "megatron.core"),
         cuda_packages=("transformer_engine",),
+        cpu_title="three steps, Megatron-core with two ranks per layer (tiny model)",
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from one_step_off.gpu_check.table import CHECKS
 ROOT = Path(__file__).parents[2]
 FAST = ("devices", "dead_peer", "weights_same_device")
 WHOLE_TIMEOUT_S = 900
+CORES_FOR_ALL = 4
+"""With so many cores no check with a CPU form is skipped for want of more."""
 
 
 def run(command: list[str], folder: Path, timeout_s: float) -> dict[str, dict]:
@@ -48,10 +51,13 @@ def test_the_fast_checks_pass(tmp_path: Path) -> None:
 @pytest.mark.timeout(WHOLE_TIMEOUT_S + 60)
 def test_the_script_passes_every_check_with_a_cpu_form(tmp_path: Path) -> None:
     results = run(["bash", str(ROOT / "shell/gpu_check.sh")], tmp_path, WHOLE_TIMEOUT_S)
+    few_cores = len(os.sched_getaffinity(0)) < CORES_FOR_ALL
     has_cpu_form = {check.name for check in CHECKS if not check.cuda_only}
     for name, result in results.items():
         if name in has_cpu_form:
-            needs_more = "needs" in result["reason"] or "not installed" in result["reason"]
-            assert result["status"] == "PASS" or needs_more, result
+            # shell/setup.sh installs Megatron-core on request only.
+            may_skip = result["reason"] == "megatron.core is not installed"
+            may_skip |= few_cores and result["reason"].startswith("needs 4 CPU cores")
+            assert result["status"] == "PASS" or may_skip, result
         else:
             assert result["status"] == "SKIP" and "needs CUDA" in result["reason"], result

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from one_step_off import distributed_util
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import (
     DedicatedGroup,
@@ -133,23 +134,48 @@ def _synchronize(device: torch.device) -> None:
 
 
 def missing_rank(context: Context) -> Figures:
-    """A sender whose receiver never comes: `connect` must end in time, and leave the process and
-    its device usable."""
+    """A sender whose receiver never comes, and one whose receiver dies while the backend connects:
+    `connect` must end in time and leave the process and its device usable, also for a new group."""
     limit_s = connect_timeout(WAIT_S[context.device], 1, 1)
-    result = run_peers([(_lonely_sender, (context.device,))], limit_s + GRACE_S + CONNECT_S)[0]
+    jobs: list[Any] = [(_lonely_sender, (context.device,))]
+    lonely = run_peers(jobs, limit_s + GRACE_S + CONNECT_S)[0]
+    figures = {"limit, s": limit_s} | _ended_in_time(lonely, limit_s, "never comes")
+    # Two ranks of one NCCL group cannot share a GPU. The new group is then one over CUDA IPC.
+    shares_device = context.is_cuda and context.gpus == 1
+    store = open_store(HOST, CONNECT_S)
+    common = (context.device, store.port)
+    jobs = [(_abandoned_sender, (*common, shares_device)), (_vanishing_receiver, common)]
+    jobs.append((_good_receiver, (*common, shares_device)))
+    time_s = 2 * (limit_s + GRACE_S) + CONNECT_S
+    abandoned, _, good = run_peers(jobs, time_s, one_may_die=True)
+    figures |= _ended_in_time(abandoned, limit_s, "dies as the group connects")
+    all_results([good], ["the receiver of the new group"])
+    return figures | {"new group": "shared memory" if shares_device else "connects and transfers"}
+
+
+def _ended_in_time(result: Any, limit_s: float, what: str) -> Figures:
+    """Raises CheckFailed: `connect` did not end with a SyncError within its limit."""
     if isinstance(result, Failed):
-        raise CheckFailed(f"a sender without its receiver: {result.reason}")
+        raise CheckFailed(f"a sender whose receiver {what}: {result.reason}")
     waited_s, message = result
-    figures = {"limit, s": limit_s, "waited, s": waited_s, "message": message}
+    figures: Figures = {f"receiver {what}": f"freed after {waited_s:.1f} s: {message}"}
     if waited_s > limit_s + GRACE_S:
         raise CheckFailed(f"connect took {waited_s:.1f} s, its limit is {limit_s:.1f} s", figures)
     return figures
 
 
+def _new_sender(device: torch.device) -> WeightSender:
+    plan = BucketPlan.build(weights.pieces(weights.SMALL), weights.BUCKET_BYTES)
+    return WeightSender(plan, 0, device, HOST, WAIT_S[device.type])
+
+
 def _lonely_sender(device_type: str) -> tuple[float, str]:
     device = _device(device_type, 0)
-    plan = BucketPlan.build(weights.pieces(weights.SMALL), weights.BUCKET_BYTES)
-    sender = WeightSender(plan, 0, device, HOST, WAIT_S[device_type])
+    return _connect_in_vain(_new_sender(device), device)
+
+
+def _connect_in_vain(sender: WeightSender, device: torch.device) -> tuple[float, str]:
+    """Seconds until the SyncError of `connect`, and its text."""
     begin = time.perf_counter()
     try:
         sender.connect(1, 1)
@@ -158,6 +184,56 @@ def _lonely_sender(device_type: str) -> tuple[float, str]:
         _use(device)
         return waited_s, str(error)
     raise CheckFailed("connect succeeded without a receiver")
+
+
+def _abandoned_sender(device_type: str, port: int, shares_device: bool) -> tuple[float, str]:
+    """Its first receiver dies while the backend connects. Its second epoch has a good one."""
+    device = _device(device_type, 0)
+    store = connect_store(HOST, port, CONNECT_S)
+    sender = _new_sender(device)
+    _use(device)
+    store.set("address", f"{sender.address[1]}")
+    store.wait(["vanishing", "good"])
+    result = _connect_in_vain(sender, device)
+    store.set("second epoch", "")
+    sender.connect(2, 1, [0] if shares_device else [])
+    sender.send(iter(weights.versions(weights.SMALL, 1, device)[0].values()), 0)
+    store.wait(["received"])  # it maps this process's memory
+    return result
+
+
+def _vanishing_receiver(device_type: str, port: int) -> None:
+    """Says that it is there, as every member does first, and dies where it would enter gloo or
+    NCCL."""
+    device = _device(device_type, 0)
+    store = connect_store(HOST, port, CONNECT_S)
+    wait_s = WAIT_S[device_type]
+    receiver, address = weights.new_receiver(store, 0, device, weights.SMALL, wait_s)
+    distributed_util._create_group = _die  # in this process alone
+    store.set("vanishing", "")
+    receiver.connect(1, [address], 1)
+
+
+def _die(*_: Any) -> None:
+    os._exit(9)
+
+
+def _good_receiver(device_type: str, port: int, shares_device: bool) -> None:
+    """The receiver of the second epoch. Raises CheckFailed: it gets other weights."""
+    device = _device(device_type, 0 if shares_device else 1)
+    store = connect_store(HOST, port, CONNECT_S)
+    wait_s = WAIT_S[device_type]
+    receiver, address = weights.new_receiver(store, 0, device, weights.SMALL, wait_s)
+    _use(device)
+    store.set("good", "")
+    store.wait(["second epoch"])
+    received: weights.Weights = {}
+    receiver.connect(2, [address], 1, [[0]] if shares_device else ())
+    try:
+        receiver.receive(weights._keep_in(received), 0)
+        weights._compare(received, weights.versions(weights.SMALL, 1, device)[0], 0)
+    finally:
+        store.set("received", "")
 
 
 def dead_peer(context: Context) -> Figures:
@@ -171,6 +247,11 @@ def dead_peer(context: Context) -> Figures:
     # Three waits in a row, as in `SyncEndpoint._result_from_wire`.
     limit_s = 3 * WAIT_S[context.device] + GRACE_S
     results = run_peers(jobs, CONNECT_S + limit_s, one_may_die=True)
+    return _freed_in_time(results, limit_s)
+
+
+def _freed_in_time(results: list[Any], limit_s: float) -> Figures:
+    """Raises CheckFailed: one that did not die has no result, or was freed too late."""
     names = ["the sender", "the receiver that dies", "the other receiver"][: len(results)]
     figures: Figures = {}
     for name, result in zip(names, results, strict=True):

@@ -2,12 +2,13 @@
 device's peak (MFU). A plain model, without sharding and without an optimizer.
 """
 
+import math
 import time
 from typing import Any
 
 import torch
 
-from one_step_off.gpu_check.check import Context, Figures, Skip
+from one_step_off.gpu_check.check import CheckFailed, Context, Figures, Skip
 from one_step_off.gpu_check.checkpoints import QWEN_0_5B, QWEN_7B, TINY, Shape
 from one_step_off.monitoring.flops import peak_flops, shape_of
 
@@ -60,7 +61,8 @@ def _measure(context: Context, shape: Shape, recompute: bool) -> Figures:
             continue
         flops = 3 * flops_shape.forward_flops([width] * sequences) if flops_shape else 0.0
         figures = _figures(device, parameters, seconds, ids.numel(), flops)
-        return figures | {"sequences": f"{sequences} of {width} tokens"}
+        size = {"model": "random weights" if context.is_cuda else "tiny, as on every CPU"}
+        return size | figures | {"sequences": f"{sequences} of {width} tokens"}
     raise Skip(f"not even one sequence of {width} tokens fits into this GPU's memory")
 
 
@@ -69,7 +71,20 @@ def _fastest_pass(model: Any, ids: torch.Tensor, device: torch.device) -> float:
     FLOPs."""
     for _ in range(WARMUPS):
         _pass(model, ids)
-    return min(_timed_pass(model, ids, device) for _ in range(REPEATS))
+    seconds = min(_timed_pass(model, ids, device) for _ in range(REPEATS))
+    loss = _pass(model, ids).item()
+    _require_computed(loss, [parameter.grad for parameter in model.parameters()])
+    return seconds
+
+
+def _require_computed(loss: float, gradients: list[torch.Tensor | None]) -> None:
+    """Raises CheckFailed: the loss is not finite, or the gradient is not, or is 0."""
+    if not math.isfinite(loss):
+        raise CheckFailed(f"the loss is {loss}")
+    norms = [0.0 if one is None else one.float().norm().item() for one in gradients]
+    total = math.hypot(*norms)
+    if not (math.isfinite(total) and total > 0):
+        raise CheckFailed(f"the gradient's norm is {total}")
 
 
 def _random_model(config: Any, device: torch.device) -> tuple[Any, int]:
@@ -105,8 +120,9 @@ def _timed_pass(model: Any, ids: torch.Tensor, device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def _pass(model: Any, ids: torch.Tensor) -> None:
-    """One forward and backward pass of the trainer's kind: logits in chunks, computed again."""
+def _pass(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """One forward and backward pass of the trainer's kind: logits in chunks, computed again.
+    Returns the loss."""
     from one_step_off.algorithms.core_algos import log_probs_and_entropy
     from one_step_off.training.token_outputs import in_chunks
 
@@ -118,7 +134,9 @@ def _pass(model: Any, ids: torch.Tensor) -> None:
 
     positions = torch.arange(ids.numel() - 1, device=ids.device)
     log_probs, _ = in_chunks(project, hidden, positions, ids.flatten()[1:], CHUNK)
-    (-log_probs.mean()).backward()
+    loss = -log_probs.mean()
+    loss.backward()
+    return loss.detach()
 
 
 def _figures(

@@ -14,8 +14,7 @@ from one_step_off.gpu_check.check import CheckFailed, Context, Figures
 
 STREAMS = 16
 SPIN_S = 0.05
-LATE_SHARE = 0.8
-"""A short kernel that takes this share of the spinning one's time has waited for it."""
+"""About: the clock rises while the GPU warms up. Far longer than a launch takes."""
 
 CALIBRATION_CYCLES = 10_000_000
 ELEMENTS = 256
@@ -32,8 +31,23 @@ def streams(context: Context) -> Figures:
     for stream in all_streams:  # the first launch on a stream is slow
         _short_kernel(stream, data)
     torch.cuda.synchronize()
+    for kernels_behind in (0, 1):
+        own = _waits(all_streams[1], all_streams[1], cycles, data, kernels_behind)
+        _require_seen(own)
     alone = [_waiters(all_streams, spinning, cycles, data, 0) for spinning in all_streams]
     behind = [_waiters(all_streams, spinning, cycles, data, 1) for spinning in all_streams]
+    return _figures(alone, behind)
+
+
+def _require_seen(waited: bool) -> None:
+    """A kernel behind the spinning one on the same stream waits for certain. Raises CheckFailed:
+    this was not seen, so a matrix would say nothing."""
+    if not waited:
+        raise CheckFailed("a wait on one and the same stream was not seen; this check is blind")
+
+
+def _figures(alone: list[str], behind: list[str]) -> Figures:
+    """Raises CheckFailed: everything waits."""
     figures: Figures = {
         "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset"),
         "waiting pairs, one kernel spins": _count(alone),
@@ -41,7 +55,7 @@ def streams(context: Context) -> Figures:
         "matrix, one kernel spins": alone,
         "matrix, a second one behind it": behind,
     }
-    if _count(alone) == STREAMS * (STREAMS - 1):
+    if _count(alone) == len(alone) * (len(alone) - 1):
         raise CheckFailed("every stream waits for every other: nothing can overlap", figures)
     return figures
 
@@ -76,19 +90,32 @@ def _waiters(
     for stream in all_streams:
         if stream is spinning:
             row += "-"
-            continue
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        with torch.cuda.stream(spinning):
-            torch.cuda._sleep(cycles)
-        for _ in range(kernels_behind):
-            _short_kernel(spinning, data)
-        event = _short_kernel(stream, data)
-        event.synchronize()
-        waited = time.perf_counter() - begin > LATE_SHARE * SPIN_S
-        row += "X" if waited else "."
-    torch.cuda.synchronize()
+        else:
+            row += "X" if _waits(spinning, stream, cycles, data, kernels_behind) else "."
     return row
+
+
+def _waits(
+    spinning: torch.cuda.Stream,
+    stream: torch.cuda.Stream,
+    cycles: int,
+    data: torch.Tensor,
+    kernels_behind: int,
+) -> bool:
+    """Whether a short kernel on `stream` ends only after one that spins. By an event behind the
+    spinning one and not by a clock: the GPU's own changes while it warms up."""
+    torch.cuda.synchronize()
+    spun = torch.cuda.Event()
+    with torch.cuda.stream(spinning):
+        torch.cuda._sleep(cycles)
+        spun.record(spinning)
+    for _ in range(kernels_behind):
+        _short_kernel(spinning, data)
+    event = _short_kernel(stream, data)
+    event.synchronize()
+    waited = spun.query()
+    torch.cuda.synchronize()
+    return waited
 
 
 def _count(rows: list[str]) -> int:

@@ -4,6 +4,7 @@ The real `WeightSender` and `WeightReceiver`, in processes of their own. Both ma
 from the same seed, so the receiver compares with what the sender must have sent.
 """
 
+import math
 import pickle
 import time
 from typing import Any
@@ -35,6 +36,9 @@ START_S = 60.0
 VERSIONS = 4
 FULL_EVERY = 3
 """Of the syncs with deltas: full, delta, delta, full."""
+
+MOST_OF_FULL = 0.25
+"""Of a full sync's bytes: a delta of so few changed words is far smaller."""
 
 CHANGED_SHARE = 0.02
 """Of the words, from version to version: about what an optimizer step changes in bf16."""
@@ -157,12 +161,25 @@ def _exchange(context: Context, same_device: bool) -> Figures:
             run_peers(jobs, context.limit_s / 2), [f"sender, {kind}", f"receiver, {kind}"]
         )
         sent, received = results
+        if kind == "delta":
+            _require_deltas(sent)
         last = received[-1]
         figures[f"{kind}: MB per sync"] = " ".join(
             f"{report['bytes'] / 1e6:.3f}" for report in sent
         )
         figures[f"{kind}: GB/s"] = last["bytes"] / 1e9 / last["seconds"]
     return figures
+
+
+def _require_deltas(sent: list[dict[str, Any]]) -> None:
+    """Raises CheckFailed: a sync that must send a delta has sent all weights."""
+    full = sent[0]["bytes"]
+    for version in range(1, FULL_EVERY):
+        report = sent[version]
+        if math.isnan(report["changed"]) or not report["bytes"] < full * MOST_OF_FULL:
+            raise CheckFailed(
+                f"version {version} was no delta: {report['bytes']:.0f} bytes, in full {full:.0f}"
+            )
 
 
 def _jobs(
@@ -200,7 +217,7 @@ def _send(
     reports = []
     for version, weights in enumerate(made):
         report = sender.send(iter(weights.values()), version)
-        reports.append({"bytes": report["bytes"]})
+        reports.append({"bytes": report["bytes"], "changed": report["changed"]})
     store.get("done")  # the receiver maps this process's memory until then
     return reports
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -123,6 +123,16 @@ def test_the_time_of_all_checks_is_bounded(tmp_path: Path) -> None:
     ):
         result = finished.results[name]
         assert (result["status"], result["reason"]) == ("SKIP", reason)
+    told = "0 PASS, 0 FAIL, 2 SKIP (2 not run: no time left)"
+    assert told in finished.done.stdout
+    assert told in (finished.folder / "gpu_report.md").read_text()
+
+
+def test_the_title_is_true_on_the_device() -> None:
+    for check in CHECKS:
+        assert check.on("cuda") is check
+        on_cpu = check.on("cpu").title
+        assert check.cuda_only or not any(word in on_cpu for word in ("five", "7B", "in-place"))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +155,15 @@ def test_cuda_without_gpus_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, "--device", "cuda").done
     if done.returncode == 2:
         assert "--device=cuda: this machine has no visible GPU" in done.stderr
+
+
+def test_on_four_cores_every_check_with_a_cpu_form_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("one_step_off.config.packages.is_installed", lambda package: True)
+    on_cpus = replace(runner(tmp_path, "cpu", 0), cores=4)
+    skipped = {check.name for check in CHECKS if on_cpus.why_not(check)}
+    assert skipped == {check.name for check in CHECKS if check.cuda_only}
 
 
 def runner(folder: Path, device: str, gpus: int) -> Runner:
