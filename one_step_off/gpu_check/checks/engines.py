@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.config.schema import Config
 from one_step_off.gpu_check.check import CheckFailed, Context, Figures
 from one_step_off.gpu_check.checkpoints import dtype_of, random_checkpoint
@@ -76,11 +77,13 @@ def _config(context: Context, dtype: str, mode: str = "full", sleeps: bool = Fal
 
 def _sequences(cfg: Config) -> list[np.ndarray]:
     """Random token ids, int32 [TOKENS] each."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     # Tokens that the tokenizer has: the embedding may have more rows.
-    known = len(AutoTokenizer.from_pretrained(cfg.model.path))
-    words = min(known, AutoConfig.from_pretrained(cfg.model.path).vocab_size)
+    known = len(load_section_tokenizer(cfg, "model"))
+    trust = cfg.model.trust_remote_code
+    hf_config = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=trust)
+    words = min(known, hf_config.vocab_size)
     rng = np.random.default_rng(0)
     return [rng.integers(0, words, TOKENS).astype(np.int32) for _ in range(SEQUENCES)]
 
@@ -97,7 +100,9 @@ class _Model:
         from transformers import AutoModelForCausalLM
 
         dtype = getattr(torch, cfg.model.dtype)
-        model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(
+            cfg.model.path, dtype=dtype, trust_remote_code=cfg.model.trust_remote_code
+        )
         return cls(model.eval().to(device))
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -322,12 +327,10 @@ def _require_same_weights(updated: Scores, fresh: Scores, dtype: str) -> str:
     return f"{largest:.2e} nats, mean {mean:.2e}"
 
 
-def _save(model: _Model, path: str, folder: str) -> None:
-    """Save the model's weights, with the tokenizer of the checkpoint `path`."""
-    from transformers import AutoTokenizer
-
+def _save(model: _Model, cfg: Config, folder: str) -> None:
+    """Save the model's weights, with the tokenizer of the config's checkpoint."""
     model.model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(path).save_pretrained(folder)
+    load_section_tokenizer(cfg, "model").save_pretrained(folder)
 
 
 def _require_moved(first: Scores, second: Scores) -> float:
@@ -356,7 +359,7 @@ def _updated(context: Context, folder: str) -> tuple[Figures, Scores]:
     model.add_noise(1)
     changed = engine.sync(1)
     figures["new weights"] = _require_in_place(changed, context.device)
-    _save(model, cfg.model.path, folder)
+    _save(model, cfg, folder)
     new_scores = engine.score(sequences)
     figures["changed, engine to HF"] = _require_close(
         new_scores, model.score(sequences), dtype, "changed weights in engine and HF"

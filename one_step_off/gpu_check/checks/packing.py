@@ -85,7 +85,8 @@ def _batch(cfg: Config) -> Batch:
     """Random samples of many lengths, their log-probs about those of a random model."""
     from transformers import AutoConfig
 
-    words = AutoConfig.from_pretrained(cfg.model.path).vocab_size
+    trust = cfg.model.trust_remote_code
+    words = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=trust).vocab_size
     longest = cfg.actor.micro_batch_tokens // 4
     rng = np.random.default_rng(0)
     samples = []

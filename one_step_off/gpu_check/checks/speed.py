@@ -93,11 +93,11 @@ def _random_model(config: Any, device: torch.device) -> tuple[Any, int]:
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     _require_memory(device, parameters)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     return model, parameters
 
 

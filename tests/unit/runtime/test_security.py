@@ -160,7 +160,7 @@ def test_stores_listen_at_their_own_address_alone():
 LOADING_METHODS = ("from_pretrained", "from_config", "load_dataset")
 # Keyword mappings that hold trust_remote_code, and variables that hold its value.
 OPTIONS_WITH_TRUST = ("**options",)
-VALUES_OF_TRUST = ("cfg.model.trust_remote_code", "trust")
+VALUES_OF_TRUST = ("cfg.model.trust_remote_code", "trust", "False")
 
 
 def loading_calls() -> list[tuple[Path, ast.Call, str]]:
