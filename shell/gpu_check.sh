@@ -10,7 +10,7 @@
 #   --device cpu|cuda    default: cuda where there are GPUs
 #   --out DIR            default: outputs/gpu_check, below the working directory
 #   --only NAME ...      these checks alone; --list prints them
-#   --model PATH         a Hugging Face model directory, in place of a random model
+#   --model PATH         a Hugging Face model directory, instead of a random model
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

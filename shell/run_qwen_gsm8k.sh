@@ -75,7 +75,7 @@ elif ((gpus == 1)); then
         say "found 1 GPU: generation and training share it, half of its memory each"
         args+=("placement.pools={rollout: [0.5], actor: [0.5]}")
     else
-        say "found 1 GPU: generation and training take turns on it (synchronous)"
+        say "found 1 GPU: it generates and trains one after the other (synchronous)"
         args+=("placement.pools={all: [1]}" "placement.roles={rollout: all, actor: all}" pipeline.staleness=0)
         # The trainer keeps its weights and optimizer on the GPU while the engine is awake.
         args+=(rollout.gpu_memory_utilization=0.5)

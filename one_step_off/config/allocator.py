@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 
+from one_step_off.config.device_shares import shares_device
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 
@@ -50,5 +51,4 @@ def _rollout_and_actor_share(cfg: Config) -> bool:
     roles = cfg.placement.roles
     if roles["rollout"] == roles["actor"]:
         return True
-    pools = cfg.placement.pools
-    return all(any(size < 1 for size in pools[roles[role]]) for role in ("rollout", "actor"))
+    return all(shares_device(cfg, roles[role]) for role in ("rollout", "actor"))

@@ -15,7 +15,7 @@ SHARE_TOLERANCE = 1e-6
 
 
 def shares_device(cfg: Config, pool: str) -> bool:
-    """Whether the pool has a share of a device on each of its nodes, in place of whole devices."""
+    """Whether the pool has a share of a device on each of its nodes, not whole devices."""
     return any(size < 1 for size in cfg.placement.pools[pool])
 
 

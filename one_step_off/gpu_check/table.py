@@ -111,11 +111,11 @@ CHECKS: tuple[Check, ...] = (
     ),
     _check(
         "run_colocated",
-        "five steps, engine and trainer in turn on one device",
+        "five steps, engine, then trainer, on one device",
         "runs:colocated",
         300,
         packages=RUN_PACKAGES,
-        cpu_title="three steps, engine and trainer in turn on one device (tiny model)",
+        cpu_title="three steps, engine, then trainer, on one device (tiny model)",
     ),
     _check(
         "run_shared",

@@ -20,7 +20,7 @@ class SharedDevice:
     Attributes:
         training: whether the rank is at work.
         advance_replica: lets the replica count its progress up to now and plan its next event
-            anew; it must run before and after its speed changes.
+            again; it must run before and after its speed changes.
     """
 
     def __init__(self) -> None:

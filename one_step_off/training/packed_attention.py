@@ -314,7 +314,7 @@ def attend_per_sequence(
     sliding_window: int | None = None,
 ) -> Tensor:
     """Causal attention of packed sequences, one after the other. Not compiled: each batch has other
-    lengths, and would be compiled anew.
+    lengths, and would be compiled again.
 
     Args:
         query: [1, heads, T, width]; key, value: [1, key-value heads, T, width].

@@ -17,7 +17,7 @@ What travels:
     member -> leader   for each bucket: header (index, bytes, XXH3-128), then the bytes
 
 A member sends as fast as the leader reads; the sockets' buffers bound what is under way. A member
-that fails sends the reason in place of a bucket. A leader that gives up closes its links, which
+that fails sends the reason instead of a bucket. A leader that gives up closes its links, which
 ends its members' waits.
 """
 

@@ -173,7 +173,7 @@ class SharedMemoryReceiver:
             self.buffers.append(rebuild(*arguments))
 
     def announce(self) -> None:
-        """Nothing to do: the sender waits for nobody before it sends."""
+        """Nothing to do: the sender does not wait for receivers before it sends."""
 
     def start_receive(self, buffer: torch.Tensor) -> None:
         """Nothing to do: messages arrive in the store by themselves."""

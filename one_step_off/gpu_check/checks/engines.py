@@ -418,7 +418,7 @@ def trainer_difference(context: Context) -> Figures:
 
 
 def _engine_scores(cfg: Config, device: str, sequences: list[np.ndarray], path: str = "") -> Scores:
-    """What a new engine scores, with the weights in `path` in place of the config's."""
+    """What a new engine scores, with the weights in `path` instead of the config's."""
     cfg.model.path = path or cfg.model.path
     model = _Model.load(cfg, device)
     return _Engine(cfg, device, model.tensors()).score(sequences)

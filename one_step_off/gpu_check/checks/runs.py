@@ -52,7 +52,7 @@ MESSAGE_CHARS = 300
 DELTAS = {"weight_sync.mode": "delta"}
 SHARED = {"rollout": [0.5], "actor": [0.5]}
 ENGINE_SHARE = 0.3
-"""Of the GPU's memory, where engine and trainer take turns."""
+"""Of the GPU's memory, where engine and trainer work one after the other."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _Run:
 
 
 def colocated(context: Context) -> Figures:
-    """Engine and trainer take turns on one device; on GPUs the engine sleeps meanwhile."""
+    """First the engine, then the trainer on one device; on GPUs the engine then sleeps."""
     return _run(context, _Run(_all_in_one(context, 1), 0, is_one_device=True))
 
 
@@ -99,7 +99,7 @@ def tensor_parallel(context: Context) -> Figures:
 
 
 def hsdp(context: Context) -> Figures:
-    """Four ranks: two copies of the model, of two shards each; engines take turns with them."""
+    """Two copies of the model, in two shards each. The engines generate before the ranks train."""
     settings = _all_in_one(context, 4) | {"actor.fsdp_size": 2}
     return _run(context, _Run(settings | _quick_start(context), 0))
 

@@ -173,7 +173,12 @@ def would_train(
     [
         (0, {}, "gsm8k_tiny_cpu", "no GPU here"),
         (1, {}, "qwen_gsm8k_fsdp", "found 1 GPU: generation and training share it"),
-        (1, {"ONE_GPU": "colocated"}, "qwen_gsm8k_fsdp", "take turns on it"),
+        (
+            1,
+            {"ONE_GPU": "colocated"},
+            "qwen_gsm8k_fsdp",
+            "generates and trains one after the other",
+        ),
         (1, {"BACKEND": "megatron"}, "qwen_gsm8k_megatron", "share it"),
         (4, {"EXTRA": "cpu"}, "gsm8k_tiny_cpu", "EXTRA=cpu: training a tiny model"),
         (2, {}, "qwen_gsm8k_fsdp", "setup for gpu"),
