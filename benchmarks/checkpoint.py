@@ -24,6 +24,7 @@ from one_step_off import checkpoint
 from one_step_off.config.schema import Config
 from one_step_off.models import tiny_qwen
 from one_step_off.training.fsdp_workers import PolicyWorker
+from one_step_off.training.written_files import FileFacts
 
 
 def start_worker(model: str, layers: int, out: Path) -> tuple[Config, PolicyWorker]:
@@ -68,7 +69,11 @@ def measure(cfg: Config, worker: PolicyWorker, repeats: int) -> dict[str, Any]:
 
     async def save_state(folder: str) -> asyncio.Future:
         worker.save_state(folder)
-        return asyncio.ensure_future(asyncio.to_thread(worker.saved))
+
+        async def written() -> list[FileFacts]:
+            return [await asyncio.to_thread(worker.saved)]
+
+        return asyncio.ensure_future(written())
 
     cfg.trainer.keep_checkpoints = 1
     checkpointer = checkpoint.Checkpointer(cfg, save_state)
