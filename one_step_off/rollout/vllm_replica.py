@@ -209,7 +209,8 @@ class RolloutReplica(UsageProbe):
             self.asleep = True
 
     async def rollout(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
-        """All trajectories of these prompts, scored, in order.
+        """All trajectories of these prompts, scored, in order. An episode of an external agent may
+        give several samples, one after another.
 
         Raises:
             RuntimeError: the replica has no verified weights, or the engine died.
@@ -222,13 +223,14 @@ class RolloutReplica(UsageProbe):
             for index in range(sampling.size)
         ]
         try:
-            return PackedSamples(await asyncio.gather(*tasks))
+            trajectories = await asyncio.gather(*tasks)
+            return PackedSamples(sample for samples in trajectories for sample in samples)
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
-        return await TrajectoryRun(self, prompt, index, sampling).sample()
+    async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> list[Sample]:
+        return await TrajectoryRun(self, prompt, index, sampling).samples()
 
     async def wait_for_capacity(self, sent: int, capacity: int) -> int:
         """Wait until fewer than `capacity` of the `sent` trajectories ask for the engine.
@@ -256,7 +258,12 @@ class RolloutReplica(UsageProbe):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        user_settings = self.cfg.rollout.sampling_kwargs
+        user_settings = dict(self.cfg.rollout.sampling_kwargs)
+        if sampling.stop:
+            run_stops = user_settings.get("stop") or []
+            if isinstance(run_stops, str):
+                run_stops = [run_stops]
+            user_settings["stop"] = [*run_stops, *sampling.stop]
         settings = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
