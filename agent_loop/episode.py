@@ -22,7 +22,7 @@ from one_step_off.rewards.reward import Reward
 
 
 class EpisodeOver(Exception):
-    """The episode takes no more turns.
+    """A limit of the episode refuses a turn, or it has ended.
 
     Attributes:
         reason: a finish reason of `Trajectory`: "turns", "time", "room", or "ended".
@@ -81,6 +81,8 @@ class Episode:
         late: see `Trajectory`.
         facts: numbers to report.
         over: why it takes no more turns; "" while it does.
+        limit_reached: the first limit that refused a turn, as a finish reason; "": none did. After
+            "room" the agent may go on with a shorter context.
         begin: in seconds of `time.monotonic`.
     """
 
@@ -101,6 +103,7 @@ class Episode:
         self.reward: Reward | float | dict[str, float] | None = None
         self.facts: dict[str, float] = {}
         self.over = ""
+        self.limit_reached = ""
         self.begin = time.monotonic()
 
     @property
@@ -155,10 +158,10 @@ class Episode:
             if continues:
                 self.claimed.discard(parent)
             raise
+        self._raise_if_ended()
         self._check_incarnation(generated)
         turn = Turn(np.asarray(context_ids, np.int32), generated, parent, continues)
         turn.cut_by_agent = len(generated.ids) < tokens_left
-        self._raise_if_ended()
         if parent is not None:
             parent.delivered = True  # the agent has built on it
         self.turns_done.append(turn)
@@ -172,10 +175,23 @@ class Episode:
         self._raise_if_ended()
         if self.turns_begun >= self.limits.turns:
             self.end("turns")
-            raise EpisodeOver("turns", f"agent.max_turns={self.limits.turns} is reached")
+            raise self._refused("turns", f"agent.max_turns={self.limits.turns} is reached")
         if self.seconds_left == 0:
             self.end("time")
-            raise EpisodeOver("time", f"agent.timeout_s={self.limits.seconds:g} is over")
+            raise self._refused("time", f"agent.timeout_s={self.limits.seconds:g} is over")
+
+    def _refused(self, limit: str, message: str) -> EpisodeOver:
+        self.limit_reached = self.limit_reached or limit
+        return EpisodeOver(limit, message)
+
+    def refuse_context(self, tokens: int) -> EpisodeOver:
+        """The error of a context that leaves no room for an answer."""
+        return self._refused(
+            "room",
+            f"a context of {tokens} tokens leaves no room for an answer: data.max_prompt_length + "
+            f"data.max_response_length = {self.max_sequence}, and {self.limits.tokens} tokens may "
+            "follow the first context of a segment",
+        )
 
     def _tokens_left(self, context_ids: np.ndarray, parent: Turn | None) -> int:
         """How many tokens an answer may have. Raises EpisodeOver: none."""
@@ -183,13 +199,7 @@ class Episode:
         in_segment = self.limits.tokens - (len(context_ids) - len(first_context))
         left = min(in_segment, self.max_sequence - len(context_ids))
         if left <= 0:
-            self.end("room")
-            raise EpisodeOver(
-                "room",
-                f"a context of {len(context_ids)} tokens leaves no room for an answer: "
-                f"data.max_prompt_length + data.max_response_length = {self.max_sequence}, and "
-                f"{self.limits.tokens} tokens may follow the first context of a segment",
-            )
+            raise self.refuse_context(len(context_ids))
         return left
 
     def _check_incarnation(self, generated: Generated) -> None:
