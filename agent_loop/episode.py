@@ -81,6 +81,7 @@ class Episode:
         late: see `Trajectory`.
         facts: numbers to report.
         over: why it takes no more turns; "" while it does.
+        over_message: the same in a line for the agent.
         limit_reached: the first limit that refused a turn, as a finish reason; "": none did. After
             "room" the agent may go on with a shorter context.
         begin: in seconds of `time.monotonic`.
@@ -103,6 +104,7 @@ class Episode:
         self.reward: Reward | float | dict[str, float] | None = None
         self.facts: dict[str, float] = {}
         self.over = ""
+        self.over_message = ""
         self.limit_reached = ""
         self.begin = time.monotonic()
 
@@ -126,9 +128,16 @@ class Episode:
         """The policy's last turn that the agent received. Raises IndexError: there is none."""
         return [turn for turn in self.turns_done if turn.delivered][-1].generated
 
-    def end(self, reason: str = "ended") -> None:
-        """Take no more turns."""
-        self.over = self.over or reason
+    def end(self, reason: str = "ended", message: str = "") -> None:
+        """Take no more turns.
+
+        Args:
+            reason: see `EpisodeOver`.
+            message: one line for the agent.
+        """
+        if not self.over:
+            self.over = reason
+            self.over_message = message or f"this episode has ended: {reason}"
 
     async def turn(
         self, context_ids: np.ndarray, max_tokens: int, stop: Sequence[str] = ()
@@ -169,26 +178,26 @@ class Episode:
 
     def _raise_if_ended(self) -> None:
         if self.over:
-            raise EpisodeOver(self.over, f"this episode takes no more turns: {self.over}")
+            raise EpisodeOver(self.over, self.over_message)
 
     def _raise_if_over(self) -> None:
         self._raise_if_ended()
         if self.turns_begun >= self.limits.turns:
-            self.end("turns")
-            raise self._refused("turns", f"agent.max_turns={self.limits.turns} is reached")
+            self.end("turns", f"agent.max_turns={self.limits.turns} is reached")
+            raise self._refused("turns", self.over_message)
         if self.seconds_left == 0:
-            self.end("time")
-            raise self._refused("time", f"agent.timeout_s={self.limits.seconds:g} is over")
+            self.end("time", f"agent.timeout_s={self.limits.seconds:g} is over")
+            raise self._refused("time", self.over_message)
 
     def _refused(self, limit: str, message: str) -> EpisodeOver:
         self.limit_reached = self.limit_reached or limit
         return EpisodeOver(limit, message)
 
-    def refuse_context(self, tokens: int) -> EpisodeOver:
-        """The error of a context that leaves no room for an answer."""
+    def refuse_context(self, size: str) -> EpisodeOver:
+        """The error of a context that leaves no room for an answer. `size`: as "900 tokens"."""
         return self._refused(
             "room",
-            f"a context of {tokens} tokens leaves no room for an answer: data.max_prompt_length + "
+            f"a context of {size} leaves no room for an answer: data.max_prompt_length + "
             f"data.max_response_length = {self.max_sequence}, and {self.limits.tokens} tokens may "
             "follow the first context of a segment",
         )
@@ -199,7 +208,7 @@ class Episode:
         in_segment = self.limits.tokens - (len(context_ids) - len(first_context))
         left = min(in_segment, self.max_sequence - len(context_ids))
         if left <= 0:
-            raise self.refuse_context(len(context_ids))
+            raise self.refuse_context(f"{len(context_ids)} tokens")
         return left
 
     def _check_incarnation(self, generated: Generated) -> None:

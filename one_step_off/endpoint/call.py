@@ -13,6 +13,7 @@ class Call:
 
     Attributes:
         record: of the episode.
+        max_tokens: of the answer, as the agent asked; None: as many as there is room for.
         settings: what the chat template was given besides the messages.
         messages: that were rendered; None where the request has no messages.
         text: that was the prompt; None where it was no text.
@@ -24,6 +25,7 @@ class Call:
 
     episode: Episode
     record: ConversationRecord
+    max_tokens: int | None = None
     settings: str = ""
     messages: list[PlainMessage] | None = None
     text: str | None = None

@@ -103,6 +103,8 @@ def _text_of(position: int, content: Any) -> str:
 
 
 def _plain_arguments(arguments: Any) -> str:
+    if not arguments:  # of a call that was cut off; clients make {} of it
+        return "{}"
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

@@ -14,6 +14,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from agent_loop.chat_template import TurnEncoder
 from agent_loop.episode import Turn
 from one_step_off.endpoint.call import CURRENT_CALL
 from one_step_off.endpoint.conversation import RequestRefused
@@ -55,6 +56,7 @@ class EpisodeEngine:
     def __init__(self, engine: Any, tokenizer: Any) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        self._special_ids = TurnEncoder(tokenizer).special_ids
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -74,7 +76,7 @@ class EpisodeEngine:
             context_ids = np.asarray(prompt["prompt_token_ids"], np.int32)
             stop = sampling_params.stop or ()
             stops = (stop,) if isinstance(stop, str) else tuple(stop)
-            limit = sampling_params.max_tokens or call.episode.max_sequence
+            limit = call.max_tokens or call.episode.max_sequence
             turn = await call.episode.turn(context_ids, limit, stops)
         except BaseException as e:
             call.error = e
@@ -88,13 +90,14 @@ class EpisodeEngine:
     ) -> Iterator[RequestOutput]:
         """The turn as vLLM's engine would give it: whole, or token by token."""
         ids = turn.generated.ids.tolist()
-        text = self._tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+        text_ids = ids[:-1] if self._ended_by_token(turn) else ids
+        text = self._tokenizer.decode(text_ids, skip_special_tokens=params.skip_special_tokens)
         text, stop_text = _cut_at_stop(text, stops, params.include_stop_str_in_output)
         log_probs = None
         if params.logprobs is not None:
             log_probs = self._log_probs(turn)
         prompt_ids = turn.context_ids.tolist()
-        if params.output_kind != RequestOutputKind.DELTA:
+        if params.output_kind != RequestOutputKind.DELTA or not ids:
             completion = CompletionOutput(0, text, ids, None, log_probs)
             completion.finish_reason = turn.generated.finish_reason
             completion.stop_reason = stop_text
@@ -109,6 +112,12 @@ class EpisodeEngine:
                 completion.finish_reason = turn.generated.finish_reason
                 completion.stop_reason = stop_text
             yield RequestOutput(request_id, None, prompt_ids, None, [completion], is_last)
+
+    def _ended_by_token(self, turn: Turn) -> bool:
+        """Whether the last token is the end of the turn, which is no text."""
+        ids = turn.generated.ids
+        ended = turn.generated.finish_reason == "stop"
+        return ended and len(ids) > 0 and int(ids[-1]) in self._special_ids
 
     def _pieces(self, ids: list[int], text: str, skip_special_tokens: bool) -> list[str]:
         """What each token adds to the text. The last one adds what is left of it."""

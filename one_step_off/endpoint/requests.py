@@ -14,6 +14,9 @@ GENERATE = "/inference/v1/generate"
 
 PATHS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, GENERATE)
 
+COMPLETION_TOKENS = 16
+"""Tokens of a completion whose request names no number: OpenAI's default."""
+
 REFUSED_KEYS = {
     RESPONSES: ("background", "conversation"),
     COMPLETIONS: ("suffix", "echo", "prompt_embeds"),
@@ -43,9 +46,33 @@ def parse_body(path: str, body: bytes) -> dict[str, Any]:
     for key in REFUSED_KEYS.get(path, ()):
         if content.get(key):
             raise RequestRefused(f"{key}: this endpoint does not serve it; leave it out")
+    if not isinstance(content.get("messages", []), list):
+        raise RequestRefused("messages: must be a list of messages")
     if content.get("thread") and path == MESSAGES:
         raise ThreadRefused("thread: this endpoint keeps no threads; send the whole history")
     return content
+
+
+def take_max_tokens(path: str, content: dict[str, Any]) -> int | None:
+    """How long an answer the agent asks for; None: as long as there is room. Takes it out of the
+    request, because vLLM refuses more than its context length, where the answer is only cut here.
+
+    Raises:
+        RequestRefused: it is no positive number.
+    """
+    place = content
+    if path == GENERATE:
+        place = content.setdefault("sampling_params", {})
+    names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+    asked = [place.pop(name) for name in names if place.get(name) is not None]
+    if path == COMPLETIONS and not asked:
+        asked = [COMPLETION_TOKENS]
+    for number in asked:
+        if type(number) is not int or number < 1:
+            raise RequestRefused(f"max_tokens: must be a positive number, not {number!r:.40}")
+    if path in (MESSAGES, COMPLETIONS, GENERATE):
+        place["max_tokens"] = 1  # these APIs need one, or have a default
+    return asked[0] if asked else None
 
 
 def prepare(

@@ -162,6 +162,7 @@ class Serving:
         token = CURRENT_CALL.set(call)
         try:
             content = requests.parse_body(path, body)
+            call.max_tokens = requests.take_max_tokens(path, content)
             content = requests.prepare(path, content, MODEL, record)
             answer = await self._answer(path, content, call)
         except BaseException as e:
@@ -201,8 +202,9 @@ class Serving:
                 return error_answer(path, STATUS_OF_REFUSAL, TOO_LONG, str(error))
             case EpisodeOver():
                 return error_answer(path, STATUS_OF_LIMIT, f"episode_{error.reason}", str(error))
-            case VLLMValidationError(parameter="input_tokens"):
-                refusal = episode.refuse_context(error.value)
+            case VLLMValidationError(parameter="input_tokens" | "input_text"):
+                unit = "tokens" if error.parameter == "input_tokens" else "characters"
+                refusal = episode.refuse_context(f"{error.value} {unit}")
                 return error_answer(path, STATUS_OF_REFUSAL, TOO_LONG, str(refusal))
             case RequestRefused():
                 return error_answer(path, STATUS_OF_REFUSAL, "invalid_request_error", str(error))
