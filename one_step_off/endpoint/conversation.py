@@ -118,7 +118,8 @@ class ConversationRecord:
 
     def __init__(self) -> None:
         self.by_messages: dict[bytes, Turn] = {}
-        self.by_text: dict[str, Turn] = {}
+        self.by_text: dict[tuple[int, bytes], Turn] = {}
+        """(characters, digest) of prompt and answer -> the turn. Texts grow with every turn."""
         self.responses: dict[str, list[Any]] = {}
         """Id of an answer of the Responses API -> all items up to it, for
         `previous_response_id`."""
@@ -163,13 +164,19 @@ class ConversationRecord:
 
     def add_text(self, prompt: str, answer: str, turn: Turn) -> None:
         """Record the policy's answer to a prompt in plain text."""
-        self.by_text[prompt + answer] = turn
+        text = prompt + answer
+        self.by_text[len(text), _text_digest(text)] = turn
 
     def find_text(self, prompt: str) -> tuple[Turn, str] | None:
         """The latest turn whose prompt and answer this prompt begins with, and the text after
         it."""
-        known = [text for text in self.by_text if prompt.startswith(text)]
-        if not known:
-            return None
-        longest = max(known, key=len)
-        return self.by_text[longest], prompt[len(longest) :]
+        lengths = {length for length, _ in self.by_text if length <= len(prompt)}
+        for length in sorted(lengths, reverse=True):
+            turn = self.by_text.get((length, _text_digest(prompt[:length])))
+            if turn is not None:
+                return turn, prompt[length:]
+        return None
+
+
+def _text_digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

@@ -82,11 +82,17 @@ class EpisodeEngine:
             call.error = e
             raise
         call.turns.append(turn)
-        for output in self._outputs(turn, sampling_params, stops, request_id):
+        given_ids = list(prompt["prompt_token_ids"])
+        for output in self._outputs(turn, given_ids, sampling_params, stops, request_id):
             yield output
 
     def _outputs(
-        self, turn: Turn, params: SamplingParams, stops: tuple[str, ...], request_id: str
+        self,
+        turn: Turn,
+        context_ids: list[int],
+        params: SamplingParams,
+        stops: tuple[str, ...],
+        request_id: str,
     ) -> Iterator[RequestOutput]:
         """The turn as vLLM's engine would give it: whole, or token by token."""
         ids = turn.generated.ids.tolist()
@@ -96,12 +102,11 @@ class EpisodeEngine:
         log_probs = None
         if params.logprobs is not None:
             log_probs = self._log_probs(turn)
-        prompt_ids = turn.context_ids.tolist()
         if params.output_kind != RequestOutputKind.DELTA or not ids:
             completion = CompletionOutput(0, text, ids, None, log_probs)
             completion.finish_reason = turn.generated.finish_reason
             completion.stop_reason = stop_text
-            yield RequestOutput(request_id, None, prompt_ids, None, [completion], True)
+            yield RequestOutput(request_id, None, context_ids, None, [completion], True)
             return
         pieces = self._pieces(ids, text, params.skip_special_tokens)
         for position, piece in enumerate(pieces):
@@ -111,7 +116,7 @@ class EpisodeEngine:
             if is_last:
                 completion.finish_reason = turn.generated.finish_reason
                 completion.stop_reason = stop_text
-            yield RequestOutput(request_id, None, prompt_ids, None, [completion], is_last)
+            yield RequestOutput(request_id, None, context_ids, None, [completion], is_last)
 
     def _ended_by_token(self, turn: Turn) -> bool:
         """Whether the last token is the end of the turn, which is no text."""
