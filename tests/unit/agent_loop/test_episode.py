@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 
 import numpy as np
@@ -203,6 +204,18 @@ def test_weights_of_another_incarnation_end_it_by_name() -> None:
         say(episode, [1, 2])
 
 
+def random_context(rng: random.Random, episode: Episode) -> list[int]:
+    """Something new, or what an earlier turn holds: whole, cut off, or edited in the middle."""
+    if not episode.turns_done or rng.random() < 0.2:
+        return [rng.randrange(5)]
+    context = rng.choice(episode.turns_done).ids.tolist()
+    if rng.random() < 0.2:
+        context = context[: rng.randrange(1, len(context))]
+    if rng.random() < 0.2:
+        context[rng.randrange(len(context))] = 99
+    return context + [rng.randrange(9) for _ in range(rng.randrange(3))]
+
+
 @given(seed=st.integers(0, 10**9), steps=st.integers(1, 25))
 def test_each_token_is_trained_once_under_the_context_in_which_it_was_sampled(
     seed: int, steps: int
@@ -211,20 +224,8 @@ def test_each_token_is_trained_once_under_the_context_in_which_it_was_sampled(
     rng = random.Random(seed)
     episode = make_episode(Limits(tokens=40, turns=100))
     for _ in range(steps):
-        if episode.turns_done and rng.random() < 0.8:
-            base = rng.choice(episode.turns_done).ids.tolist()
-            if rng.random() < 0.2:
-                base = base[: rng.randrange(1, len(base))]
-        else:
-            base = [rng.randrange(5)]
-        try:
-            say(
-                episode,
-                base + [rng.randrange(9) for _ in range(rng.randrange(3))],
-                rng.random() < 0.9,
-            )
-        except EpisodeOver:
-            continue
+        with contextlib.suppress(EpisodeOver):
+            say(episode, random_context(rng, episode), rng.random() < 0.9)
     received = [turn for turn in episode.turns_done if turn.delivered]
     if not received:
         return

@@ -310,3 +310,78 @@ def test_thoughts_are_parsed_where_a_parser_is_named(model_path: str) -> None:
     assert len(episode.segments()) == 1
     samples = episode.samples(PROMPT, 0)
     assert "hm" in serving.chat.renderer.tokenizer.decode(samples[0].response_ids)
+
+
+def contexts_after(serving: Any, answer: str, change: Any) -> tuple[Episode, str]:
+    """An episode in which the agent changes what the policy said, and then asks again; and the text
+    of the last context."""
+    episode = episode_with(serving, answer, " ok<|im_end|>")
+    body = {"model": "x", "messages": QUESTION, "tools": TOOLS}
+    message = content_of(ask(serving, episode, requests.CHAT, body))["choices"][0]["message"]
+    new = {"role": "user", "content": "And?"}
+    messages = [*QUESTION, *change(message), new]
+    assert ask(serving, episode, requests.CHAT, body | {"messages": messages}).status == 200
+    context = episode.turns_done[-1].context_ids
+    return episode, serving.chat.renderer.tokenizer.decode(context)
+
+
+def with_arguments(message: dict[str, Any], arguments: str) -> list[dict[str, Any]]:
+    (call,) = message["tool_calls"]
+    function = call["function"] | {"arguments": arguments}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "12"}
+    return [message | {"tool_calls": [call | {"function": function}]}, result]
+
+
+def test_other_blanks_in_what_the_policy_said_are_no_edit(serving: Any) -> None:
+    stripped = lambda message: [message | {"content": message["content"].strip()}]  # noqa: E731
+    episode, context = contexts_after(serving, "  so be it \n<|im_end|>", stripped)
+    assert len(episode.segments()) == 1
+    assert "  so be it \n" in context
+    spaced = lambda message: with_arguments(message, '{ "expression":"3*4" }')  # noqa: E731
+    episode, _ = contexts_after(serving, f" {CALL}<|im_end|>", spaced)
+    assert len(episode.segments()) == 1
+
+
+def test_an_edited_call_begins_a_new_segment(serving: Any) -> None:
+    edited = lambda message: with_arguments(message, '{"expression": "3*5"}')  # noqa: E731
+    episode, _ = contexts_after(serving, f" {CALL}<|im_end|>", edited)
+    assert len(episode.segments()) == 2
+
+
+def test_an_edited_answer_is_what_the_policy_sees(serving: Any) -> None:
+    edited = lambda message: [message | {"content": "Fourteen."}]  # noqa: E731
+    episode, context = contexts_after(serving, " Thirteen.<|im_end|>", edited)
+    assert len(episode.segments()) == 2
+    assert "Fourteen." in context
+    assert "Thirteen." not in context
+
+
+def test_a_message_put_into_the_policys_mouth_is_rendered_with_the_others(serving: Any) -> None:
+    """It stands behind a turn that is known; its context is the template's all the same."""
+    invented = {"role": "assistant", "content": "Wait."}
+    between = {"role": "user", "content": "Hm."}
+    episode, context = contexts_after(
+        serving, " 13<|im_end|>", lambda message: [message, between, invented]
+    )
+    messages = [*QUESTION, {"role": "assistant", "content": " 13"}, between, invented]
+    messages.append({"role": "user", "content": "And?"})
+    tokenizer = serving.chat.renderer.tokenizer
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert context == rendered
+
+
+@pytest.mark.parametrize("change", ["tools", "template"])
+def test_other_tools_or_settings_of_the_template_begin_a_new_segment(
+    serving: Any, change: str
+) -> None:
+    episode = episode_with(serving, " 13<|im_end|>", " ok<|im_end|>")
+    body = {"model": "x", "messages": QUESTION, "tools": TOOLS}
+    message = content_of(ask(serving, episode, requests.CHAT, body))["choices"][0]["message"]
+    again = body | {"messages": [*QUESTION, message, {"role": "user", "content": "And?"}]}
+    if change == "tools":
+        again["tools"] = [*TOOLS, {"type": "function", "function": {"name": "other"}}]
+    else:
+        again["chat_template_kwargs"] = {"enable_thinking": False}
+    assert ask(serving, episode, requests.CHAT, again).status == 200
+    (_, second) = episode.turns_done
+    assert second.parent is None
