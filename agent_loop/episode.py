@@ -81,6 +81,7 @@ class Episode:
         late: see `Trajectory`.
         facts: numbers to report.
         over: why it takes no more turns; "" while it does.
+        failure: why the agent gave up, as it said; "" if it did not. The sample is an error then.
         begin: in seconds of `time.monotonic`.
     """
 
@@ -101,6 +102,7 @@ class Episode:
         self.reward: Reward | float | dict[str, float] | None = None
         self.facts: dict[str, float] = {}
         self.over = ""
+        self.failure = ""
         self.begin = time.monotonic()
 
     @property
@@ -230,8 +232,10 @@ class Episode:
         """One sample per segment, as training takes them. All have the same index.
 
         Raises:
-            RuntimeError: there is no turn.
+            RuntimeError: there is no turn, or the agent has reported a failure.
         """
+        if self.failure:
+            raise RuntimeError(f"its agent reported: {self.failure}")
         segments = self.segments()
         if not segments:
             raise RuntimeError(

@@ -1,0 +1,1 @@
+"""Tests of the HTTP endpoint, over real sockets of the loopback."""
