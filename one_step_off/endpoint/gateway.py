@@ -216,10 +216,8 @@ class Gateway:
         """
         task = asyncio.current_task()
         replica.requests.add(task)
-        headers = {
-            name: request.headers[name] for name in PASSED_HEADERS if name in request.headers
-        }
-        url = f"http://{replica.address}{route.path}"
+        headers = {n: request.headers[n] for n in PASSED_HEADERS if n in request.headers}
+        url = URL(f"http://{replica.address}{route.path}", encoded=True)
         try:
             async with self.session.request(
                 request.method, url, data=body or None, headers=headers, allow_redirects=False

@@ -12,6 +12,7 @@ import socket
 import tempfile
 import threading
 
+from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
 from one_step_off.config.errors import ConfigError
 from one_step_off.endpoint.guarded_server import open_listener
 
@@ -41,7 +42,8 @@ class KeptPort:
         self.host = host
         self._listening = _listen(host, port, preferred_port)
         self.port = self._listening.getsockname()[1]
-        folder = tempfile.mkdtemp(prefix="ose_")  # only this user may enter
+        run_folder = os.environ.get(RUN_FOLDER_VARIABLE)  # removed after the run, even after a kill
+        folder = tempfile.mkdtemp(prefix="ose_", dir=run_folder)  # only this user may enter
         if len(folder) > MAX_PATH_CHARS - len("/port"):
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix="ose_", dir="/tmp")

@@ -1,1 +1,0 @@
-"""Tests of the HTTP endpoint, over real sockets of the loopback."""

@@ -18,8 +18,8 @@ from one_step_off.data.samples import Prompt
 from one_step_off.endpoint.answers import Answer, json_answer
 from one_step_off.endpoint.gateway import Gateway
 from one_step_off.endpoint.guarded_server import HttpLimits
-from one_step_off.endpoint.keys import make_fleet_key
 from one_step_off.endpoint.kept_port import KeptPort
+from one_step_off.endpoint.keys import make_fleet_key
 from one_step_off.endpoint.replica_server import EndpointAccess, ReplicaServer
 
 CHAT = "/v1/chat/completions"
