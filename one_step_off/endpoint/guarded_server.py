@@ -114,6 +114,7 @@ class GuardedServer(web.Server):
             self._listener.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
+        self.pre_shutdown()  # ends idle connections
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2 * CLOSE_S):
                 await self.shutdown(CLOSE_S)

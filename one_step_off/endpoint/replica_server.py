@@ -245,7 +245,7 @@ class ReplicaServer:
             answer = await self.serving.answer(asking.episode, path, body)
         except EpisodeOver as over:
             answer = episode_over(path, over.reason, str(over)).answer
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             first_line = (str(error).splitlines() or [""])[0][:MAX_ERROR_CHARS]
             answer = error_answer(path, 400, "bad_request", first_line)
         except Exception as error:
