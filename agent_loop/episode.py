@@ -80,6 +80,7 @@ class Episode:
             reward function scores the policy's last turn.
         late: see `Trajectory`.
         facts: numbers to report.
+        extra: what each of its samples has in its `extra`, as {"agent_log": PATH}.
         over: why it takes no more turns; "" while it does.
         begin: in seconds of `time.monotonic`.
     """
@@ -100,6 +101,7 @@ class Episode:
         self.claimed: set[Turn] = set()  # turns that another turn continues, or is about to
         self.reward: Reward | float | dict[str, float] | None = None
         self.facts: dict[str, float] = {}
+        self.extra: dict[str, Any] = {}
         self.over = ""
         self.begin = time.monotonic()
 
@@ -258,7 +260,7 @@ class Episode:
             pieces.append(turn.generated)
             length += len(observation) + len(turn.generated.ids)
         turns = float(len(segment))
-        extra: dict[str, Any] = {"agent": {"turns": turns} | self.facts}
+        extra: dict[str, Any] = {"agent": {"turns": turns} | self.facts} | self.extra
         calls = [{"turn": i} | call for i, turn in enumerate(segment) for call in turn.tool_calls]
         if calls:
             extra["tool_calls"] = calls
