@@ -17,6 +17,7 @@ from agent_loop import external, host_client
 from agent_loop.base import Limits, Loops
 from agent_loop.external import AgentFailed, ExternalLoop
 from agent_loop.host.process_tree import is_running
+from one_step_off.config.agent_checks import ENVIRONMENT_KINDS
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from tests.unit.agent_loop import agents
@@ -182,6 +183,10 @@ def test_an_environment_is_run_by_its_adapter(setting, monkeypatch):
     assert plan is not None
     assert plan.variables == {"AGENT_ENVIRONMENT": "gsm8k"}
     assert setting(environment="verifiers:gsm8k").run().reward == 1.0
+
+
+def test_the_kinds_of_environments_in_the_config_checks_are_those_that_exist():
+    assert set(ENVIRONMENT_KINDS) == set(external.ADAPTERS)
 
 
 # --- failures -------------------------------------------------------------------------------------
