@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import urllib.parse
 import urllib.request
 
 PROXYLESS = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -38,6 +39,23 @@ async def coroutine(row: dict, base_url: str, api_key: str) -> float:
     text = await asyncio.to_thread(ask, base_url, api_key, row["prompt"])
     print(f"{row['extra'].get('number')}: the policy said {text}")
     return float(row["ground_truth"] in text)
+
+
+async def two_turns(row: dict, base_url: str, api_key: str) -> float:
+    """Over one connection of its own; the second turn continues the first."""
+    url = urllib.parse.urlsplit(base_url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    text = row["prompt"]
+    for _ in range(2):
+        body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api_key}"
+        writer.write(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        headers = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(headers.split("content-length:")[1].split()[0])
+        answer = json.loads(await reader.readexactly(length))
+        text += answer["choices"][0]["message"]["content"] + "<|im_end|>"
+    writer.close()
+    return 1.0
 
 
 async def fails(row: dict, base_url: str, api_key: str) -> None:

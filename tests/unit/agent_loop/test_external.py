@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from agent_loop import external, host_client
@@ -55,9 +56,9 @@ class Setting:
         assert isinstance(loop, ExternalLoop)
         self.loop = loop
 
-    async def episode(self, limits: Limits = LIMITS, **extra: Any) -> Any:
+    async def episode(self, limits: Limits = LIMITS, engine: Any = None, **extra: Any) -> Any:
         """One episode by the loop."""
-        engine: Any = EndlessEngine(self.tokenizer)
+        engine = engine or EndlessEngine(self.tokenizer)
         score: Any = None
         prompt = make_prompt(self.tokenizer, **extra)
         return await self.loop.run(prompt, engine, score, limits)
@@ -148,6 +149,42 @@ def test_coroutines_run_at_once_in_one_process_and_print_into_their_own_logs(set
 
     for i, episode in enumerate(asyncio.run(main())):
         assert run.log(f"{episode.name}.log") == f"{i}: the policy said  #### 156\n"
+
+
+class BarrierEngine(EndlessEngine):
+    """Answers when `count` requests wait; notes the memory that all processes take then."""
+
+    def __init__(self, tokenizer: Any, count: int) -> None:
+        super().__init__(tokenizer)
+        self.barrier = asyncio.Barrier(count)
+
+    async def __call__(self, ids: Any, max_tokens: int, stop: tuple[str, ...] = ()) -> Any:
+        await self.barrier.wait()
+        return await super().__call__(ids, max_tokens)
+
+
+def test_500_episodes_are_open_at_once_in_little_memory(setting):
+    run = setting(command=f"{MODULE}:two_turns")
+
+    def megabytes() -> float:
+        host = run.loop.hosts.starting.result().process.pid
+        return sum(psutil.Process(pid).memory_info().rss for pid in (host, os.getpid())) / 2**20
+
+    async def rollout(count: int) -> list[Any]:
+        engine: Any = BarrierEngine(run.tokenizer, count)
+        return await asyncio.gather(*(run.episode(engine=engine) for _ in range(count)))
+
+    async def main() -> list[Any]:
+        async with run.endpoint.serving():
+            await rollout(1)
+            before = megabytes()
+            episodes = await rollout(500)
+            assert megabytes() < before + 100
+            await run.close()
+            return episodes
+
+    episodes = asyncio.run(main())
+    assert all(len(episode.segments()) == 1 and episode.turns == 2 for episode in episodes)
 
 
 def test_agents_elsewhere_ask_for_work(setting):
