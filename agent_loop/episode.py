@@ -22,7 +22,7 @@ from one_step_off.rewards.reward import Reward
 
 
 class EpisodeOver(Exception):
-    """The episode takes no more turns.
+    """A limit of the episode refuses a turn, or it has ended.
 
     Attributes:
         reason: a finish reason of `Trajectory`: "turns", "time", "room", or "ended".
@@ -35,36 +35,58 @@ class EpisodeOver(Exception):
 
 @dataclass(eq=False)
 class Turn:
-    """One answer of the policy.
+    """One answer of the policy. A turn holds only what its parent does not, because contexts grow
+    with every turn.
 
     Attributes:
-        context_ids: int32 [C], all that the policy saw.
-        generated: its answer.
         parent: the turn whose tokens the context begins with; None: there is none.
+        new_ids: int32 [C], the context behind the parent's tokens.
+        generated: the answer.
         continues: whether it belongs to the segment of its parent.
         delivered: whether the agent received the answer. The policy learns nothing from an answer
-            that nobody has seen.
+            that no agent has seen.
         cut_by_agent: the answer was cut off at the agent's own limit of tokens.
         tool_calls: that the endpoint read in it, as {"name": ..., "arguments": ...}.
     """
 
-    context_ids: np.ndarray
-    generated: Generated
     parent: "Turn | None"
+    new_ids: np.ndarray
+    generated: Generated
     continues: bool
     delivered: bool = False
     cut_by_agent: bool = False
     tool_calls: list[dict[str, str]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.start = self.parent.length if self.parent else 0
+        self.context_length = self.start + len(self.new_ids)
+        self.length = self.context_length + len(self.generated.ids)
+
+    @property
+    def context_ids(self) -> np.ndarray:
+        """All that the policy saw, int32."""
+        if self.parent is None:
+            return self.new_ids
+        return np.concatenate([self.parent.ids, self.new_ids])
+
     @property
     def ids(self) -> np.ndarray:
-        """Context and answer, int32 [C + R]."""
-        return np.concatenate([self.context_ids, self.generated.ids])
+        """Context and answer, int32 [length]."""
+        pieces: list[np.ndarray] = []
+        turn: Turn | None = self
+        while turn is not None:
+            pieces += [turn.generated.ids, turn.new_ids]
+            turn = turn.parent
+        return np.concatenate(pieces[::-1])
 
-    def is_followed_by(self, context_ids: np.ndarray) -> bool:
-        """Whether a context begins with this turn's context and answer."""
-        length = len(self.context_ids) + len(self.generated.ids)
-        return len(context_ids) >= length and np.array_equal(self.ids, context_ids[:length])
+    def is_in(self, context_ids: np.ndarray) -> bool:
+        """Whether a context that has the parent's tokens has this turn's own behind them."""
+        if len(context_ids) < self.length:
+            return False
+        context = context_ids[self.start : self.context_length]
+        answer = context_ids[self.context_length : self.length]
+        same_context = np.array_equal(context, self.new_ids)
+        return same_context and np.array_equal(answer, self.generated.ids)
 
 
 class Episode:
@@ -82,6 +104,9 @@ class Episode:
         facts: numbers to report.
         extra: what each of its samples has in its `extra`, as {"agent_log": PATH}.
         over: why it takes no more turns; "" while it does.
+        over_message: the same in a line for the agent.
+        limit_reached: the first limit that refused a turn, as a finish reason; "": none did. After
+            "room" the agent may go on with a shorter context.
         begin: in seconds of `time.monotonic`.
     """
 
@@ -103,6 +128,8 @@ class Episode:
         self.facts: dict[str, float] = {}
         self.extra: dict[str, Any] = {}
         self.over = ""
+        self.over_message = ""
+        self.limit_reached = ""
         self.begin = time.monotonic()
 
     @property
@@ -125,9 +152,16 @@ class Episode:
         """The policy's last turn that the agent received. Raises IndexError: there is none."""
         return [turn for turn in self.turns_done if turn.delivered][-1].generated
 
-    def end(self, reason: str = "ended") -> None:
-        """Take no more turns."""
-        self.over = self.over or reason
+    def end(self, reason: str = "ended", message: str = "") -> None:
+        """Take no more turns.
+
+        Args:
+            reason: see `EpisodeOver`.
+            message: one line for the agent.
+        """
+        if not self.over:
+            self.over = reason
+            self.over_message = message or f"this episode has ended: {reason}"
 
     async def turn(
         self, context_ids: np.ndarray, max_tokens: int, stop: Sequence[str] = ()
@@ -157,10 +191,11 @@ class Episode:
             if continues:
                 self.claimed.discard(parent)
             raise
-        self._check_incarnation(generated)
-        turn = Turn(np.asarray(context_ids, np.int32), generated, parent, continues)
-        turn.cut_by_agent = len(generated.ids) < tokens_left
         self._raise_if_ended()
+        self._check_incarnation(generated)
+        new_ids = np.array(context_ids[parent.length if parent else 0 :], np.int32)
+        turn = Turn(parent, new_ids, generated, continues)
+        turn.cut_by_agent = len(generated.ids) < tokens_left
         if parent is not None:
             parent.delivered = True  # the agent has built on it
         self.turns_done.append(turn)
@@ -168,30 +203,39 @@ class Episode:
 
     def _raise_if_ended(self) -> None:
         if self.over:
-            raise EpisodeOver(self.over, f"this episode takes no more turns: {self.over}")
+            raise EpisodeOver(self.over, self.over_message)
 
     def _raise_if_over(self) -> None:
         self._raise_if_ended()
         if self.turns_begun >= self.limits.turns:
-            self.end("turns")
-            raise EpisodeOver("turns", f"agent.max_turns={self.limits.turns} is reached")
+            self.end("turns", f"agent.max_turns={self.limits.turns} is reached")
+            raise self._refused("turns", self.over_message)
         if self.seconds_left == 0:
-            self.end("time")
-            raise EpisodeOver("time", f"agent.timeout_s={self.limits.seconds:g} is over")
+            self.end("time", f"agent.timeout_s={self.limits.seconds:g} is over")
+            raise self._refused("time", self.over_message)
+
+    def _refused(self, limit: str, message: str) -> EpisodeOver:
+        self.limit_reached = self.limit_reached or limit
+        return EpisodeOver(limit, message)
+
+    def refuse_context(self, size: str) -> EpisodeOver:
+        """The error of a context that leaves no room for an answer. `size`: as "900 tokens"."""
+        return self._refused(
+            "room",
+            f"a context of {size} leaves no room for an answer: data.max_prompt_length + "
+            f"data.max_response_length = {self.max_sequence}, and {self.limits.tokens} tokens may "
+            "follow the first context of a segment",
+        )
 
     def _tokens_left(self, context_ids: np.ndarray, parent: Turn | None) -> int:
         """How many tokens an answer may have. Raises EpisodeOver: none."""
-        first_context = context_ids if parent is None else self._segment_of(parent)[0].context_ids
-        in_segment = self.limits.tokens - (len(context_ids) - len(first_context))
+        first_length = len(context_ids)
+        if parent is not None:
+            first_length = self._segment_of(parent)[0].context_length
+        in_segment = self.limits.tokens - (len(context_ids) - first_length)
         left = min(in_segment, self.max_sequence - len(context_ids))
         if left <= 0:
-            self.end("room")
-            raise EpisodeOver(
-                "room",
-                f"a context of {len(context_ids)} tokens leaves no room for an answer: "
-                f"data.max_prompt_length + data.max_response_length = {self.max_sequence}, and "
-                f"{self.limits.tokens} tokens may follow the first context of a segment",
-            )
+            raise self.refuse_context(f"{len(context_ids)} tokens")
         return left
 
     def _check_incarnation(self, generated: Generated) -> None:
@@ -205,18 +249,20 @@ class Episode:
     def _parent(self, context_ids: np.ndarray) -> Turn | None:
         """The turn that a context continues: the longest one; of several, one that no other turn
         continues."""
-        candidates = [turn for turn in self.turns_done if turn.is_followed_by(context_ids)]
-        if not candidates:
-            return None
-        return max(candidates, key=lambda turn: (len(turn.ids), turn not in self.claimed))
+        found: set[Turn | None] = {None}
+        for turn in self.turns_done:  # parents come before their children
+            if turn.parent in found and turn.is_in(context_ids):
+                found.add(turn)
+        found.discard(None)
+        return max(found, key=lambda turn: (turn.length, turn not in self.claimed), default=None)
 
     @staticmethod
     def _segment_of(turn: Turn) -> list[Turn]:
         """The turns of its segment up to this one."""
         chain = [turn]
-        while chain[0].continues:
-            chain.insert(0, chain[0].parent)
-        return chain
+        while chain[-1].continues:
+            chain.append(chain[-1].parent)
+        return chain[::-1]
 
     def segments(self) -> list[list[Turn]]:
         """The turns that the agent received, by segment, in the order of the segments' first
@@ -250,15 +296,10 @@ class Episode:
         return samples
 
     def _sample(self, prompt: Prompt, index: int, segment: list[Turn]) -> Sample:
-        first_context = segment[0].context_ids
-        pieces: list[Generated] = []
-        length = len(first_context)
-        for turn in segment:
-            observation = turn.context_ids[length:]
-            if len(observation):
-                pieces.append(_observation(observation, turn.generated.incarnation))
+        pieces = [segment[0].generated]
+        for turn in segment[1:]:
+            pieces.append(_observation(turn.new_ids, turn.generated.incarnation))
             pieces.append(turn.generated)
-            length += len(observation) + len(turn.generated.ids)
         turns = float(len(segment))
         extra: dict[str, Any] = {"agent": {"turns": turns} | self.facts} | self.extra
         calls = [{"turn": i} | call for i, turn in enumerate(segment) for call in turn.tool_calls]
@@ -267,7 +308,7 @@ class Episode:
         return Sample(
             prompt.id,
             index,
-            first_context,
+            segment[0].context_ids,
             response_ids=np.concatenate([piece.ids for piece in pieces]),
             log_probs=np.concatenate([piece.log_probs for piece in pieces]),
             loss_mask=np.concatenate([np.full(len(p.ids), p.train) for p in pieces]),
