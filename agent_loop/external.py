@@ -39,7 +39,8 @@ ENVIRONMENT_VARIABLE = "AGENT_ENVIRONMENT"
 FUNCTION = re.compile(r"[^\W\d]\w*(\.\w+)*:[^\W\d][\w.]*")
 """`module:function`; any other `agent.command` is a program with its arguments."""
 
-LIMIT_REASONS = ("turns", "time", "room")
+SETTLE_S = 1.0
+POLL_S = 0.01
 MAX_RESTARTS = 2
 """How often an agent that was killed from outside begins again, with another episode."""
 
@@ -146,27 +147,35 @@ class ExternalLoop(AgentLoop):
             AgentFailed: it ended with an error, or without a turn of the policy.
             AgentDied: it was killed from outside.
         """
-        try:
-            async with asyncio.timeout(episode.seconds_left):
-                if self.hosts is None:
-                    await self.endpoint.offer(episode)
-                else:
-                    await self._run_agent(self.hosts, episode)
-        except TimeoutError:
-            episode.end("time")
-            episode.facts["killed"] = 1
-            self._end_log(episode, failed=True)
+        if self.hosts is None:
+            await self._offer(episode)
+        else:
+            await self._run_in_time(self.hosts, episode)
         if not episode.turns:
             raise AgentFailed(self._why_no_turn(episode))
 
+    async def _offer(self, episode: Episode) -> None:
+        try:
+            await self.endpoint.offer(episode)
+        except TimeoutError as e:
+            raise AgentFailed(f"{e}: GET {self.endpoint.base_url}/v1/episodes/next") from e
+
+    async def _run_in_time(self, hosts: AgentHosts, episode: Episode) -> None:
+        try:
+            async with asyncio.timeout(episode.seconds_left):
+                await self._run_agent(hosts, episode)
+        except TimeoutError:
+            episode.end("time", f"agent.timeout_s={self.cfg.agent.timeout_s:g} is over")
+            episode.limit_reached = episode.limit_reached or "time"
+            episode.facts["killed"] = 1
+            self._end_log(episode, failed=True)
+
     def _why_no_turn(self, episode: Episode) -> str:
-        seconds = f"agent.timeout_s={self.cfg.agent.timeout_s:g}"
-        if self.hosts is None:
-            base_url = self.endpoint.base_url
-            return f"no turn of an agent in {seconds}; agents ask {base_url}/v1/episodes/next"
-        if episode.over == "time":
+        if episode.facts["killed"]:
+            seconds = f"agent.timeout_s={self.cfg.agent.timeout_s:g}"
             return f"{self.name}: killed at {seconds}, before the first turn of the policy"
-        return f"{self.name}: ended without a turn of the policy{self._log_note(episode)}"
+        agent = self.name or "an agent that asked for work"
+        return f"{agent}: ended without a turn of the policy{self._log_note(episode)}"
 
     async def _run_agent(self, hosts: AgentHosts, episode: Episode) -> None:
         message = {
@@ -179,11 +188,12 @@ class ExternalLoop(AgentLoop):
             end = await hosts.run(message)
         except HostFailed as e:
             raise AgentFailed(f"{self.name}: {e}") from e
+        await _settle(episode)
         failed = bool(end["exit"] or "error" in end)
         self._end_log(episode, failed)
         if end.get("value") is not None:
             episode.reward = end["value"]
-        if failed and episode.over not in LIMIT_REASONS:
+        if failed and not episode.limit_reached:
             self._raise_failure(episode, end)
 
     def _raise_failure(self, episode: Episode, end: dict[str, Any]) -> None:
@@ -211,3 +221,12 @@ class ExternalLoop(AgentLoop):
     def _log_note(self, episode: Episode) -> str:
         path = episode.extra.get("agent_log")
         return f" ({path})" if path else ""
+
+
+async def _settle(episode: Episode) -> None:
+    """An agent may end before its last answer is recorded as received."""
+    deadline = time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline:
+        if all(turn.delivered for turn in episode.turns_done):
+            return
+        await asyncio.sleep(POLL_S)

@@ -48,7 +48,8 @@ class StandInEndpoint:
     async def offer(self, episode: Episode) -> None:
         finished = self.finished.setdefault(episode.key, asyncio.Event())
         self.offered.put_nowait(episode)
-        await finished.wait()
+        async with asyncio.timeout(episode.seconds_left):
+            await finished.wait()
 
     def _episode(self, request: web.Request) -> Episode:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
