@@ -103,6 +103,7 @@ class Episode:
         failure: why the agent gave up, as it said; "" if it did not. The sample is an error then.
         late: see `Trajectory`.
         facts: numbers to report.
+        extra: what each of its samples has in its `extra`, as {"agent_log": PATH}.
         over: why it takes no more turns; "" while it does.
         over_message: the same in a line for the agent.
         limit_reached: the first limit that refused a turn, as a finish reason; "": none did. After
@@ -127,6 +128,7 @@ class Episode:
         self.failure = ""
         self.reward: Reward | float | dict[str, float] | None = None
         self.facts: dict[str, float] = {}
+        self.extra: dict[str, Any] = {}
         self.over = ""
         self.over_message = ""
         self.limit_reached = ""
@@ -303,7 +305,7 @@ class Episode:
             pieces.append(_observation(turn.new_ids, turn.generated.incarnation))
             pieces.append(turn.generated)
         turns = float(len(segment))
-        extra: dict[str, Any] = {"agent": {"turns": turns} | self.facts}
+        extra: dict[str, Any] = {"agent": {"turns": turns} | self.facts} | self.extra
         calls = [{"turn": i} | call for i, turn in enumerate(segment) for call in turn.tool_calls]
         if calls:
             extra["tool_calls"] = calls

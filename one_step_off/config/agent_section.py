@@ -29,7 +29,9 @@ class AgentConfig:
         None, "longest model turn, in tokens; null: no separate limit", low=1
     )
     timeout_s: float = config_key(
-        600.0, "a trajectory starts no new turn after this time", above=0.0
+        600.0,
+        "a trajectory starts no new turn after this time; an external agent is killed",
+        above=0.0,
     )
     tool_timeout_s: float = config_key(
         10.0, "time limit for one tool call or one environment step", above=0.0
@@ -38,7 +40,7 @@ class AgentConfig:
         2000, "longest tool output, in characters; the rest is cut off", low=1
     )
     max_concurrency: int = config_key(
-        1024, "trajectories in progress at the same time in each replica", low=1
+        1024, "trajectories, and open episodes of agents, at the same time in each replica", low=1
     )
     endpoint: bool = config_key(
         False,
@@ -51,8 +53,8 @@ class AgentConfig:
     endpoint_port: int = config_key(0, "port of the endpoint; 0: a free one", low=0, high=65535)
     command: str = config_key(
         "",
-        "loop=external: the agent, a program that is started for each episode, or "
-        "module:function; empty: agents ask the endpoint for work",
+        "loop=external: the agent, a program with its arguments that is started for each episode, "
+        "or module:function; empty: agents ask the endpoint for work",
     )
     python: str = path_key(
         "", "Python interpreter of command=module:function; empty: that of the run"
