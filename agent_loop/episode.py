@@ -100,6 +100,7 @@ class Episode:
         turns_done: in the order in which they ended.
         reward: set by the agent or its environment: a number, or parts by name. None: the run's
             reward function scores the policy's last turn.
+        failure: why the agent gave up, as it said; "" if it did not. The sample is an error then.
         late: see `Trajectory`.
         facts: numbers to report.
         extra: what each of its samples has in its `extra`, as {"agent_log": PATH}.
@@ -124,6 +125,7 @@ class Episode:
         self.turns_begun = 0
         self.turns_done: list[Turn] = []
         self.claimed: set[Turn] = set()  # turns that another turn continues, or is about to
+        self.failure = ""
         self.reward: Reward | float | dict[str, float] | None = None
         self.facts: dict[str, float] = {}
         self.extra: dict[str, Any] = {}
@@ -278,8 +280,10 @@ class Episode:
         """One sample per segment, as training takes them. All have the same index.
 
         Raises:
-            RuntimeError: there is no turn.
+            RuntimeError: there is no turn, or the agent has reported a failure.
         """
+        if self.failure:
+            raise RuntimeError(f"its agent reported: {self.failure}")
         segments = self.segments()
         if not segments:
             raise RuntimeError(

@@ -34,15 +34,18 @@ def json_answer(status: int, content: Any) -> Answer:
     return Answer(status, "application/json", [json.dumps(content).encode()])
 
 
-def error_answer(path: str, status: int, code: str, message: str) -> Answer:
+def error_answer(path: str, status: int, code: str, message: str, reason: str = "") -> Answer:
     """An error in the form of the API that `path` belongs to.
 
     Args:
         code: its name, for programs: as "episode_over".
         message: one line, for people.
+        reason: which of several causes it has, as "turns"; "": it has one.
     """
     if path.startswith("/v1/messages"):
         error: dict[str, Any] = {"type": code, "message": message}
+        if reason:
+            error["code"] = reason
         return json_answer(status, {"type": "error", "error": error})
-    error = {"message": message, "type": code, "param": None, "code": code}
+    error = {"message": message, "type": code, "param": None, "code": reason or code}
     return json_answer(status, {"error": error})
