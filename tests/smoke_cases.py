@@ -283,6 +283,14 @@ BENCHMARKS = [
 CASES = {case.name: case for case in [*BENCHMARKS, *PROGRAM]}
 
 
+NOT_IN_CI = (
+    *("exposed", "long_tail", "update_phase", "backends", "lora", "mismatch", "learning"),
+    *("overhead_ray", "planner", "plan_runs"),
+)
+"""Cases that run on demand (marker "slow"): each takes about a minute, and other tests cover most
+of their code."""
+
+
 @dataclass(frozen=True)
 class CommandWithoutCase:
     """Documented commands that have no case.

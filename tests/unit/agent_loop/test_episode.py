@@ -197,9 +197,10 @@ def test_an_episode_that_ended_takes_no_turn_not_even_one_in_progress() -> None:
 
 
 def test_weights_of_another_incarnation_end_it_by_name() -> None:
-    episode = make_episode()
+    policy = CountingPolicy()
+    episode = Episode("ose-0-abcdef", PROMPT, policy.generate, LIMITS, 10_000)
     say(episode, [1, 2])
-    episode.generate.__self__.incarnation = 1
+    policy.incarnation = 1
     with pytest.raises(RuntimeError, match="incarnation 1, not 0"):
         say(episode, [1, 2])
 
