@@ -153,6 +153,14 @@ PROGRAM = [
         "agent.tools=calculator,my_tools:shout",
         program="shell/run_tool_agent.sh",
     ),
+    run(
+        "external_agent",
+        TINY,
+        *SMALL,
+        "agent.loop=external",
+        "agent.command=python3 my_agent.py",
+        "agent.max_concurrency=16",
+    ),
     SmokeCase(
         "gpu_check",
         "shell/gpu_check.sh",
@@ -329,6 +337,10 @@ MAIN = "one_step_off.main_ppo"
 WITHOUT = [
     CommandWithoutCase(FIRST_OF_CI, "shell/setup.sh"),
     CommandWithoutCase(FIRST_OF_CI, "shell/test.sh"),
+    CommandWithoutCase(
+        "installs the openai-agents SDK; tests/unit/project/test_shell.py has what it runs",
+        "shell/run_external_agent.sh",
+    ),
     CommandWithoutCase(GPUS, "shell/run_qwen_gsm8k.sh", ("N_ROLLOUT_GPUS",)),
     CommandWithoutCase(
         "needs the files of GSM8K; tests/unit/project/test_shell.py has DATA",
@@ -377,6 +389,7 @@ SIZES = {
 # The configs that a script gives the program, on CPUs and without variables.
 SCRIPTS = {
     "config/tool_agent.yaml": "shell/run_tool_agent.sh",
+    "config/external_agent.yaml": "shell/run_external_agent.sh",
     "config/gsm8k_tiny_cpu.yaml": "shell/run_qwen_gsm8k.sh",
 }
 
