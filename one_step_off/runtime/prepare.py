@@ -4,7 +4,7 @@
 a run is in `attempts.RunState`."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from agent_loop.processes import run_to_completion
 from one_step_off import checkpoint
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
+from one_step_off.config.data_checks import EXTERNAL_LOOP
 from one_step_off.config.engine_checks import check_engine_names
 from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.placement import resolved_device
@@ -185,6 +186,7 @@ def _check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> 
     for prompt in [*data.stream.prompts, *(data.val or ())]:
         loop_name = prompt.agent_loop or loops.cfg.agent.loop
         first_prompts.setdefault(loop_name, prompt)
+    _check_reward_model_of_loops(loops.cfg, first_prompts)
     for loop_name, prompt in first_prompts.items():
         run_to_completion(loops.get(loop_name).check(prompt))
     for loop_name in loops.cfg.agent.loop_kwargs:
@@ -198,6 +200,19 @@ def _check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> 
             "set agent.loop=tool"
         )
     return list(first_prompts)
+
+
+def _check_reward_model_of_loops(cfg: Config, loop_names: Collection[str]) -> None:
+    """Refuse a reward model beside external agents. It reads one prompt with one response; an
+    episode of theirs may have several, with contexts of their own, and none stands for all."""
+    has_reward_model = bool(cfg.reward_model.url) or "reward_model" in cfg.placement.roles
+    if EXTERNAL_LOOP in loop_names and has_reward_model:
+        key = "reward_model.url" if cfg.reward_model.url else "placement.roles.reward_model"
+        value = cfg.reward_model.url or cfg.placement.roles["reward_model"]
+        raise ConfigError(
+            f"{key}={value}: cannot score episodes of agent.loop={EXTERNAL_LOOP}, which may have "
+            "several contexts; remove it, and score them with reward.function or in the agent"
+        )
 
 
 def _check_profile_step(cfg: Config, total_steps: int) -> None:
