@@ -46,6 +46,10 @@ def joined(arrays, cut: Trajectories) -> list[np.ndarray]:
     return merge_segments(replace(cut, log_probs=arrays)).log_probs
 
 
+def test_which_estimators_see_segments():
+    assert PER_SEGMENT == ["gae", "reinforce_plus_plus", "remax"]
+
+
 @pytest.mark.parametrize("name", OVER_EPISODES)
 @given(seed=st.integers(0, 1000))
 @quick
