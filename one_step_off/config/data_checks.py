@@ -16,10 +16,10 @@ FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 GENERATORS = ("word_problems", "addition", "products", "puzzles")
 BUILT_IN_REWARDS = ("gsm8k", "math")
 BUILT_IN_LOOPS = ("single_turn", "tool", "retry_with_feedback", "environment")
-EXTERNAL_LOOP = "external"  # agents of the user's own, in processes of their own
 BUILT_IN_TOOLS = ("calculator", "python")
 USER_FUNCTION_FORM = "module:function, where the module is in this folder or on PYTHONPATH"
 USER_CLASS_FORM = "module:Class, where the module is in this folder or on PYTHONPATH"
+EXTERNAL_LOOP = "external"  # agents in processes of their own
 
 
 def check_data(cfg: Config) -> None:

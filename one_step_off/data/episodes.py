@@ -117,8 +117,21 @@ def episode_stats(samples: Sequence[Sample], always: bool = False) -> dict[str, 
     }
 
 
-def _count_turns(sample: Sample) -> int:
-    """Turns of the policy in a sample: runs of tokens that it generated."""
+def agent_counts(segments: Sequence[Sample]) -> dict[str, float]:
+    """What the agent loop counted in an episode: its turns over all segments. A sample without
+    counts has one turn."""
+    counts = [segment.extra.get("agent", {"turns": 1.0}) for segment in segments]
+    if len(counts) == 1:
+        return counts[0]
+    return counts[0] | {"turns": sum(own.get("turns", 0.0) for own in counts)}
+
+
+def _count_turns(sample: Sample) -> float:
+    """Turns of the policy in a sample, as its agent loop counted them, or runs of tokens that it
+    generated."""
+    turns = sample.extra.get("agent", {}).get("turns")
+    if turns is not None:
+        return turns
     is_generated = sample.versions != NOT_GENERATED
     begins = is_generated[1:] & ~is_generated[:-1]
     return int(is_generated[:1].sum()) + int(begins.sum())

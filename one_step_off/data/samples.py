@@ -85,12 +85,13 @@ class Sample:
             fault: which of FAULT_METRICS the error counts in.
             dropped: its group was taken out of the batch, because of an error in it.
             carried: by how many steps its training is delayed, see rollout/partial_rollouts.py.
-            agent: name -> float: turns, tool_calls and other counts of a conversation.
+            agent: name -> float: turns, tool_calls and other counts of a conversation. The turns
+                are those of the sample, everything else is counted over its episode.
             tool_calls: the calls in this sample, in order: {"turn", "name", "arguments"} each.
             segment: of an episode with several samples: {"index": its number among them from 0,
                 "count": how many they are, "parent": the segment whose turns its context contains,
                 -1: none}. They have the same prompt_id, index and reward, and the same extras but
-                for tool_calls, see data/episodes.py.
+                for tool_calls and the agent's turns, see data/episodes.py.
     """
 
     prompt_id: PromptId

@@ -684,6 +684,10 @@ function drawCurves() {
       line("mean", "response_length/mean"),
       line("longest", "response_length/max"),
     ], { zero: true }),
+    curve("Turns and contexts of an episode", [
+      line("turns", "episode/turns"),
+      line("segments", "episode/segments"),
+    ], { zero: true }),
     curve("Seconds of a step", [
       line("step", "time/step_s"),
       line("generate", "time/generate_s"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.data.episodes import one_per_episode
+from one_step_off.data.episodes import agent_counts, group_by_episode, one_per_episode
 from one_step_off.data.samples import FAULT_METRICS, Sample
 
 Row = dict[str, Any]
@@ -42,8 +42,7 @@ def agent_stats(samples: list[Sample]) -> dict[str, float]:
     count is 0; {} where all samples have one turn."""
     if not any("agent" in sample.extra for sample in samples):
         return {}
-    episodes = one_per_episode(samples)
-    counts_of_episodes = [episode.extra.get("agent", {"turns": 1.0}) for episode in episodes]
+    counts_of_episodes = [agent_counts(segments) for segments in group_by_episode(samples)]
     names = dict.fromkeys(name for counts in counts_of_episodes for name in counts)
     return {
         f"agent/{name}/mean": float(

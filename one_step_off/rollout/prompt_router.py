@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from one_step_off.cluster.errors import ProcessDied
 from one_step_off.cluster.remote_calls import MAX_ATTEMPTS
-from one_step_off.data.episodes import group_by_episode
 from one_step_off.data.samples import Prompt, PromptId, Sample
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_supervisor import ReplicaFailed, ReplicaSupervisor
@@ -189,7 +188,7 @@ class PromptRouter:
                 ) from e
             return await self.generate(prompts, request, failures + 1)
         self.timeline.record(request.purpose, i, begin)
-        load.returned += len(group_by_episode(samples))
+        load.returned += len(prompts) * request.sampling.size
         if request.on_group is not None:
             request.on_group(samples)
         return samples

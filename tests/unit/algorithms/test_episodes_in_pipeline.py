@@ -120,7 +120,7 @@ def test_faults_and_uninformative_groups_count_episodes():
 
 
 def test_metrics_of_a_step_count_rewards_by_episode_and_lengths_by_sample():
-    counts = {"agent": {"turns": 3.0, "tool_calls": 2.0}}
+    counts = {"agent": {"turns": 1.0, "tool_calls": 2.0}}  # one turn in each of three segments
     samples = [*cut(make_sample(0, 6, reward=1.0, **counts), [1, 3]), make_sample(1, 4, reward=0.0)]
     stats = sample_stats(samples)
     assert stats["reward/mean"] == 0.5

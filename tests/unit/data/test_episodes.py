@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from one_step_off.data.episodes import (
     EpisodeError,
+    agent_counts,
     check_episodes,
     episode_numbers,
     episode_stats,
@@ -68,6 +69,11 @@ def test_figures_of_episodes():
         "episode/turns": 2.0,  # three and one
         "episode/trained_tokens": 4.0,
     }
+    for segment, counted in zip(cut_in_three, (1.0, 4.0, 2.0), strict=True):
+        segment.extra["agent"] = {"turns": counted}  # two turns may have nothing between them
+    assert episode_stats(samples)["episode/turns"] == 4.0
+    assert agent_counts(cut_in_three) == {"turns": 7.0}
+    assert agent_counts(samples[3:]) == {"turns": 1.0}
     assert episode_stats(samples[3:]) == {}
     assert episode_stats(samples[3:], always=True)["episode/segments"] == 1.0
     assert episode_stats([], always=True) == {}
