@@ -118,9 +118,11 @@ def chosen_episodes(folder: Path) -> list[Row]:
 
 def _choose(episodes: list[list[Row]]) -> list[tuple[list[Row], str]]:
     """The episodes to draw, each once, with the reason: "highest reward", for example."""
-    by_reward = sorted(episodes, key=lambda rows: rows[0]["reward"])
-    candidates = [(by_reward[-1], "highest reward"), (by_reward[0], "lowest reward")]
+    # Of those with one reward the one with the most segments shows most.
+    highest = max(episodes, key=lambda rows: (rows[0]["reward"], len(rows)))
+    lowest = min(episodes, key=lambda rows: (rows[0]["reward"], -len(rows)))
     largest = max(episodes, key=len)
+    candidates = [(highest, "highest reward"), (lowest, "lowest reward")]
     if len(largest) > 1:
         candidates.append((largest, "most segments"))
     reasons: dict[int, list[str]] = {}

@@ -121,6 +121,15 @@ def test_the_report_chooses_the_newest_step_with_several_turns(tmp_path):
     assert [s["parent"] for s in found[0]["segments"]] == [-1, -1, 0, 2]
 
 
+def test_of_equal_rewards_the_episode_with_the_most_segments_is_drawn(tmp_path):
+    (tmp_path / "samples").mkdir()
+    same = [*conversation(1, 0.5), *deep_episode(0, 0.5, "a"), *conversation(2, 0.5)]
+    dump(tmp_path, 0, same)
+    (found,) = report.chosen_episodes(tmp_path)
+    assert found["why"] == "highest reward, lowest reward, most segments"
+    assert len(found["segments"]) == 4
+
+
 def test_long_episodes_are_shortened_and_say_so(tmp_path):
     (tmp_path / "samples").mkdir()
     count = report.SHOWN_SEGMENTS + 5
