@@ -19,6 +19,7 @@ BUILT_IN_LOOPS = ("single_turn", "tool", "retry_with_feedback", "environment", "
 BUILT_IN_TOOLS = ("calculator", "python")
 USER_FUNCTION_FORM = "module:function, where the module is in this folder or on PYTHONPATH"
 USER_CLASS_FORM = "module:Class, where the module is in this folder or on PYTHONPATH"
+EXTERNAL_LOOP = "external"  # agents in processes of their own
 
 
 def check_data(cfg: Config) -> None:

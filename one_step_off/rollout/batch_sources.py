@@ -15,6 +15,7 @@ from typing import Any
 from one_step_off.algorithms import advantages
 from one_step_off.cluster.remote_calls import now
 from one_step_off.config.schema import Config
+from one_step_off.data.episodes import check_episodes
 from one_step_off.data.samples import Batch, Prompt, PromptId, Sample
 from one_step_off.data.staleness import assert_staleness
 from one_step_off.rollout.partial_rollouts import PartialRolloutPool
@@ -76,6 +77,7 @@ class BatchSource(ABC):
         Raises:
             NoReplica: no replica is left. Samples that are complete stay, for the checkpoint.
             StalenessError: a token was made by other weights than this step trains on.
+            EpisodeError: a segment of an episode is missing.
         """
         begin = now()
         made_by = self.incarnation
@@ -93,6 +95,7 @@ class BatchSource(ABC):
         batch = self._stamped(step, samples, made_by)
         metrics |= self._metrics(samples, step)
         assert_staleness(batch)
+        check_episodes(samples)
         return batch, metrics
 
     @abstractmethod
@@ -210,8 +213,8 @@ class WholeBatchSource(BatchSource):
 
 
 def uninformative_prompts(samples: list[Sample]) -> list[PromptId]:
-    """The prompts whose samples all score alike, greedy responses aside. Groups with errors are not
-    among them: they stay, to be counted and seen."""
+    """The prompts whose episodes all score alike, greedy responses aside. Groups with errors are
+    not among them: they stay, to be counted and seen."""
     sampled = [s for s in samples if "greedy" not in s.extra]
     rewards = [s.reward for s in sampled]
     groups = [s.prompt_id for s in sampled]
