@@ -111,7 +111,11 @@ class PromptHistory:
         visits: Sequence[Visit],
         epochs: Sequence[int],
     ) -> list[DroppedPrompt]:
-        """Drop the visited prompts that meet a rule, as far as `max_dropped` allows."""
+        """Drop the visited prompts that meet a rule, as far as `max_dropped` allows. A prompt that
+        no longer meets it, because a late visit has shown otherwise, is no longer dropped."""
+        for position in positions:
+            if not self._rule_met(position, rules):
+                self.dropped_until[position] = 0
         dropped = []
         room = []
         for part, epoch in zip(self.parts, epochs, strict=True):
@@ -130,7 +134,8 @@ class PromptHistory:
             room[source] -= is_new
             self.dropped_until[position] = until
             dropped.append(DroppedPrompt((epoch, row), solved, until))
-        self.due = np.maximum(self.due, self.dropped_until)
+        for position in positions:
+            self.due[position] = max(self.due[position], self.dropped_until[position])
         return dropped
 
     def _rule_met(self, position: int, rules: DifficultyFilter) -> str:
