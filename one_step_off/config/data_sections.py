@@ -19,28 +19,36 @@ class SourceConfig:
     weight: float = config_key(1.0, "its share of the prompts, relative to the others", above=0.0)
     agent_loop: str = config_key("", "its agent loop; empty: agent.loop")
     reward: str = config_key("", "its reward function; empty: reward.function")
-    max_turns: Optional[int] = config_key(None, "null: agent.max_turns", low=1)
-    max_turn_tokens: Optional[int] = config_key(None, "null: agent.max_turn_tokens", low=1)
-    timeout_s: Optional[float] = config_key(None, "null: agent.timeout_s", above=0.0)
+    max_turns: Optional[int] = config_key(
+        None, "model turns per trajectory; null: agent.max_turns", low=1
+    )
+    max_turn_tokens: Optional[int] = config_key(
+        None, "longest model turn, in tokens; null: agent.max_turn_tokens", low=1
+    )
+    timeout_s: Optional[float] = config_key(
+        None, "a trajectory starts no new turn after this time; null: agent.timeout_s", above=0.0
+    )
     max_response_length: Optional[int] = config_key(
-        None, "null: data.max_response_length, which it must not exceed", low=1
+        None,
+        "longest response, in tokens; null: data.max_response_length, which it must not exceed",
+        low=1,
     )
 
 
 @dataclass(frozen=True)
 class DifficultyFilter:
-    """Which prompts rest because they teach nothing. An epoch is a pass over a source."""
+    """Which prompts are dropped for some epochs because they teach nothing."""
 
     visits: int = config_key(2, "number of the last visits that must agree", low=1, high=10000)
     drop: list[str] = field(
         default_factory=lambda: ["always", "never"],
-        metadata={"help": "always: solved by every sample; never: by none", "choices": ()},
+        metadata={"help": "always: solved by every sample; never: solved by none", "choices": ()},
     )
     max_dropped: float = config_key(
-        0.5, "largest share of a source that rests at the same time", above=0.0, high=0.99
+        0.5, "largest share of a source that is dropped at the same time", above=0.0, high=0.99
     )
     return_after: int = config_key(
-        5, "number of epochs without a prompt that rests", low=1, high=1000000
+        5, "epochs of its source until a dropped prompt comes back", low=1, high=1000000
     )
 
 

@@ -322,9 +322,18 @@ def _parsed_text(key: ConfigKey, text: str) -> Any:
     return value
 
 
+def entry_keys(key: ConfigKey, prefix: str = "") -> list[ConfigKey]:
+    """The keys that the mapping of a key, or each mapping of its list, may hold; [] where its
+    entries are free. `prefix`: in front of their names.
+    """
+    if "entries" not in key.metadata:
+        return []
+    return list(_keys_of(prefix, key.metadata["entries"], key.section))
+
+
 def _checked_mapping(prefix: str, key: ConfigKey, mapping: dict) -> dict[str, Any]:
     """The entries that a mapping sets, each converted and within its bounds. Raises ConfigError."""
-    known = {entry.name: entry for entry in _keys_of(prefix, key.metadata["entries"], key.section)}
+    known = {entry.name: entry for entry in entry_keys(key, prefix)}
     checked = {}
     for name, value in mapping.items():
         if name not in known:

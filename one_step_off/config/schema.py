@@ -101,7 +101,8 @@ class DataConfig:
     )
     difficulty_filter: dict[str, Any] = config_key(
         {},
-        "let prompts rest that were solved always or never, e.g. {visits: 2}; empty: off",
+        "drop prompts for some epochs that were solved always or never, e.g. {visits: 2}; "
+        "empty: off",
         entries=DifficultyFilter,
     )
     curriculum: dict[str, Any] = config_key(

@@ -156,7 +156,7 @@ SETS = [
     ("no ending", {"a": GOOD_ROW}, ["data.train_files=TMP/a"], ["TMP/a", "must be a .jsonl"]),
     ("a glob", {"a.jsonl": GOOD_ROW}, ["data.train_files=TMP/*.jsonl"],
      ["TMP/*.jsonl", "no such file"]),
-    ("a list", {}, ["data.train_files=[a.jsonl]"], ["data.train_files=[a.jsonl]", "no such"]),
+    ("a list", {}, ["data.train_files=[a.jsonl]"], ["train_files=[a.jsonl]", "must be text"]),
     ("unknown generator", {}, ["data.train_files=generator:sums"],
      ["generator:sums", "use generator:word_problems"]),
     ("only commas", {}, ["data.train_files=,,"], ["data.train_files", "not set"]),

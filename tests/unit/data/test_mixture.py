@@ -131,7 +131,9 @@ def test_one_source_is_drawn_as_without_a_list() -> None:
     assert listed.total_steps == plain.total_steps
     # So a checkpoint from before the filter was switched on fits.
     state = plain.state_dict()
-    filtered = MixedStream([PromptSource("", prompts_of(7))], 4, True, 3, 10, draw=DrawRules(1.0, FILTER))
+    filtered = MixedStream(
+        [PromptSource("", prompts_of(7))], 4, True, 3, 10, draw=DrawRules(1.0, FILTER)
+    )
     filtered.load_state_dict(state)
     expected = [prompt.id for prompt in plain.next_batch()]
     assert [prompt.id for prompt in filtered.next_batch()] == expected

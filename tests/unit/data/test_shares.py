@@ -16,9 +16,7 @@ weights = st.lists(
 
 @settings(deadline=None)
 @given(weights=weights, prompts=st.integers(1, 200))
-def test_no_source_is_ever_a_whole_prompt_off_its_share(
-    weights: list[float], prompts: int
-) -> None:
+def test_no_source_is_ever_a_whole_prompt_off_its_share(weights: list[float], prompts: int) -> None:
     turns = SourceTurns(weights)
     assert sum(turns.shares) == 1
     for drawn in range(1, prompts + 1):
