@@ -153,6 +153,7 @@ PROGRAM = [
         "agent.tools=calculator,my_tools:shout",
         program="shell/run_tool_agent.sh",
     ),
+    run("mixed_sources", "config=config/mixed_sources.yaml", *SMALL),
     SmokeCase(
         "gpu_check",
         "shell/gpu_check.sh",
