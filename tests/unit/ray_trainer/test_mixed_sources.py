@@ -196,7 +196,7 @@ def test_every_checkpoint_resumes_with_the_same_prompts(tmp_path, kind, stalenes
             for samples in keeper.samples.values()
             for sample in samples or ()
         ), "some group was late"
-    for step in range(1, STEPS):
+    for step in range(1, STEPS, 2):
         folder = tmp_path / f"from_{step}"
         again = resume(folder, kind, staleness, whole, step, dict(complete_at))
         asyncio.run(again.fit())
