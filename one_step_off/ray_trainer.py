@@ -199,6 +199,7 @@ class Pipeline:
             batch, batch_metrics = await self.batches.batch(step)
         # Log-probs and values, advantages, then the updates: v(step) -> v(step + 1).
         train_metrics = await self._train(batch)
+        train_metrics |= self.batches.record(batch)
         metrics = batch_metrics | train_metrics | await sync_task
         metrics["time/step_s"] = now() - begin
         self.trained_steps = step + 1

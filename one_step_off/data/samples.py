@@ -37,6 +37,8 @@ class Prompt:
         messages: the chat.
         agent_loop: the loop of this row; empty: that of the config.
         where: "file:row" for messages, rows counted from 1.
+        source: the name of its source in `data.train_files`, whose reward function and limits hold
+            for it; empty: none.
     """
 
     id: PromptId
@@ -48,6 +50,7 @@ class Prompt:
     messages: list[dict[str, str]] = field(default_factory=list)
     agent_loop: str = ""
     where: str = ""
+    source: str = ""
 
 
 PromptLookup = Callable[[PromptId], Prompt | None]
@@ -81,6 +84,7 @@ class Sample:
             greedy: this is that greedy response; it is scored and never trained on.
             replaces: the prompt ids of the zero-variance groups that dynamic sampling replaced;
                 only the first sample of the new groups has it.
+            replaced_visits: what became of these groups, see data/visits.py.
             error: one line: why its reward is 0.
             fault: which of FAULT_METRICS the error counts in.
             dropped: its group was taken out of the batch, because of an error in it.
@@ -143,6 +147,7 @@ class Batch:
         episodes: int64 [B], see `episode_numbers`: set where a batch travels without its samples'
             extras. None: the extras say it.
         dropped: samples that `drop` took out.
+        notes: further entries of the step's row in ledger.jsonl.
         stored: the objects that were last put into Ray's object store, and the references to them
             by the way in which the batch was divided.
     """
@@ -159,6 +164,7 @@ class Batch:
     prob_squares: list[np.ndarray] | None = None
     episodes: np.ndarray | None = None
     dropped: list[Sample] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
     stored: tuple[list, Any] = NOT_STORED
 
     def prompt_order(self) -> list[PromptId]:

@@ -665,6 +665,7 @@ function matches(names, pattern) {
 
 function drawCurves() {
   const trainingParts = matches(Object.keys(DATA.columns), /^reward\/(.+)\/mean$/);
+  const sources = matches(Object.keys(DATA.columns), /^source\/([^/]+)\/epoch$/);
   const evaluationKeys = [...new Set(DATA.evaluations.flatMap(row => Object.keys(row)))];
   const heldOutParts = matches(evaluationKeys, /^val\/reward\/(.+)$/);
   const klNames = ["actor/kl", "kl/response", "actor/approx_kl"];
@@ -678,6 +679,14 @@ function drawCurves() {
     ]),
     curve("Parts of the reward, training",
       trainingParts.map(name => line(name, `reward/${name}/mean`))),
+    curve("Reward by source",
+      sources.map(name => line(name, `source/${name}/reward/mean`))),
+    curve("Share of samples that solve their prompt, by source",
+      sources.map(name => line(name, `source/${name}/solve_rate`))),
+    curve("Prompts that the difficulty filter dropped", [
+      line("always solved", "difficulty/dropped_always"),
+      line("never solved", "difficulty/dropped_never"),
+    ], { zero: true }),
     curve("Parts of the reward, held out",
       heldOutParts.map(name => [name, overVersions(`val/reward/${name}`)])),
     curve("Response length, tokens", [

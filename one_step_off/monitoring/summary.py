@@ -165,6 +165,17 @@ def parts_text(parts: dict[str, float], digits: str = ".3f") -> str:
     return " (" + ", ".join(f"{name} {part:{digits}}" for name, part in parts.items()) + ")"
 
 
+def sources_text(row: Row) -> str:
+    """The mean rewards by source as the text that follows that of the step: " [sums 0.750, chat
+    0.500]"; "" where the run has not several sources with samples in this step."""
+    means = []
+    for key, mean in row.items():
+        name = key.removeprefix("source/").removesuffix("/reward/mean")
+        if mean is not None and key == f"source/{name}/reward/mean":
+            means.append(f"{name} {mean:.3f}")
+    return f" [{', '.join(means)}]" if len(means) > 1 else ""
+
+
 def evaluation_text(metrics: dict[str, float]) -> str:
     """An evaluation in one line: each set's reward with its parts, and its pass@k for the largest
     k."""

@@ -268,11 +268,12 @@ class Tracker:
 
 
 def _ledger_row(batch: Batch) -> Row:
-    """The prompts that a step consumed, in order; those dropped, and those that others replaced."""
+    """The prompts that a step consumed, in order; those dropped, those that others replaced, and
+    the notes of the batch."""
     row: Row = {"step": batch.step, "prompts": batch.prompt_order()}
     if batch.dropped:
         row["dropped"] = list(dict.fromkeys(sample.prompt_id for sample in batch.dropped))
     replaced = [prompt for sample in batch.samples for prompt in sample.extra.get("replaces", ())]
     if replaced:
         row["replaced"] = replaced
-    return row
+    return row | batch.notes
