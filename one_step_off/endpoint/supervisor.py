@@ -155,9 +155,11 @@ class GatewaySupervisor:
         """Stop watching, and close the port. The caller ends the process."""
         if self._watching is not None:
             self._watching.cancel()
-        with contextlib.suppress(Exception):
+        try:
             async with asyncio.timeout(STOP_S):
                 await self.gateway.stop.remote()
+        except Exception:
+            self._kill()  # the next attempt needs its port
         self.port.close()
 
 
