@@ -26,6 +26,9 @@ from one_step_off.endpoint.kept_port import KeptPort, borrow_port
 from one_step_off.endpoint.supervisor import GatewaySupervisor, uses_endpoint
 from tests.unit.stand_ins import ActorMethod, StandInActor
 
+spawned: list[tuple] = []
+"""The arguments of the gateways that tests have started."""
+
 
 class OutsideLoop(AgentLoop):
     needs_endpoint = True
@@ -42,10 +45,16 @@ def cfg(tmp_path: Path) -> Config:
 def make(cfg: Config) -> Iterator[Callable[..., GatewaySupervisor]]:
     """make(alive, one_machine): a supervisor whose gateway answers `alive` with that."""
     made: list[GatewaySupervisor] = []
+    spawned.clear()
 
     def make_one(alive: Any = (1, 0.0), one_machine: bool = True) -> GatewaySupervisor:
         actor = StandInActor(alive=alive, stop=None)
-        made.append(GatewaySupervisor(cfg, one_machine, lambda cls, args: actor))
+
+        def spawn(cls: type, args: tuple) -> StandInActor:
+            spawned.append(args)
+            return actor
+
+        made.append(GatewaySupervisor(cfg, 8, one_machine, spawn))
         return made[-1]
 
     yield make_one
@@ -114,6 +123,13 @@ def test_the_next_attempt_waits_for_the_end_of_the_former_one(make, cfg: Config)
     cfg.agent.endpoint_port = former.port.port
     Timer(0.2, former.port.close).start()
     assert make().base_url == former.base_url
+
+
+def test_a_large_run_may_have_more_connections(make, cfg: Config):
+    make().port.close()
+    cfg.agent.max_concurrency = 16
+    make()
+    assert [args[3].connections for args in spawned] == [8 * 1024 * 4, 4096]
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_the_keys(make, cfg: Config):
