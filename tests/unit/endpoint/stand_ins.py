@@ -86,6 +86,7 @@ class Endpoint:
     replicas: list[ReplicaServer]
     client: aiohttp.ClientSession
     engine: Engine = field(default_factory=Engine)
+    servings: list[Serving] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -152,7 +153,9 @@ async def endpoint(
 
         for index in range(replicas):
             server = ReplicaServer(index, access, 2000, replica_limits)
-            server.serving = Serving()
+            serving = Serving()
+            server.serving = serving
+            running.servings.append(serving)
             await server.start("127.0.0.1", register if registers else None)
             running.replicas.append(server)
         try:

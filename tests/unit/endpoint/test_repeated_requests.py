@@ -143,7 +143,7 @@ def test_an_error_is_not_kept():
             bad = b'{"messages": 5}'
             assert (await running.post(episode.key, bad))[0] == 500
             assert (await running.post(episode.key, bad, **RETRY))[0] == 500
-            assert running.replicas[0].serving.requests == 2
+            assert running.servings[0].requests == 2
 
     asyncio.run(check())
 

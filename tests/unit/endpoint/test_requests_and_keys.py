@@ -10,6 +10,7 @@ import pytest
 
 from agent_loop.trajectory import Limits
 from one_step_off.endpoint.keys import EpisodeKeys, make_fleet_key
+from one_step_off.rewards.reward import Reward
 from tests.unit.endpoint.stand_ins import CHAT, LIMITS, PROMPT, endpoint
 
 
@@ -58,7 +59,7 @@ def test_nobody_is_let_in_without_the_key_of_an_open_episode(make_key, monkeypat
             for path in (CHAT, "/v1/messages"):
                 status, answer = await running.post("", path=path, x_api_key=key)
                 assert (status, code_of(answer)) in ((401, "unknown_key"), (503, "replica_unknown"))
-            assert running.replicas[0].serving.requests == 0
+            assert running.servings[0].requests == 0
             # Not at the replica's own port either.
             url = f"http://{running.replicas[0].address}{CHAT}"
             async with running.client.post(url, data=b"{}", headers={"x-api-key": key}) as answer:
@@ -194,7 +195,8 @@ def test_an_agent_sets_the_reward(sent, total: float, parts: dict):
             episode = running.open()
             path = f"/v1/episodes/{episode.key}/reward"
             assert await running.post("", sent, path) == (200, {"reward": total, "parts": parts})
-            assert (float(episode.reward), episode.reward.parts) == (total, parts)
+            reward = Reward.of(episode.reward)
+            assert (reward.total, reward.parts) == (total, parts)
             state = (await running.get(f"/v1/episodes/{episode.key}"))[1]
             assert (state["reward"], state["turns"], state["over"]) == (total, 0, "")
             assert 0 < state["seconds_left"] <= LIMITS.seconds
