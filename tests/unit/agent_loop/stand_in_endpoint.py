@@ -34,6 +34,10 @@ class StandInEndpoint:
         self.offered: asyncio.Queue[Episode] = asyncio.Queue()
         self.finished: dict[str, asyncio.Event] = {}
 
+    @property
+    def local_url(self) -> str:
+        return self.base_url
+
     def open(self, prompt: Prompt, generate: Generate, limits: Limits) -> Episode:
         key = f"ose-0-{secrets.token_hex(8)}"
         episode = Episode(key, prompt, generate, limits, max_sequence=4000)
