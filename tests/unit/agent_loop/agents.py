@@ -75,17 +75,16 @@ async def hangs(row: dict, base_url: str, api_key: str) -> None:
 
 
 async def stubborn(row: dict, base_url: str, api_key: str) -> float:
-    """Cannot be cancelled, the first time."""
-    marker = row["extra"]["marker"]
+    """The first time it ignores its cancellation, and blocks the process."""
+    marker = row["extra"]["pids"]
     await asyncio.to_thread(ask, base_url, api_key, row["prompt"])
     if not os.path.exists(marker):
         with open(marker, "w") as file:
             file.write(str(os.getpid()))
-        while True:
-            try:
-                await asyncio.sleep(3600)
-            except asyncio.CancelledError:
-                pass
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            time.sleep(3600)
     return float(os.getpid())
 
 

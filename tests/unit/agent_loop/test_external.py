@@ -257,6 +257,12 @@ def test_an_agent_that_fails_after_an_answer_that_was_cut_off_is_scored(setting)
     assert run.log("*.failed.log") == "about to fail\n"
 
 
+def test_an_agent_may_end_before_its_answer_is_recorded_as_received(setting):
+    run = setting(command=f"{PROGRAM} rewards")
+    run.endpoint.record_s = 0.5
+    assert run.run().turns == 1
+
+
 def test_an_agent_without_a_turn_is_an_error(setting):
     with pytest.raises(AgentFailed, match="ended without a turn of the policy"):
         setting(command=f"{PROGRAM} silent").run()
@@ -373,31 +379,32 @@ def test_a_host_whose_coroutine_cannot_be_cancelled_is_replaced_and_killed(
 ):
     monkeypatch.setattr(host_client, "END_S", 0.5)
     monkeypatch.setattr(host_client, "KILL_S", 0.1)
-    marker = tmp_path / "marker"
+    marker = tmp_path / "pids"
     run = setting(command=f"{MODULE}:stubborn")
 
     async def main() -> None:
         async with run.endpoint.serving():
-            episode = await run.episode(replace(LIMITS, seconds=1.5), marker=str(marker))
+            episode = await run.episode(replace(LIMITS, seconds=1.5), pids=str(marker))
             assert episode.over == "time"
             first = int(marker.read_text())
             await asyncio.to_thread(wait_for, lambda: not is_running(first))
-            episode = await run.episode(marker=str(marker))
+            episode = await run.episode(pids=str(marker))
             assert episode.reward != first
             await run.close()
 
     asyncio.run(main())
 
 
-def test_the_agents_of_a_killed_replica_end(setting, tmp_path):
+@pytest.mark.parametrize("command", [f"{PROGRAM} hangs", f"{MODULE}:stubborn"])
+def test_the_agents_of_a_killed_replica_end(setting, tmp_path, command):
     path = tmp_path / "pids"
     replica = os.fork()
     if replica == 0:
         try:
-            setting(command=f"{PROGRAM} hangs").run(pids=str(path))
+            setting(command=command).run(pids=str(path))
         finally:
             os._exit(1)
-    wait_for(path.exists)
+    wait_for(lambda: path.exists() and path.read_text())
     pids = [int(pid) for pid in path.read_text().split()]
     assert all(is_running(pid) for pid in pids)
     os.kill(replica, signal.SIGKILL)
