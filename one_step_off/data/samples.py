@@ -86,6 +86,7 @@ class Sample:
             dropped: its group was taken out of the batch, because of an error in it.
             carried: by how many steps its training is delayed, see rollout/partial_rollouts.py.
             agent: name -> float: turns, tool_calls and other counts of a conversation.
+            agent_log: what its external agent printed, a file below the run folder.
     """
 
     prompt_id: PromptId

@@ -58,6 +58,11 @@ async def two_turns(row: dict, base_url: str, api_key: str) -> float:
     return 1.0
 
 
+def count_cores(row: dict, base_url: str, api_key: str) -> int:
+    ask(base_url, api_key, row["prompt"])
+    return len(os.sched_getaffinity(0))
+
+
 async def fails(row: dict, base_url: str, api_key: str) -> None:
     await asyncio.to_thread(ask, base_url, api_key, row["prompt"])
     print("about to fail")
