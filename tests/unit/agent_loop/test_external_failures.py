@@ -9,6 +9,7 @@ import signal
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from agent_loop import host_client
