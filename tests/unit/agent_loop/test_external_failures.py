@@ -222,7 +222,9 @@ def test_a_program_ends_with_its_host_where_the_replica_cannot_help(setting, tmp
     program, *others = [int(pid) for pid in path.read_text().split()]
     os.kill(replica, signal.SIGSTOP)
     psutil.Process(program).parent().kill()
-    wait_for(lambda: not is_running(program))
-    for pid in (replica, *others):  # in a run its cleanup finds these by their environment
-        os.kill(pid, signal.SIGKILL)
-    os.waitpid(replica, 0)
+    try:
+        wait_for(lambda: not is_running(program))
+    finally:
+        for pid in (replica, *others):  # in a run its cleanup finds these by their environment
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(replica, 0)
