@@ -17,7 +17,7 @@ import pytest
 from tests.chaos.command import Command, complaints, expected_prompts, left_behind, rows, settings
 from tests.e2e import external_agent
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 FUNCTION = f"{external_agent.__name__}:in_task"
 PROGRAM = f"{sys.executable} {external_agent.__file__}"
@@ -88,6 +88,7 @@ def assert_agents_made_it_all(metrics: list[dict[str, Any]], command: Command) -
     assert metrics[0]["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.ci
 def test_agents_that_hang_end_at_their_time_limit_and_the_run_goes_on(start):
     """The sync waits for them until then. What has no turn is an error of its sample."""
     steps = 2
@@ -104,7 +105,6 @@ def test_agents_that_hang_end_at_their_time_limit_and_the_run_goes_on(start):
     assert "killed at agent.timeout_s=6, before the first turn of the policy" in log
 
 
-@pytest.mark.slow
 @pytest.mark.ci
 def test_hosts_and_replicas_are_killed(start):
     """Nothing is lost: their episodes begin again."""
@@ -124,8 +124,6 @@ def test_hosts_and_replicas_are_killed(start):
     assert "it said '" in logs[0].read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.ci
 def test_programs_are_killed(start):
     steps = 3
     command = start(steps, f"agent.command={PROGRAM}", "agent.timeout_s=60")
@@ -141,8 +139,6 @@ def test_programs_are_killed(start):
     assert sum(row["agent/restarts/mean"] for row in metrics) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.ci
 def test_a_fleet_elsewhere_works_for_the_run_while_its_agents_are_killed(tmp_path):
     steps = 3
     command = run_of_agents(tmp_path, steps, "agent.timeout_s=20", "reward.on_error=zero")
