@@ -25,6 +25,7 @@ from agent_loop.trajectory import (
 from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.registry import Registry
 from one_step_off.config.schema import Config
+from one_step_off.config.sources import source_of
 from one_step_off.data.samples import Prompt
 
 __all__ = [
@@ -187,7 +188,16 @@ class Loops:
         loop.endpoint = self.endpoint
         return loop
 
-    def limits(self, tokens: int) -> Limits:
-        """The limits of one trajectory with at most `tokens` tokens after its prompt."""
+    def limits(self, tokens: int, source: str = "") -> Limits:
+        """The limits of one trajectory with at most `tokens` tokens after its prompt.
+
+        `source`: the name of the prompt's source, whose own limits take precedence.
+        """
         agent = self.cfg.agent
-        return Limits(tokens, agent.max_turns, agent.max_turn_tokens, agent.timeout_s)
+        own = source_of(self.cfg, source)
+        return Limits(
+            tokens,
+            own.max_turns or agent.max_turns,
+            own.max_turn_tokens or agent.max_turn_tokens,
+            own.timeout_s or agent.timeout_s,
+        )

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import get_type_hints
 
-from one_step_off.config.loading import KEYS, ConfigKey
+from one_step_off.config.loading import KEYS, ConfigKey, entry_keys
 from one_step_off.config.schema import Config
 from one_step_off.config.unknown_keys import PAGES, table_text
 
@@ -82,10 +82,21 @@ def _bounds(key: ConfigKey) -> str:
     return ", ".join(bounds)
 
 
-def _row(key: ConfigKey) -> str:
+def _entry_table(key: ConfigKey) -> list[str]:
+    """The table of what the mapping of a key may hold; [] where that is free."""
+    entries = entry_keys(key)
+    if not entries:
+        return []
+    title = f"Entries of `{key.dotted}`:"
+    lines = [title, "", "| entry | type | default | bounds | meaning |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    return [*lines, *(_row(entry, entry.name) for entry in entries), ""]
+
+
+def _row(key: ConfigKey, name: str) -> str:
     """The table row of a key."""
     cells = [
-        f"`{key.dotted}`",
+        f"`{name}`",
         _type(key),
         _default(key.default),
         _bounds(key),
@@ -101,8 +112,11 @@ def page() -> str:
     for section, section_class in get_type_hints(Config).items():
         lines += [f"## {section}", "", (section_class.__doc__ or "").strip(), ""]
         lines += ["| key | type | default | bounds | meaning |", "| --- | --- | --- | --- | --- |"]
-        lines += [_row(key) for key in KEYS.values() if key.section == section]
+        keys = [key for key in KEYS.values() if key.section == section]
+        lines += [_row(key, key.dotted) for key in keys]
         lines.append("")
+        for key in keys:
+            lines += _entry_table(key)
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -23,6 +23,7 @@ from one_step_off.checkpoint import TRAINED_ROLES, Checkpointer, write_batch
 from one_step_off.cluster.errors import RoleError
 from one_step_off.cluster.remote_calls import now, with_time_limit
 from one_step_off.config.schema import Config
+from one_step_off.data.episodes import one_per_episode
 from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample
 from one_step_off.data.staleness import assert_staleness
 from one_step_off.monitoring.tracker import Tracker
@@ -198,6 +199,7 @@ class Pipeline:
             batch, batch_metrics = await self.batches.batch(step)
         # Log-probs and values, advantages, then the updates: v(step) -> v(step + 1).
         train_metrics = await self._train(batch)
+        train_metrics |= self.batches.record(batch)
         metrics = batch_metrics | train_metrics | await sync_task
         metrics["time/step_s"] = now() - begin
         self.trained_steps = step + 1
@@ -486,8 +488,8 @@ def batch_source(
 
 
 def count_faults(samples: list[Sample]) -> dict[str, float]:
-    """How many samples have each fault."""
-    faults = [sample.extra.get("fault") for sample in samples]
+    """How many episodes have each fault."""
+    faults = [sample.extra.get("fault") for sample in one_per_episode(samples)]
     return {name: float(faults.count(name)) for name in FAULT_METRICS}
 
 

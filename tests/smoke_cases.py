@@ -161,6 +161,7 @@ PROGRAM = [
         "agent.command=python3 my_agent.py",
         "agent.max_concurrency=16",
     ),
+    run("mixed_sources", "config=config/mixed_sources.yaml", *SMALL),
     SmokeCase(
         "gpu_check",
         "shell/gpu_check.sh",

@@ -11,6 +11,11 @@ returns
     a pair                    of that and the returns that a critic is trained on.
 
 Users name their own as `module:function`. Formulas and sources: docs/concepts/algorithms.md.
+
+Where an episode has several samples, its segments, an estimator sees one trajectory per episode,
+with the tokens of its segments one after the other; each segment gets its part of the result. So a
+group counts each episode once. With `per_segment` an estimator sees one trajectory per sample, each
+of which ends with the reward of its episode.
 """
 
 from collections.abc import Hashable, Sequence
@@ -20,9 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.algorithms.trajectories import Options, TokenArrays, Trajectories
+from one_step_off.algorithms.trajectories import (
+    Options,
+    TokenArrays,
+    Trajectories,
+    merge_segments,
+    split_segments,
+)
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.registry import Registry
+from one_step_off.config.registry import Entry, Registry
 from one_step_off.data.arrays import chunks, split_by_lengths
 
 EPS = 1e-6
@@ -71,7 +82,28 @@ def estimate_advantages(
     entry = ADVANTAGE_ESTIMATORS.find(name)
     t = replace(t, rewards=np.asarray(t.rewards, dtype=np.float64))
     _check_inputs(name, entry.needs, t)
-    result = entry.function(t, options or Options(), **settings)
+    if whiten is None:
+        whiten = entry.whitens
+    if entry.per_segment:
+        return _estimate(name, entry, t, options or Options(), whiten, settings)
+    result, returns = _estimate(
+        name, entry, merge_segments(t), options or Options(), whiten, settings
+    )
+    if returns is not None:
+        returns = split_segments(returns, t)
+    return split_segments(result, t), returns
+
+
+def _estimate(
+    name: str,
+    entry: Entry,
+    t: Trajectories,
+    options: Options,
+    whiten: bool,
+    settings: dict[str, Any],
+) -> tuple[TokenArrays, TokenArrays | None]:
+    """What the estimator makes of these trajectories, as tokens, whitened if `whiten`."""
+    result = entry.function(t, options, **settings)
     returns = None
     if isinstance(result, tuple):
         result, returns = result
@@ -82,8 +114,6 @@ def estimate_advantages(
             f"the advantage estimator {name} returned advantages whose lengths differ from the "
             "responses'"
         )
-    if whiten is None:
-        whiten = entry.whitens
     if whiten:
         flat = np.concatenate([np.zeros(0), *result])
         result = t.scatter(standardize(flat[t.trained]))
@@ -157,7 +187,7 @@ def discounted_sums(x: np.ndarray, factor: float) -> np.ndarray:
 # --- estimators ---
 
 
-@register("gae", needs=("values",), whitens=True)
+@register("gae", needs=("values",), whitens=True, per_segment=True)
 def gae(t: Trajectories, o: Options) -> tuple[TokenArrays, TokenArrays]:
     """GAE (arXiv:1506.02438, eq. 16); advantages and returns of PPO (arXiv:1707.06347, eq. 11 and
     12).
@@ -167,7 +197,8 @@ def gae(t: Trajectories, o: Options) -> tuple[TokenArrays, TokenArrays]:
         return_t = A_t + V_t
 
     t counts trained tokens; after the last one V = 0. The returns use the advantages before
-    whitening.
+    whitening. A segment ends with the reward of its episode: segments may come from agents that
+    work at once, so that no segment is known to be the next state of another.
     """
     values = t.rows(t.values)
     next_values = np.pad(values[:, 1:], ((0, 0), (0, 1))) if values.size else values
@@ -296,13 +327,13 @@ def gdpo(t: Trajectories, o: Options, *, weights: dict[str, float] | None = None
     return standardize(total)
 
 
-@register("reinforce_plus_plus", whitens=True)
+@register("reinforce_plus_plus", whitens=True, per_segment=True)
 def reinforce_plus_plus(t: Trajectories, o: Options) -> TokenArrays:
     """REINFORCE++ (arXiv:2501.03262): discounted reward-to-go, whitened over the whole batch."""
     return t.per_token(discounted_sums(t.step_rewards(), o.gamma))
 
 
-@register("remax", needs=("baselines",))
+@register("remax", needs=("baselines",), per_segment=True)
 def remax(t: Trajectories, o: Options) -> TokenArrays:
     """ReMax (arXiv:2310.10505, algorithm 1).
 
@@ -373,7 +404,8 @@ def mask_overlong(masks: TokenArrays, cut: Sequence[bool]) -> TokenArrays:
 def zero_variance_groups(
     rewards: Sequence[float] | np.ndarray, groups: Sequence[Hashable]
 ) -> list[Hashable]:
-    """The groups whose samples all have the same reward, in order.
+    """The groups whose samples all have the same reward, in order. An episode may have several
+    samples: with one reward they count as one.
 
     Dynamic sampling replaces them (DAPO, arXiv:2503.14476, eq. 11).
     """

@@ -5,12 +5,14 @@ Pure functions of a `Batch`. The estimators themselves are in `advantages.py`.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from one_step_off.algorithms import advantages
 from one_step_off.algorithms.core_algos import KLController
 from one_step_off.config.schema import Config
+from one_step_off.data.episodes import episode_numbers, first_positions
 from one_step_off.data.samples import Batch, Sample
 
 
@@ -43,9 +45,19 @@ def reward_parts(samples: list[Sample]) -> dict[str, np.ndarray] | None:
 
 
 def shaped_rewards(samples: list[Sample], cfg: Config) -> np.ndarray:
-    """The rewards with the punishment of overlong responses, float64 [B]."""
+    """The rewards with the punishment of overlong responses, float64 [B].
+
+    An episode is punished once, for its longest segment: `data.max_response_length` limits each of
+    them, and an agent that keeps its contexts short may work for as long as it likes.
+    """
+    lengths = np.array([len(sample.response_ids) for sample in samples], np.int64)
+    episodes = episode_numbers(samples)
+    if episodes is not None:
+        longest = np.zeros(len(samples), np.int64)
+        np.maximum.at(longest, episodes, lengths)
+        lengths = longest[episodes]
     penalties = advantages.overlong_penalty(
-        [len(sample.response_ids) for sample in samples],
+        lengths,
         cfg.data.max_response_length,
         cfg.reward.overlong_buffer,
         cfg.reward.overlong_penalty,
@@ -74,21 +86,20 @@ def set_baselines(samples: list[Sample], scored: list[Sample], cfg: Config) -> N
 def fill_advantages(batch: Batch, cfg: Config, kl_controller: KLController) -> dict[str, float]:
     """Set the batch's `advantages` and, with a critic's `values`, its `returns`.
 
-    With `algorithm.filter_overlong` responses that were cut off lose their loss mask. With
-    `algorithm.kl_in_reward` every token's reward gets -beta * (log p - log p_ref), and the
-    controller adapts beta.
+    With `algorithm.filter_overlong` responses that were cut off lose their loss mask, and with one
+    of its segments an episode as a whole. With `algorithm.kl_in_reward` every token's reward gets
+    -beta * (log p - log p_ref), and the controller adapts beta.
 
     Returns:
-        Metrics: the mean of each part of the reward, and the KL.
+        Metrics: the mean over episodes of each part of the reward, and the KL per episode.
 
     Raises:
         ConfigError: the estimator needs something that the batch has not.
     """
     algorithm = cfg.algorithm
     parts = reward_parts(batch.samples)
-    metrics = {}
-    for name, part in (parts or {}).items():
-        metrics[f"reward/{name}/mean"] = float(np.nanmean(part))
+    first_of_episodes = first_positions(batch.samples)
+    metrics = _mean_parts(parts or {}, first_of_episodes)
     if algorithm.filter_overlong:
         batch.samples = _without_overlong(batch.samples)
     # By the weights about to be trained, if the trainer was asked; else by the engine's.
@@ -99,7 +110,7 @@ def fill_advantages(batch: Batch, cfg: Config, kl_controller: KLController) -> d
         token_rewards = [-kl_controller.value * log_ratio for log_ratio in log_ratios]
         metrics["kl/response"] = _mean_kl(log_ratios, batch.samples)
         metrics["kl/coef"] = kl_controller.value
-        kl_controller.update(metrics["kl/response"], len(batch.samples))
+        kl_controller.update(metrics["kl/response"], len(first_of_episodes))
     trajectories = advantages.Trajectories(
         rewards=shaped_rewards(batch.samples, cfg),
         groups=[sample.prompt_id for sample in batch.samples],
@@ -110,6 +121,7 @@ def fill_advantages(batch: Batch, cfg: Config, kl_controller: KLController) -> d
         baselines=_baselines(batch.samples),
         log_probs=log_probs,
         prob_squares=batch.prob_squares,
+        episodes=episode_numbers(batch.samples),
     )
     batch.advantages, batch.returns = advantages.estimate_advantages(
         algorithm.adv_estimator,
@@ -121,9 +133,20 @@ def fill_advantages(batch: Batch, cfg: Config, kl_controller: KLController) -> d
     return metrics
 
 
+def _mean_parts(parts: dict[str, np.ndarray], positions: np.ndarray) -> dict[str, float]:
+    """The metric of each part of the reward: its mean over the samples at these positions."""
+    return {
+        f"reward/{name}/mean": float(np.nanmean(part[positions])) for name, part in parts.items()
+    }
+
+
 def _without_overlong(samples: list[Sample]) -> list[Sample]:
-    cut_off = [sample.finish_reason == "length" for sample in samples]
-    masks = advantages.mask_overlong([sample.loss_mask for sample in samples], cut_off)
+    cut_off = np.array([sample.finish_reason == "length" for sample in samples], bool)
+    episodes = episode_numbers(samples)
+    if episodes is not None:
+        # The reward is that of the whole episode: it says as little of the other segments.
+        cut_off = np.isin(episodes, episodes[cut_off])
+    masks = advantages.mask_overlong([sample.loss_mask for sample in samples], cut_off.tolist())
     return [replace(sample, loss_mask=mask) for sample, mask in zip(samples, masks, strict=True)]
 
 
@@ -134,14 +157,16 @@ def _log_ratios(log_probs: list[np.ndarray], ref_log_probs: list[np.ndarray]) ->
 
 
 def _mean_kl(log_ratios: list[np.ndarray], samples: list[Sample]) -> float:
-    """The mean of the responses' KL (nats, summed over trained tokens); responses without trained
+    """The mean of the episodes' KL (nats, summed over trained tokens); episodes without trained
     tokens aside."""
-    sums = [
-        log_ratio[sample.loss_mask].sum()
-        for log_ratio, sample in zip(log_ratios, samples, strict=True)
-        if sample.loss_mask.any()
-    ]
-    return float(np.mean(sums)) if sums else 0.0
+    sums_of_episodes: dict[int, Any] = {}
+    episodes = episode_numbers(samples)
+    numbers = range(len(samples)) if episodes is None else episodes.tolist()
+    for number, log_ratio, sample in zip(numbers, log_ratios, samples, strict=True):
+        if sample.loss_mask.any():
+            kl = log_ratio[sample.loss_mask].sum()
+            sums_of_episodes[number] = sums_of_episodes.get(number, 0) + kl
+    return float(np.mean(list(sums_of_episodes.values()))) if sums_of_episodes else 0.0
 
 
 def _baselines(samples: list[Sample]) -> np.ndarray | None:

@@ -38,9 +38,13 @@ def token_weights(
     global_tokens: int,
     global_sequences: int,
     longest: int = 1,
+    episode_lengths: Sequence[int] | np.ndarray | None = None,
 ) -> np.ndarray:
     """The weight of each token of a sequence in the loss: loss = sum over all trained tokens of
     weight * l.
+
+    A sequence is an episode: where several samples are its segments, they count as one. len_i is
+    the length of the whole episode, so a token weighs the same however its episode was cut.
 
         token-mean          w_i = 1 / global_tokens               (DAPO, arXiv:2503.14476, eq. 12)
         token-sum           w_i = 1
@@ -52,25 +56,48 @@ def token_weights(
     The denominators count the whole mini-batch over all ranks, so the losses of its parts add up.
 
     Args:
-        lengths: trained tokens of each sequence, [B].
+        lengths: trained tokens of each sequence, a sample, [B].
         global_tokens: trained tokens of the whole mini-batch.
-        global_sequences: sequences of the whole mini-batch with at least one trained token.
+        global_sequences: episodes of the whole mini-batch with at least one trained token.
         longest: the largest number of tokens that a response may have; a constant.
+        episode_lengths: trained tokens of the episode of each sequence, [B]; None: each sequence is
+            an episode.
 
     Returns:
         float64 [B]; 0 for a sequence without trained tokens.
     """
     lengths = np.asarray(lengths, dtype=np.float64)
+    if episode_lengths is None:
+        episode_lengths = lengths
+    of_episode = np.asarray(episode_lengths, dtype=np.float64)
     tokens = max(global_tokens, 1)
     sequences = max(global_sequences, 1)
     denominators: dict[str, float | np.ndarray] = {
         "token-mean": tokens,
         "token-sum": 1,
-        "sequence-mean": np.maximum(lengths, 1) * sequences,
+        "sequence-mean": np.maximum(of_episode, 1) * sequences,
         "seq-mean-token-sum": sequences,
         "seq-sum-norm": longest * sequences,
     }
     return np.where(lengths > 0, 1.0 / denominators[agg], 0.0)
+
+
+def lengths_of_episodes(
+    lengths: Sequence[int] | np.ndarray, episodes: np.ndarray | None
+) -> tuple[np.ndarray, int]:
+    """The trained tokens of each sequence's episode, int64 [B], and how many episodes have any.
+
+    Args:
+        lengths: trained tokens of each sequence, [B].
+        episodes: int [B], which sequences belong together; None: each is an episode.
+    """
+    of_episode = np.asarray(lengths, np.int64)
+    if episodes is None:
+        return of_episode, int(np.count_nonzero(of_episode))
+    names, numbers = np.unique(episodes, return_inverse=True)
+    sums = np.zeros(len(names), np.int64)
+    np.add.at(sums, numbers, of_episode)
+    return sums[numbers], int(np.count_nonzero(sums))
 
 
 def value_loss(

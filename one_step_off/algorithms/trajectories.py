@@ -4,6 +4,9 @@ Only tokens whose mask is True exist for the estimators. Time steps go from one 
 next: the output of a tool between two turns is skipped, and the trajectory's reward falls on the
 last trained token.
 
+A trajectory is one sample. Several of them may be the segments of one episode (data/episodes.py):
+`merge_segments` makes one trajectory of each episode, and `split_segments` goes back.
+
 Shapes: B trajectories; R, the length of one response; T, the largest number of trained tokens.
 """
 
@@ -14,6 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from one_step_off.data.arrays import split_by_lengths
+from one_step_off.data.episodes import positions_of_episodes
 
 TokenArrays = list[np.ndarray]
 """One array [R] per trajectory."""
@@ -35,6 +39,8 @@ class Trajectories:
             does not compute it.
         prob_squares: float [R]: the sum over the vocabulary of the squared probabilities of the
             proximal policy.
+        episodes: int64 [B], of each trajectory the number of its episode; those of one episode have
+            one reward, group and baseline. None: each is an episode of its own.
     """
 
     rewards: np.ndarray
@@ -46,6 +52,7 @@ class Trajectories:
     baselines: np.ndarray | None = None
     log_probs: TokenArrays | None = None
     prob_squares: TokenArrays | None = None
+    episodes: np.ndarray | None = None
 
     @cached_property
     def response_lengths(self) -> list[int]:
@@ -118,6 +125,47 @@ class Trajectories:
         for indices in self.members:
             result[indices] = function(*(column[indices] for column in columns))
         return result
+
+
+def merge_segments(t: Trajectories) -> Trajectories:
+    """One trajectory per episode: the tokens of its segments, one segment after the other."""
+    if t.episodes is None:
+        return t
+    members = positions_of_episodes(t.episodes)
+    first = np.array([positions[0] for positions in members])
+
+    def joined(arrays: TokenArrays | None) -> TokenArrays | None:
+        if arrays is None:
+            return None
+        return [np.concatenate([arrays[i] for i in positions]) for positions in members]
+
+    parts = None
+    if t.parts is not None:
+        parts = {name: np.asarray(values)[first] for name, values in t.parts.items()}
+    return Trajectories(
+        rewards=np.asarray(t.rewards)[first],
+        groups=[t.groups[i] for i in first],
+        masks=joined(t.masks) or [],
+        token_rewards=joined(t.token_rewards),
+        values=joined(t.values),
+        parts=parts,
+        baselines=None if t.baselines is None else np.asarray(t.baselines)[first],
+        log_probs=joined(t.log_probs),
+        prob_squares=joined(t.prob_squares),
+    )
+
+
+def split_segments(arrays: TokenArrays, t: Trajectories) -> TokenArrays:
+    """From one array per episode, as `merge_segments` joins them, back to one [R] per trajectory of
+    `t`."""
+    if t.episodes is None:
+        return arrays
+    result: TokenArrays = [np.zeros(0, np.float32)] * len(t.masks)
+    for array, positions in zip(arrays, positions_of_episodes(t.episodes), strict=True):
+        lengths = [t.response_lengths[i] for i in positions]
+        for i, part in zip(positions, split_by_lengths(array, lengths), strict=True):
+            result[i] = part
+    return result
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from one_step_off.config.data_checks import BUILT_IN_REWARDS, USER_FUNCTION_FORM
 from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.registry import Entry, Registry
 from one_step_off.config.schema import Config
+from one_step_off.config.sources import reward_names
 from one_step_off.config.text import did_you_mean, format_value
 from one_step_off.config.user_code import is_user_spec
 
@@ -140,8 +141,7 @@ def _check_needs(cfg: Config, key: str, entry: Entry) -> None:
 
 def _has_single_reward(cfg: Config) -> bool:
     """Whether the reward certainly has no parts: only built-in functions, and no reward model."""
-    functions = list(cfg.reward.functions.values()) or [cfg.reward.function]
-    all_built_in = all(name in BUILT_IN_REWARDS for name in functions)
+    all_built_in = all(name in BUILT_IN_REWARDS for name in reward_names(cfg))
     has_model = cfg.reward_model.path or cfg.reward_model.url
     return all_built_in and not has_model
 

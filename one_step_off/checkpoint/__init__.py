@@ -12,7 +12,6 @@ from one_step_off.checkpoint.finding import (
     fixed_keys,
     folder_of,
     put_aside,
-    read_state,
 )
 from one_step_off.checkpoint.manifest import empty_models
 from one_step_off.checkpoint.sample_files import (
@@ -21,6 +20,7 @@ from one_step_off.checkpoint.sample_files import (
     write_batch,
     write_samples,
 )
+from one_step_off.checkpoint.state_files import read_state
 
 __all__ = [
     "TRAINED_ROLES",

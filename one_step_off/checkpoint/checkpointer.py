@@ -7,6 +7,7 @@ samples have come and before v(N) is sent.
     checkpoints/step_000006/
         state.json        step, incarnation, data position, evaluations without a row in the
                           metrics, and the fixed keys
+        stream.npz        what was measured of each prompt, where the draw depends on it
         samples.npz       per-token arrays of all samples, one after the other, and their lengths
         samples.jsonl     the other fields of each sample
         actor/ ...        of each role that learns: weights and optimizer, by torch's distributed
@@ -20,7 +21,6 @@ not at all. The trainers copy their state to host memory and continue training w
 """
 
 import asyncio
-import json
 import os
 import shutil
 from collections.abc import Awaitable, Callable
@@ -30,6 +30,7 @@ from typing import Any
 from one_step_off.checkpoint.finding import finished, fixed_keys, folder_of
 from one_step_off.checkpoint.manifest import parameter_shapes, write_manifest
 from one_step_off.checkpoint.sample_files import write_samples
+from one_step_off.checkpoint.state_files import write_state
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Sample
 from one_step_off.training.written_files import FileFacts
@@ -88,7 +89,7 @@ class Checkpointer:
             "has_samples": samples is not None,
             "fixed": fixed_keys(self.cfg),
         }
-        (unfinished / "state.json").write_text(json.dumps(step_facts | state, indent=2) + "\n")
+        write_state(step_facts | state, unfinished)
         copying_trainer = self.save_trainer(str(unfinished.resolve()))
         if samples:
             # Awaited here: the step that is about to begin changes the samples.

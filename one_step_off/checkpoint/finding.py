@@ -1,7 +1,6 @@
 """Which checkpoints a run has, which one it resumes from, and which are moved aside for a new
 run."""
 
-import json
 import shutil
 from collections.abc import Callable
 from operator import attrgetter
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from one_step_off.checkpoint.manifest import find_fault, parameter_shapes
+from one_step_off.checkpoint.state_files import read_state
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
@@ -140,8 +140,3 @@ def _check_fixed_keys(cfg: Config, path: Path) -> None:
                 f"{key}={value}: checkpoint {path} was written with {made_with_value}; "
                 f"resume with it, or {RESTART}"
             )
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint that has been verified."""
-    return json.loads((path / "state.json").read_text())

@@ -7,6 +7,7 @@ from pathlib import Path
 from one_step_off.config import packages
 from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.schema import Config, RewardConfig
+from one_step_off.config.source_checks import check_sources
 from one_step_off.config.text import did_you_mean, format_value
 from one_step_off.config.user_code import is_user_spec
 
@@ -19,6 +20,7 @@ BUILT_IN_LOOPS = ("single_turn", "tool", "retry_with_feedback", "environment", "
 BUILT_IN_TOOLS = ("calculator", "python")
 USER_FUNCTION_FORM = "module:function, where the module is in this folder or on PYTHONPATH"
 USER_CLASS_FORM = "module:Class, where the module is in this folder or on PYTHONPATH"
+EXTERNAL_LOOP = "external"  # agents in processes of their own
 
 
 def check_data(cfg: Config) -> None:
@@ -30,13 +32,16 @@ def check_data(cfg: Config) -> None:
                 f"data.val_sets.{format_value(name)}={format_value(files)}: "
                 "must have a name of letters, digits, _.- (not val), and files"
             )
-    files_by_key = {"train_files": cfg.data.train_files, "val_files": cfg.data.val_files}
+    files_by_key = {"val_files": cfg.data.val_files}
+    if isinstance(cfg.data.train_files, str):
+        files_by_key = {"train_files": cfg.data.train_files} | files_by_key
     for name, files in cfg.data.val_sets.items():
         files_by_key[f"val_sets.{name}"] = files
     for key, files in files_by_key.items():
         for source in files.split(","):
             _check_source(f"data.{key}", source.strip())
     _check_rewards(cfg)
+    check_sources(cfg, _check_source, _check_loop, _check_reward)
 
 
 def _check_source(key: str, source: str) -> None:
@@ -66,14 +71,9 @@ def _check_source(key: str, source: str) -> None:
 
 
 def _check_rewards(cfg: Config) -> None:
-    problem = f"must be gsm8k, math, or your own as {USER_FUNCTION_FORM}"
-    if not _is_reward(cfg.reward.function):
-        raise key_error(cfg, "reward.function", problem)
+    _check_reward("reward.function", cfg.reward.function)
     for source, name in cfg.reward.functions.items():
-        if not _is_reward(name):
-            raise ConfigError(
-                f"reward.functions.{format_value(source)}={format_value(name)}: {problem}"
-            )
+        _check_reward(f"reward.functions.{format_value(source)}", name)
     if cfg.reward.functions and cfg.reward.function != RewardConfig.function:
         raise key_error(
             cfg,
@@ -83,8 +83,10 @@ def _check_rewards(cfg: Config) -> None:
         )
 
 
-def _is_reward(name: str) -> bool:
-    return name in BUILT_IN_REWARDS or is_user_spec(name)
+def _check_reward(key: str, name: str) -> None:
+    if name not in BUILT_IN_REWARDS and not is_user_spec(name):
+        problem = f"must be gsm8k, math, or your own as {USER_FUNCTION_FORM}"
+        raise ConfigError(f"{key}={format_value(name)}: {problem}")
 
 
 def check_agent(cfg: Config) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 
-from one_step_off.config.loading import KEYS
+from one_step_off.config.loading import KEYS, entry_keys
 from one_step_off.config.schema import Config
 from one_step_off.config.text import format_value
 
@@ -46,4 +46,8 @@ def help_text() -> str:
             default = format_value(key.default) or repr("")
             lines.append(f"  {key.dotted}  ({key.type_text}, default {default})")
             lines.append(f"      {key.metadata['help']}")
+            for entry in entry_keys(key):
+                default = format_value(entry.default) or repr("")
+                lines.append(f"        {entry.name}  ({entry.type_text}, default {default})")
+                lines.append(f"            {entry.metadata['help']}")
     return "\n".join(lines) + "\n"

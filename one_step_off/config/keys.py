@@ -18,6 +18,7 @@ def config_key(default: Any, help: str, *, choices: str = "", **metadata: Any) -
             above: an exclusive lower bound.
             also: one more allowed value outside the bounds.
             path: True where the value names files, so that ~ means the home directory.
+            entries: a dataclass of such keys: those of a mapping, or of each mapping in a list.
             shared: True where other roles take the actor's value unless they set their own.
     """
     metadata = metadata | {"help": help, "choices": tuple(choices.split())}

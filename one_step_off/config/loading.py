@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from one_step_off.config.errors import ConfigError, located_config_error
 from one_step_off.config.schema import Config
 from one_step_off.config.shipped import find_config_file, shipped_names
-from one_step_off.config.text import format_value
+from one_step_off.config.text import did_you_mean, format_value
 from one_step_off.config.unknown_keys import hint
 from one_step_off.config.yaml_io import YAML_ERRORS, parse_yaml, yaml_error_text
 
@@ -38,6 +38,8 @@ _TYPE_TEXTS: dict[Any, str] = {
     ]: "a mapping of lists of numbers, such as {rollout: [1], actor: [1]}",
     dict[str, str]: "a mapping of names, such as {name: value}",
     dict[str, Any]: "a mapping, such as {name: value}",
+    list[str]: "a list of names, such as [a, b]",
+    str | list[dict[str, Any]]: "text, or a list such as [{files: a.jsonl, weight: 0.7}]",
 }
 
 
@@ -72,12 +74,17 @@ class ConfigKey:
 
 def _schema_keys() -> Iterator[ConfigKey]:
     for section in dataclasses.fields(Config):
-        defaults = section.type()
-        for field in dataclasses.fields(section.type):
-            default = getattr(defaults, field.name)
-            value_type = get_args(field.type)[0] if default is None else field.type
-            dotted = f"{section.name}.{field.name}"
-            yield ConfigKey(dotted, section.name, field.name, value_type, default, field.metadata)
+        yield from _keys_of(section.name, section.type, section.name)
+
+
+def _keys_of(prefix: str, schema: Any, section: str) -> Iterator[ConfigKey]:
+    """The keys of a dataclass, each named PREFIX.NAME."""
+    defaults = schema()
+    for field in dataclasses.fields(schema):
+        default = getattr(defaults, field.name)
+        value_type = get_args(field.type)[0] if default is None else field.type
+        dotted = f"{prefix}.{field.name}"
+        yield ConfigKey(dotted, section, field.name, value_type, default, field.metadata)
 
 
 KEYS: dict[str, ConfigKey] = {key.dotted: key for key in _schema_keys()}
@@ -169,7 +176,7 @@ def _check_section(section: Any, keys: Any) -> None:
 def _read_argument(argument: str) -> _Assignment:
     """The key that an argument `section.key=value` sets."""
     dotted, _, text = argument.partition("=")
-    is_text_key = dotted in KEYS and KEYS[dotted].type is str
+    is_text_key = dotted in KEYS and KEYS[dotted].type in (str, str | list[dict[str, Any]])
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     is_null = text in ("null", "~")
     if is_text_key and not is_quoted and not is_null:
@@ -266,10 +273,16 @@ def checked_value(key: ConfigKey, value: Any) -> Any:
     """The value of a key, converted to its type and within its bounds. Raises ConfigError."""
     if value is None and key.default in (None, ""):
         return key.default
+    value_type = key.type
+    if "entries" in key.metadata:
+        value = _checked_entries(key, value)
+        if not isinstance(value, str):
+            return value
+        value_type = str
     choices = key.metadata["choices"]
     if isinstance(value, bool) and choices:
         value = "on" if value else "off"  # YAML reads a bare on or off as a boolean
-    value = _convert(key.dotted, key.type, value, key.type_text)
+    value = _convert(key.dotted, value_type, value, key.type_text)
     if choices and value not in choices:
         raise ConfigError(f"{key.dotted}={format_value(value)}: must be {key.type_text}")
     if key.metadata.get("path"):
@@ -278,6 +291,56 @@ def checked_value(key: ConfigKey, value: Any) -> Any:
     if type(value) in (int, float):
         _check_bounds(key, value)
     return value
+
+
+def _checked_entries(key: ConfigKey, value: Any) -> Any:
+    """The value of a key with `entries`: a mapping, or a list of mappings, whose own keys are
+    checked as those of a section are. Text stays as it is. Raises ConfigError.
+    """
+    takes_list = get_origin(key.type) is not dict
+    if isinstance(value, str) and re.fullmatch(r"\s*[\[{].*[]}]\s*", value, re.S):
+        value = _parsed_text(key, value)
+    if isinstance(value, str) and takes_list:
+        return value
+    mappings = value if takes_list else [value]
+    is_right = isinstance(mappings, list) and all(isinstance(m, dict) for m in mappings)
+    if not is_right or not mappings:
+        raise ConfigError(f"{key.dotted}={format_value(value)}: must be {key.type_text}")
+    checked = []
+    for i, mapping in enumerate(mappings):
+        prefix = f"{key.dotted}[{i}]" if takes_list else key.dotted
+        checked.append(_checked_mapping(prefix, key, mapping))
+    return checked if takes_list else checked[0]
+
+
+def _parsed_text(key: ConfigKey, text: str) -> Any:
+    try:
+        value, _ = parse_yaml(text)
+    except YAML_ERRORS as error:
+        problem = f"{yaml_error_text(error)}; quote names with a colon or a comma"
+        raise ConfigError(f"{key.dotted}={format_value(text)}: {problem}") from None
+    return value
+
+
+def entry_keys(key: ConfigKey, prefix: str = "") -> list[ConfigKey]:
+    """The keys that the mapping of a key, or each mapping of its list, may hold; [] where its
+    entries are free. `prefix`: in front of their names.
+    """
+    if "entries" not in key.metadata:
+        return []
+    return list(_keys_of(prefix, key.metadata["entries"], key.section))
+
+
+def _checked_mapping(prefix: str, key: ConfigKey, mapping: dict) -> dict[str, Any]:
+    """The entries that a mapping sets, each converted and within its bounds. Raises ConfigError."""
+    known = {entry.name: entry for entry in entry_keys(key, prefix)}
+    checked = {}
+    for name, value in mapping.items():
+        if name not in known:
+            fix = did_you_mean(str(name), known, f"use {', '.join(known)}")
+            raise ConfigError(f"{prefix}.{format_value(name)}: unknown key; {fix}")
+        checked[name] = checked_value(known[name], value)
+    return checked
 
 
 def _check_bounds(key: ConfigKey, value: float) -> None:

@@ -41,12 +41,15 @@ class Entry:
         needs: fields of `advantages.Trajectories` that must be present.
         grouped: it compares the samples of one prompt, so `rollout.n` must be at least 2.
         whitens: as published, its advantages are whitened over the batch's trained tokens.
+        per_segment: it sees each segment of an episode as a trajectory of its own, not the episode
+            as one.
     """
 
     function: Callable[..., Any]
     needs: tuple[str, ...] = ()
     grouped: bool = False
     whitens: bool = False
+    per_segment: bool = False
 
     def settings(self) -> dict[str, Any]:
         """The function's own settings: its keyword-only arguments and their defaults."""
@@ -100,7 +103,7 @@ class Registry(dict[str, Entry]):
                 f"{key}={spec!r}: is a {type(function).__name__}, not callable; name a function"
             )
         entry_fields = {}
-        for name in ("needs", "grouped", "whitens"):
+        for name in ("needs", "grouped", "whitens", "per_segment"):
             if hasattr(function, name):
                 entry_fields[name] = getattr(function, name)
         return Entry(function, **entry_fields)

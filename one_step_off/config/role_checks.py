@@ -16,7 +16,8 @@ def check_run(cfg: Config) -> None:
             "model.path",
             "not set; give a directory, a hub id, or tiny:qwen2 (is config=FILE missing?)",
         )
-    if not cfg.data.train_files.strip(" ,"):
+    files = cfg.data.train_files
+    if isinstance(files, str) and not files.strip(" ,"):
         raise key_error(
             cfg,
             "data.train_files",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from one_step_off.config.agent_section import AgentConfig
+from one_step_off.config.data_sections import Curriculum, DifficultyFilter, SourceConfig
 from one_step_off.config.keys import config_key, path_key
 from one_step_off.config.role_sections import (
     LOSS_AGGREGATIONS,
@@ -57,10 +58,11 @@ class ModelConfig:
 class DataConfig:
     """Prompts."""
 
-    train_files: str = path_key(
+    train_files: str | list[dict[str, Any]] = path_key(
         "",
-        "jsonl or parquet files (comma-separated), hub id, or generator:NAME "
-        "(docs/tutorials/reward_and_data.md)",
+        "jsonl or parquet files (comma-separated), hub id, or generator:NAME; or a list of "
+        "sources with weights (docs/tutorials/reward_and_data.md)",
+        entries=SourceConfig,
     )
     val_files: str = path_key(
         "", "held-out set, in the same forms as train_files; empty: no evaluation"
@@ -91,6 +93,23 @@ class DataConfig:
     )
     generator_size: int = config_key(
         4096, "number of training rows that generator:NAME generates", low=1
+    )
+    solved_at: float = config_key(
+        1.0,
+        "a sample solves its prompt with at least this reward (pass rates, metrics of sources)",
+        low=-1e6,
+        high=1e6,
+    )
+    difficulty_filter: dict[str, Any] = config_key(
+        {},
+        "drop prompts for some epochs that were solved always or never, e.g. {visits: 2}; "
+        "empty: off",
+        entries=DifficultyFilter,
+    )
+    curriculum: dict[str, Any] = config_key(
+        {},
+        "draw prompts more often whose pass rate is near a target, e.g. {target: 0.5}; empty: off",
+        entries=Curriculum,
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from math import comb
 from statistics import fmean
 
+from one_step_off.data.episodes import one_per_episode
 from one_step_off.data.samples import Sample
 
 MAIN_SET = "val"  # the set of data.val_files; its metrics carry no set name
@@ -50,11 +51,13 @@ def evaluation_metrics(
     """The metrics of each held-out set.
 
     "val/reward" (mean reward), "val/samples", "val/reward/PART" for rewards in parts,
-    "val/response_length", and with several samples per prompt "val/avg@n" and "val/pass@k" for
-    k = 1, 2, 4 .. n. The prefix of every set but the first is "val/NAME".
+    "val/response_length", "val/episodes" where episodes have several samples, and with several
+    episodes per prompt "val/avg@n" and "val/pass@k" for k = 1, 2, 4 .. n. The prefix of every set
+    but the first is "val/NAME".
 
     Args:
-        samples: of all sets; the epoch in a sample's prompt_id tells its set.
+        samples: of all sets; the epoch in a sample's prompt_id tells its set. Rewards and passes
+            are counted per episode, lengths per sample.
         names: the names of the sets, in order.
         passes_at: a sample passes if its reward is at least this.
     """
@@ -69,17 +72,20 @@ def evaluation_metrics(
 
 def _set_metrics(samples: Sequence[Sample], prefix: str, passes_at: float) -> dict[str, float]:
     """The metrics of one held-out set."""
-    mean_reward = fmean(sample.reward for sample in samples)
+    episodes = one_per_episode(samples)
+    mean_reward = fmean(episode.reward for episode in episodes)
     metrics = {f"{prefix}/reward": mean_reward, f"{prefix}/samples": float(len(samples))}
-    for part, mean in part_means(samples).items():
+    if len(episodes) < len(samples):
+        metrics[f"{prefix}/episodes"] = float(len(episodes))
+    for part, mean in part_means(episodes).items():
         metrics[f"{prefix}/reward/{part}"] = mean
     metrics[f"{prefix}/response_length"] = fmean(len(sample.response_ids) for sample in samples)
-    sizes = Counter(sample.prompt_id for sample in samples)
+    sizes = Counter(episode.prompt_id for episode in episodes)
     n = min(sizes.values())
     if n == 1:
         return metrics
     metrics[f"{prefix}/avg@{n}"] = mean_reward
-    passed = Counter(sample.prompt_id for sample in samples if sample.reward >= passes_at)
+    passed = Counter(e.prompt_id for e in episodes if e.reward >= passes_at)
     powers_of_two = {1 << exponent for exponent in range(n.bit_length())}
     for k in sorted(powers_of_two | {n}):
         chances = [pass_at_k(size, passed[prompt_id], k) for prompt_id, size in sizes.items()]

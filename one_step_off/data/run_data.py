@@ -1,13 +1,17 @@
 """The data of a run: its training stream, its held-out prompts, and the reports on both."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from one_step_off.config.data_sections import SourceConfig
+from one_step_off.config.errors import located_config_error
 from one_step_off.config.schema import Config
+from one_step_off.config.sources import curriculum, difficulty_filter, source_of, train_sources
 from one_step_off.data.evaluation import MAIN_SET, set_epoch
+from one_step_off.data.mixture import DrawRules, MixedStream, PromptSource
 from one_step_off.data.prompt_stream import PromptStream
-from one_step_off.data.rows import DataReport, load_rows
+from one_step_off.data.rows import DataReport, Row, load_rows
 from one_step_off.data.samples import Prompt, PromptId
 from one_step_off.data.tokenization import ToolsOfLoop, no_tools, tokenize_rows
 
@@ -23,11 +27,11 @@ class RunData:
     Attributes:
         stream: the training prompts.
         val: the prompts of all held-out sets; None where there are none.
-        reports: one for the training data, then one for each held-out set.
+        reports: one for each source of training data, then one for each held-out set.
         val_names: the names of the held-out sets.
     """
 
-    stream: PromptStream
+    stream: PromptStream | MixedStream
     val: list[Prompt] | None
     reports: list[DataReport]
     val_names: list[str]
@@ -51,24 +55,15 @@ def load_run_data(cfg: Config, tokenizer: Any, tools_of_loop: ToolsOfLoop = no_t
     """Read, check and tokenize the training and held-out sets of a run.
 
     Training prompts have ids (0, row), those of the first held-out set (-1, row), of the second
-    (-2, row), and so on.
+    (-2, row), and so on. A held-out set with the name of a source has that source's agent loop,
+    reward function and limits.
 
     Raises ConfigError: see `load_rows` and `tokenize_rows`.
     """
-    report = DataReport("training data")
-    rows = load_rows(cfg.data.train_files, "train", cfg.data, cfg.trainer.seed, report)
-    prompts = tokenize_rows(rows, tokenizer, cfg.data, 0, report, tools_of_loop)
-    stream = PromptStream(
-        prompts,
-        cfg.data.train_batch_size,
-        cfg.data.shuffle,
-        cfg.trainer.seed,
-        cfg.trainer.total_steps or 0,
-        cfg.trainer.total_epochs or 0,
-    )
-    training_texts = {prompt.text for prompt in prompts}
+    sources, reports = _training_sources(cfg, tokenizer, tools_of_loop)
+    stream = _training_stream(cfg, sources)
+    training_texts = {prompt.text for prompt in stream.prompts}
     held_out_sets = _held_out_sets(cfg)
-    reports = [report]
     held_out_prompts: list[Prompt] = []
     if cfg.data.val_size:
         for index, (name, files) in enumerate(held_out_sets.items()):
@@ -77,12 +72,68 @@ def load_run_data(cfg: Config, tokenizer: Any, tools_of_loop: ToolsOfLoop = no_t
             )
             reports.append(set_report)
             rows = load_rows(files, "test", cfg.data, HELD_OUT_SEED, set_report, cfg.data.val_size)
+            rows = _rows_of_source(rows, source_of(cfg, name))
             set_prompts = tokenize_rows(
                 rows, tokenizer, cfg.data, set_epoch(index), set_report, tools_of_loop
             )
             _note_overlap(set_prompts, training_texts, set_report)
             held_out_prompts += set_prompts
     return RunData(stream, held_out_prompts or None, reports, list(held_out_sets))
+
+
+def _training_sources(
+    cfg: Config, tokenizer: Any, tools_of_loop: ToolsOfLoop
+) -> tuple[list[PromptSource], list[DataReport]]:
+    """The training prompts by source, and a report on each source. Rows are counted over all of
+    them.
+
+    Raises ConfigError: see `load_run_data`; or a loop of a source cannot be loaded.
+    """
+    named_sources = train_sources(cfg.data.train_files)
+    settings = named_sources or [SourceConfig(files=str(cfg.data.train_files))]
+    sources = []
+    reports = []
+    first_row = 0
+    for source in settings:
+        if source.agent_loop:
+            key = f"data.train_files, {source.name}: agent_loop={source.agent_loop}"
+            with located_config_error(f"{key}: "):
+                tools_of_loop(source.agent_loop)
+        report = DataReport(f"training data {source.name}".rstrip())
+        rows = load_rows(source.files, "train", cfg.data, cfg.trainer.seed, report)
+        rows = [replace(row, id=(0, first_row + row.id[1])) for row in rows]
+        rows = _rows_of_source(rows, source)
+        prompts = tokenize_rows(rows, tokenizer, cfg.data, 0, report, tools_of_loop)
+        sources.append(PromptSource(source.name, prompts, source.weight))
+        reports.append(report)
+        first_row += report.rows
+    return sources, reports
+
+
+def _rows_of_source(rows: list[Row], source: SourceConfig) -> list[Row]:
+    """The rows with the name and the agent loop of their source. A loop of their own stays."""
+    if not source.name:
+        return rows
+    return [
+        replace(row, source=source.name, agent_loop=row.agent_loop or source.agent_loop)
+        for row in rows
+    ]
+
+
+def _training_stream(cfg: Config, sources: list[PromptSource]) -> PromptStream | MixedStream:
+    """A plain stream where there is one source and its order depends on no results."""
+    order = (
+        cfg.data.train_batch_size,
+        cfg.data.shuffle,
+        cfg.trainer.seed,
+        cfg.trainer.total_steps or 0,
+        cfg.trainer.total_epochs or 0,
+    )
+    draw = DrawRules(cfg.data.solved_at, difficulty_filter(cfg), curriculum(cfg))
+    is_plain = not sources[0].name and draw.rules is None and draw.curriculum is None
+    if is_plain:
+        return PromptStream(sources[0].prompts, *order)
+    return MixedStream(sources, *order, draw=draw)
 
 
 def _held_out_sets(cfg: Config) -> dict[str, str]:

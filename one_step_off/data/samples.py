@@ -37,6 +37,8 @@ class Prompt:
         messages: the chat.
         agent_loop: the loop of this row; empty: that of the config.
         where: "file:row" for messages, rows counted from 1.
+        source: the name of its source in `data.train_files`, whose reward function and limits hold
+            for it; empty: none.
     """
 
     id: PromptId
@@ -48,6 +50,7 @@ class Prompt:
     messages: list[dict[str, str]] = field(default_factory=list)
     agent_loop: str = ""
     where: str = ""
+    source: str = ""
 
 
 PromptLookup = Callable[[PromptId], Prompt | None]
@@ -61,7 +64,7 @@ class Sample:
 
     Attributes:
         prompt_id: (epoch, row) of its prompt; samples with the same prompt_id form a group.
-        index: position in the group, 0 to n - 1.
+        index: position of its episode in the group, 0 to n - 1.
         prompt_ids: int32 [P].
         response_ids: int32 [R]; exactly the ids that the engine sampled, and between turns those of
             tools.
@@ -81,12 +84,20 @@ class Sample:
             greedy: this is that greedy response; it is scored and never trained on.
             replaces: the prompt ids of the zero-variance groups that dynamic sampling replaced;
                 only the first sample of the new groups has it.
+            replaced_visits: what became of these groups, see data/visits.py.
             error: one line: why its reward is 0.
             fault: which of FAULT_METRICS the error counts in.
             dropped: its group was taken out of the batch, because of an error in it.
             carried: by how many steps its training is delayed, see rollout/partial_rollouts.py.
             agent: name -> float: turns, tool_calls and other counts of a conversation.
             agent_log: what its external agent printed, a file below the run folder.
+            agent: name -> float: turns, tool_calls and other counts of a conversation. The turns
+                are those of the sample, everything else is counted over its episode.
+            tool_calls: the calls in this sample, in order: {"turn", "name", "arguments"} each.
+            segment: of an episode with several samples: {"index": its number among them from 0,
+                "count": how many they are, "parent": the segment whose turns its context contains,
+                -1: none}. They have the same prompt_id, index and reward, and the same extras but
+                for tool_calls and the agent's turns, see data/episodes.py.
     """
 
     prompt_id: PromptId
@@ -120,7 +131,8 @@ NOT_STORED = ([None] * (1 + len(TRAINER_FIELDS)), None)
 
 @dataclass
 class Batch:
-    """The samples of one training step, ordered by (position of the prompt in the step, index).
+    """The samples of one training step, ordered by (position of the prompt in the step, index,
+    segment of the episode).
 
     Attributes:
         step: the training step.
@@ -134,7 +146,10 @@ class Batch:
             on.
         prob_squares: float32 [R] per sample: the sum of squared probabilities of the proximal
             policy.
+        episodes: int64 [B], see `episode_numbers`: set where a batch travels without its samples'
+            extras. None: the extras say it.
         dropped: samples that `drop` took out.
+        notes: further entries of the step's row in ledger.jsonl.
         stored: the objects that were last put into Ray's object store, and the references to them
             by the way in which the batch was divided.
     """
@@ -149,7 +164,9 @@ class Batch:
     values: list[np.ndarray] | None = None
     returns: list[np.ndarray] | None = None
     prob_squares: list[np.ndarray] | None = None
+    episodes: np.ndarray | None = None
     dropped: list[Sample] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
     stored: tuple[list, Any] = NOT_STORED
 
     def prompt_order(self) -> list[PromptId]:

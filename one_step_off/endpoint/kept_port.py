@@ -42,8 +42,10 @@ class KeptPort:
         self.host = host
         self._listening = _listen(host, port, preferred_port)
         self.port = self._listening.getsockname()[1]
-        run_folder = os.environ.get(RUN_FOLDER_VARIABLE)  # removed after the run, even after a kill
-        folder = tempfile.mkdtemp(prefix="ose_", dir=run_folder)  # only this user may enter
+        # Removed after the run, even after a kill. The variable outlives an earlier run's folder.
+        run_folder = os.environ.get(RUN_FOLDER_VARIABLE, "")
+        parent = run_folder if os.path.isdir(run_folder) else None
+        folder = tempfile.mkdtemp(prefix="ose_", dir=parent)  # only this user may enter
         if len(folder) > MAX_PATH_CHARS - len("/port"):
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix="ose_", dir="/tmp")

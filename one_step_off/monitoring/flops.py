@@ -15,6 +15,7 @@ import numpy as np
 
 from one_step_off.config.device_shares import devices_of_pool
 from one_step_off.config.schema import Config
+from one_step_off.data.episodes import segment_index
 from one_step_off.data.samples import Batch
 
 Metrics = dict[str, float | None]
@@ -157,7 +158,12 @@ class Meter:
         }
         if self.shape is None:
             return metrics
-        prompt_lengths = {s.prompt_id: len(s.prompt_ids) for s in batch.samples}
+        # The samples of a prompt share it; a later segment of an episode has a context of its own.
+        prompt_lengths = {}
+        for sample in batch.samples:
+            segment = segment_index(sample)
+            name = (*sample.prompt_id, sample.index, segment) if segment else sample.prompt_id
+            prompt_lengths[name] = len(sample.prompt_ids)
         # The output of tools is context: it counts like a part of the prompt.
         rollout_flops = self.shape.generate_flops(
             list(prompt_lengths.values()), lengths - generated, generated

@@ -20,6 +20,7 @@ from one_step_off.config.errors import as_config_error
 from one_step_off.config.schema import Config
 from one_step_off.config.yaml_io import parse_yaml, resolved_yaml
 from one_step_off.data.samples import NOT_GENERATED, Batch, PromptLookup, Sample
+from one_step_off.monitoring.sample_parts import Decode, has_parts, parts_of_sample
 
 SAMPLE_FOLDER = "samples"
 STEP_PREFIX = "step_"
@@ -188,9 +189,11 @@ class Prometheus:
 class SampleDump:
     """All samples of each step and evaluation, one JSON object per line."""
 
-    def __init__(self, folder: Path, find: PromptLookup) -> None:
+    def __init__(self, folder: Path, find: PromptLookup, decode: Decode | None = None) -> None:
+        """`decode`: of the policy's tokenizer; None: rows have no parts."""
         self.folder = folder / SAMPLE_FOLDER
         self.find = find
+        self.decode = decode
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, entry: LogEntry) -> None:
@@ -227,6 +230,12 @@ class SampleDump:
         for name, value in sample.extra.items():
             if name not in INTERNAL_EXTRAS:
                 row[name] = value
+        if self.decode is not None and has_parts(sample):
+            # An agent may have written another context than the row's prompt.
+            if prompt is None or not np.array_equal(sample.prompt_ids, prompt.ids):
+                row["prompt"] = self.decode(sample.prompt_ids)
+            row["prompt_length"] = len(sample.prompt_ids)
+            row["parts"] = parts_of_sample(sample, self.decode)
         return row
 
     def close(self, failed: bool) -> None:
@@ -368,19 +377,21 @@ def open_loggers(
     find: PromptLookup,
     print_line: Callable[[str], None],
     started: dict[str, Any],
+    decode: Decode | None = None,
 ) -> Loggers:
     """The loggers that the section `logging` asks for. What an earlier run wrote from `first_step`
     on is removed.
 
     Args:
         started: see `start_remote_loggers`.
+        decode: of the policy's tokenizer, for the sample dump.
     """
     folder = Path(cfg.trainer.output_dir)
     for path in _outdated_files(folder, first_step):
         path.unlink()
     loggers = Loggers(print_line, started)
     if cfg.logging.sample_dump:
-        loggers.add("the sample dump", lambda: SampleDump(folder, find))
+        loggers.add("the sample dump", lambda: SampleDump(folder, find, decode))
     if cfg.logging.tensorboard:
         config_text = resolved_yaml(cfg)
         loggers.add("TensorBoard", lambda: TensorBoard(folder, config_text, first_step))

@@ -14,6 +14,14 @@ from typing import Any
 from one_step_off.config.errors import ConfigError, as_config_error, first_line
 from one_step_off.config.text import mask_secrets
 from one_step_off.monitoring.loggers import STEP_PREFIX, sample_files
+from one_step_off.monitoring.sample_parts import (
+    CONTEXT,
+    parts_of_row,
+    rows_by_episode,
+    segment_of,
+    tool_call_texts,
+    tool_names,
+)
 from one_step_off.monitoring.summary import Row, speed_summary
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -21,6 +29,11 @@ SCRIPT = Path(__file__).with_suffix(".js")  # it draws the page out of the data
 MAX_TIMELINE_BYTES = 4 << 20
 SHOWN_SAMPLES = 8
 SHOWN_CHARACTERS = 2000  # of each text of a sample
+LONG_COLUMNS = ("parts", "tool_calls")  # the response has their texts
+SHOWN_SEGMENTS = 60  # of each episode
+SHOWN_PARTS = 120  # of each segment
+SHOWN_CALLS = 40  # tool calls of each segment
+SHOWN_NAMES = 3  # tools whose names stand beside a segment
 SEARCHED_STEPS = 8  # the newest steps, among which the longest samples are searched
 LARGEST_NUMBER = 1e300  # JSON has no infinity
 
@@ -79,10 +92,91 @@ def longest_samples(folder: Path) -> list[Row]:
 
 
 def _shortened(row: Row) -> Row:
-    return {
-        name: mask_secrets(value)[:SHOWN_CHARACTERS] if isinstance(value, str) else value
-        for name, value in row.items()
+    shortened = {}
+    for name, value in row.items():
+        if isinstance(value, str):
+            shortened[name] = mask_secrets(value)[:SHOWN_CHARACTERS]
+        elif name not in LONG_COLUMNS:
+            shortened[name] = value
+    return shortened
+
+
+def chosen_episodes(folder: Path) -> list[Row]:
+    """The episodes that the page draws, without secrets: of the newest step with samples of several
+    turns the one with the highest reward, the lowest, and the most segments."""
+    newest_files = list(sample_files(folder, STEP_PREFIX).items())[-SEARCHED_STEPS:]
+    for step, path in reversed(newest_files):
+        episodes = []
+        for rows in rows_by_episode(read_lines(path)):
+            is_scored = isinstance(rows[0].get("reward"), (int, float))
+            if is_scored and any(parts_of_row(row) for row in rows):
+                episodes.append(rows)
+        if episodes:
+            return [_drawn_episode(rows, step, why) for rows, why in _choose(episodes)]
+    return []
+
+
+def _choose(episodes: list[list[Row]]) -> list[tuple[list[Row], str]]:
+    """The episodes to draw, each once, with the reason: "highest reward", for example."""
+    # Of those with one reward the one with the most segments shows most.
+    highest = max(episodes, key=lambda rows: (rows[0]["reward"], len(rows)))
+    lowest = min(episodes, key=lambda rows: (rows[0]["reward"], -len(rows)))
+    largest = max(episodes, key=len)
+    candidates = [(highest, "highest reward"), (lowest, "lowest reward")]
+    if len(largest) > 1:
+        candidates.append((largest, "most segments"))
+    reasons: dict[int, list[str]] = {}
+    chosen: dict[int, list[Row]] = {}
+    for rows, reason in candidates:
+        chosen[id(rows)] = rows
+        reasons.setdefault(id(rows), []).append(reason)
+    return [(rows, ", ".join(reasons[key])) for key, rows in chosen.items()]
+
+
+def _drawn_episode(rows: list[Row], step: int, why: str) -> Row:
+    shown = ("prompt_id", "index", "reward", "reward_parts", "ground_truth", "error")
+    episode = _shortened({name: rows[0][name] for name in shown if name in rows[0]})
+    segments = [_drawn_segment(row) for row in rows[:SHOWN_SEGMENTS]]
+    return episode | {
+        "step": step,
+        "why": why,
+        "segments": segments,
+        "omitted": len(rows) - len(segments),
     }
+
+
+def _drawn_segment(row: Row) -> Row:
+    index, parent = segment_of(row)
+    parts = parts_of_row(row)
+    calls = tool_call_texts(row)
+    context = {
+        "kind": CONTEXT,
+        "tokens": row.get("prompt_length"),
+        "text": str(row.get("prompt")),
+        "versions": [],
+    }
+    drawn = []
+    for part in [context, *parts[:SHOWN_PARTS]]:
+        drawn.append(part | {"text": _middle_left_out(mask_secrets(part["text"]))})
+    return {
+        "index": index,
+        "parent": parent,
+        "parts": drawn,
+        "omitted_parts": max(0, len(parts) - SHOWN_PARTS),
+        "call_names": tool_names(row)[:SHOWN_NAMES],
+        "calls": [_middle_left_out(mask_secrets(call)) for call in calls[:SHOWN_CALLS]],
+        "omitted_calls": max(0, len(calls) - SHOWN_CALLS),
+        "finish_reason": row.get("finish_reason"),
+    }
+
+
+def _middle_left_out(text: str) -> str:
+    """The text, without its middle where it is too long: both ends say where it belongs."""
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    half = SHOWN_CHARACTERS // 2
+    left_out = len(text) - 2 * half
+    return f"{text[:half]} [... {left_out:,} characters ...] {text[-half:]}"
 
 
 def collect(folder: Path, error: str = "") -> dict[str, Any]:
@@ -98,6 +192,7 @@ def collect(folder: Path, error: str = "") -> dict[str, Any]:
         "versions": parse_objects([read_text(folder / "versions.json")]),
         "summary": _summary(folder, rows),
         "samples": longest_samples(folder),
+        "episodes": chosen_episodes(folder),
         "name": folder.resolve().name,
         "ended": mask_secrets(error),
     }

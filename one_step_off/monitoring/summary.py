@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.data.episodes import agent_counts, group_by_episode, one_per_episode
 from one_step_off.data.samples import FAULT_METRICS, Sample
 
 Row = dict[str, Any]
@@ -16,8 +17,10 @@ MAX_AVERAGED_STEPS = 5
 
 
 def sample_stats(samples: list[Sample]) -> dict[str, float]:
-    """Reward and length over samples (NaN without any), and what agent loops counted."""
-    rewards = np.array([sample.reward for sample in samples] or [np.nan], np.float64)
+    """Reward over episodes and length over samples (NaN without any), and what agent loops
+    counted."""
+    episodes = one_per_episode(samples)
+    rewards = np.array([episode.reward for episode in episodes] or [np.nan], np.float64)
     lengths = np.array([len(sample.response_ids) for sample in samples] or [np.nan], np.float64)
     is_cut = np.array(
         [sample.finish_reason == "length" for sample in samples] or [np.nan], np.float64
@@ -35,15 +38,15 @@ def sample_stats(samples: list[Sample]) -> dict[str, float]:
 
 
 def agent_stats(samples: list[Sample]) -> dict[str, float]:
-    """Means of what agent loops counted, as "agent/tool_calls/mean", where a missing count is 0; {}
-    where all samples have one turn."""
+    """Means over episodes of what agent loops counted, as "agent/tool_calls/mean", where a missing
+    count is 0; {} where all samples have one turn."""
     if not any("agent" in sample.extra for sample in samples):
         return {}
-    counts_of_samples = [sample.extra.get("agent", {"turns": 1.0}) for sample in samples]
-    names = dict.fromkeys(name for counts in counts_of_samples for name in counts)
+    counts_of_episodes = [agent_counts(segments) for segments in group_by_episode(samples)]
+    names = dict.fromkeys(name for counts in counts_of_episodes for name in counts)
     return {
         f"agent/{name}/mean": float(
-            np.mean([counts.get(name, 0.0) for counts in counts_of_samples])
+            np.mean([counts.get(name, 0.0) for counts in counts_of_episodes])
         )
         for name in names
     }
@@ -162,6 +165,17 @@ def parts_text(parts: dict[str, float], digits: str = ".3f") -> str:
     return " (" + ", ".join(f"{name} {part:{digits}}" for name, part in parts.items()) + ")"
 
 
+def sources_text(row: Row) -> str:
+    """The mean rewards by source as the text that follows that of the step: " [sums 0.750, chat
+    0.500]"; "" where the run has not several sources with samples in this step."""
+    means = []
+    for key, mean in row.items():
+        name = key.removeprefix("source/").removesuffix("/reward/mean")
+        if mean is not None and key == f"source/{name}/reward/mean":
+            means.append(f"{name} {mean:.3f}")
+    return f" [{', '.join(means)}]" if len(means) > 1 else ""
+
+
 def evaluation_text(metrics: dict[str, float]) -> str:
     """An evaluation in one line: each set's reward with its parts, and its pass@k for the largest
     k."""
@@ -183,9 +197,10 @@ def _set_text(metrics: dict[str, float], set_key: str) -> str:
         for key, value in metrics.items()
         if key.startswith(part_prefix)
     }
+    counted = "episodes" if f"{set_key}/episodes" in metrics else "samples"
     text = (
         f"{name}{metrics[f'{set_key}/reward']:.3f}{parts_text(parts)} "
-        f"over {metrics[f'{set_key}/samples']:.0f} samples"
+        f"over {metrics[f'{set_key}/{counted}']:.0f} {counted}"
     )
     pass_keys = [key for key in metrics if key.startswith(f"{set_key}/pass@")]
     if pass_keys:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from one_step_off.data.episodes import episode_stats
 from one_step_off.data.evaluation import MAIN_SET, evaluation_metrics
 from one_step_off.data.samples import FAULT_METRICS, Batch, Sample, generated_tokens
 from one_step_off.monitoring.callbacks import StepCallbacks
@@ -44,6 +45,8 @@ class Tracker:
         loggers, meter: None: none.
         callbacks: the user's functions that are called after each step.
         passes_at: the reward with which a held-out sample passes, for pass@k.
+        has_external_agents: every step reports `episode_stats`, also where no episode has several
+            samples.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Tracker:
         self.unwritten: dict[str, float] = {}
         self.val_names = [MAIN_SET]
         self.passes_at = 1.0
+        self.has_external_agents = False
         self.loggers: Loggers | None = None
         self.meter: Meter | None = None
         self.callbacks = StepCallbacks()
@@ -179,6 +183,7 @@ class Tracker:
         generated, oldest_version, newest_version = generated_tokens(batch.samples)
         row: Row = {"step": batch.step, "weight_version": version}
         row |= sample_stats(batch.samples)
+        row |= episode_stats(batch.samples, always=self.has_external_agents)
         row["tokens/response"] = float(generated.sum())
         row["staleness/min"] = version - newest_version
         row["staleness/max"] = version - oldest_version
@@ -217,7 +222,8 @@ class Tracker:
         `evaluations.jsonl` has them all; the row of the step that ends next repeats the newest."""
         metrics = {"val/version": float(version), "val/seconds": seconds}
         metrics |= evaluation_metrics(samples, self.val_names, self.passes_at)
-        for name, value in agent_stats(samples).items():
+        stats = agent_stats(samples) | episode_stats(samples, always=self.has_external_agents)
+        for name, value in stats.items():
             metrics[f"val/{name}"] = value
         self.evaluations.append(metrics)
         self.unwritten = metrics
@@ -262,11 +268,12 @@ class Tracker:
 
 
 def _ledger_row(batch: Batch) -> Row:
-    """The prompts that a step consumed, in order; those dropped, and those that others replaced."""
+    """The prompts that a step consumed, in order; those dropped, those that others replaced, and
+    the notes of the batch."""
     row: Row = {"step": batch.step, "prompts": batch.prompt_order()}
     if batch.dropped:
         row["dropped"] = list(dict.fromkeys(sample.prompt_id for sample in batch.dropped))
     replaced = [prompt for sample in batch.samples for prompt in sample.extra.get("replaces", ())]
     if replaced:
         row["replaced"] = replaced
-    return row
+    return row | batch.notes

@@ -1,7 +1,8 @@
 """Read a run's samples: python -m one_step_off.view OUTPUT_DIR [--step N | --val V] [--best K] ...
 
 Without --best, --worst and --longest it shows the 3 best, the 3 worst and the longest sample of the
-last step.
+last step. Of samples with several turns it shows which parts are trained, and an episode of several
+samples is shown as one, segment by segment.
 """
 
 import argparse
@@ -12,9 +13,18 @@ from typing import Any
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.monitoring.loggers import EVALUATION_PREFIX, STEP_PREFIX, sample_files
+from one_step_off.monitoring.sample_parts import (
+    CONTEXT,
+    TRAINED,
+    UNTRAINED,
+    Row,
+    parts_of_row,
+    rows_by_episode,
+    segment_of,
+    tool_call_texts,
+)
 from one_step_off.monitoring.summary import parts_text
 
-Row = dict[str, Any]
 DEFAULT_COUNTS = {"best": 3, "worst": 3, "longest": 1}
 # Of samples with the same reward those with the lowest index come first: each of another prompt, so
 # that one easy prompt does not fill the list. Samples that were not scored come last.
@@ -28,6 +38,9 @@ SORT_KEYS = {
     ),
     "longest": lambda row: (-row["length"], row.get("index", 0)),
 }
+# Kind of a part -> how its lines begin, so that it is seen without colors, and its style.
+PART_MARKS = {CONTEXT: "  | ", TRAINED: "  > ", UNTRAINED: "  - "}
+PART_STYLES = {CONTEXT: "cyan", TRAINED: "green", UNTRAINED: "yellow"}
 FINISH_REASONS = {
     "length": "cut at the limit",
     "stop": "ended with EOS",
@@ -89,7 +102,7 @@ def _parse_row(line: str) -> Row:
 
 
 def part_means(rows: list[Row]) -> dict[str, float]:
-    """The mean of each part of the rewards, over the samples that have it."""
+    """The mean of each part of the rewards, over the rows that have it."""
     values: dict[str, list[float]] = {}
     for row in rows:
         for name, part in (row.get("reward_parts") or {}).items():
@@ -118,14 +131,46 @@ def describe_sample(row: Row) -> str:
     return text
 
 
+def describe_episode(segments: list[Row]) -> str:
+    """One line about an episode of several samples."""
+    whole = _whole_episode(segments)
+    parts = [part for segment in segments for part in parts_of_row(segment)]
+    tokens = sum(part["tokens"] for part in parts if part["kind"] == TRAINED)
+    return describe_sample(whole) + f"  {len(segments)} segments, {tokens} tokens trained"
+
+
+def _whole_episode(segments: list[Row]) -> Row:
+    """The row of an episode: that of its last segment, with the length and versions of all."""
+    whole = dict(segments[-1])
+    whole["length"] = sum(segment["length"] for segment in segments)
+    versions = [str(version) for segment in segments for version in segment.get("versions", ())]
+    whole["versions"] = list(dict.fromkeys(versions))
+    return whole
+
+
+def describe_segment(segment: Row, count: int) -> str:
+    """One line about a segment of an episode."""
+    index, parent = segment_of(segment)
+    origin = "a context of its own"
+    if parent >= 0:
+        origin = f"its context has turns of segment {parent}"
+    reason = FINISH_REASONS.get(segment.get("finish_reason"), "end unknown")
+    context = f"{segment.get('prompt_length', '?')} tokens of context"
+    return f"segment {index} of {count} ({origin}): {context}, {segment['length']} tokens, {reason}"
+
+
 def describe_file(path: Path, rows: list[Row]) -> str:
-    """One line about all samples of a file."""
-    rewards = [row["reward"] for row in rows if not math.isnan(row["reward"])]
+    """One line about all samples of a file; rewards count per episode."""
+    episodes = rows_by_episode(rows)
+    firsts = [segments[0] for segments in episodes]
+    rewards = [row["reward"] for row in firsts if not math.isnan(row["reward"])]
     lengths = [row["length"] for row in rows]
     mean_reward = sum(rewards) / len(rewards) if rewards else math.nan
     mean_length = sum(lengths) / len(lengths)
+    of_episodes = f" of {len(episodes)} episodes" if len(episodes) < len(rows) else ""
     return (
-        f"{path}: {len(rows)} samples, reward {mean_reward:.3f}{parts_text(part_means(rows))}, "
+        f"{path}: {len(rows)} samples{of_episodes}, "
+        f"reward {mean_reward:.3f}{parts_text(part_means(firsts))}, "
         f"length {mean_length:.1f} (max {max(lengths)})"
     )
 
@@ -137,13 +182,39 @@ def show(path: Path, rows: list[Row], counts: dict[str, int]) -> None:
 
     console = Console(highlight=False)
     _print_safely(console, describe_file(path, rows))
+    episodes = rows_by_episode(rows)
     for name, count in counts.items():
-        chosen = sorted(rows, key=SORT_KEYS[name])[:count]
-        for position, row in enumerate(chosen, 1):
-            title = f"{name} {position} of {len(chosen)}: {describe_sample(row)}"
-            _print_safely(console, f"\n--- {title}", "bold")
-            _print_text(console, row, "prompt", "cyan")
-            _print_text(console, row, "response", "")
+        sort_key = SORT_KEYS[name]
+        chosen = sorted(episodes, key=lambda own, key=sort_key: key(_whole_episode(own)))[:count]
+        for position, segments in enumerate(chosen, 1):
+            place = f"\n--- {name} {position} of {len(chosen)}: "
+            if len(segments) == 1:
+                _print_safely(console, place + describe_sample(segments[0]), "bold")
+                _print_sample(console, segments[0])
+                continue
+            _print_safely(console, place + describe_episode(segments), "bold")
+            for segment in segments:
+                _print_safely(console, "\n" + describe_segment(segment, len(segments)), "bold")
+                _print_sample(console, segment)
+
+
+def _print_sample(console: Any, row: Row) -> None:
+    """Print a sample: as parts where it has any, else prompt and response."""
+    parts = parts_of_row(row)
+    _print_text(console, row, "prompt", "cyan")
+    if not parts:
+        _print_text(console, row, "response", "")
+    for part in parts:
+        versions = "+".join(f"v{version}" for version in part["versions"])
+        facts = [part["kind"], f"{part['tokens']} tokens", versions]
+        _print_safely(console, ", ".join(fact for fact in facts if fact) + ":")
+        mark = PART_MARKS[part["kind"]]
+        marked = "\n".join(mark + line for line in part["text"].split("\n"))
+        _print_safely(console, marked, PART_STYLES[part["kind"]])
+    calls = tool_call_texts(row)
+    if calls:
+        _print_safely(console, "tool calls:")
+        _print_safely(console, "\n".join(f"  {call}" for call in calls))
 
 
 def _print_text(console: Any, row: Row, column: str, style: str) -> None:

@@ -144,11 +144,16 @@ def by_runs(folders: list[str]) -> Any:
 
 
 def _response_lengths(folder: Path, n: int) -> np.ndarray:
-    """The dumped samples' response lengths in tokens, int [groups, n]. Raises ValueError: too
-    few."""
+    """The dumped samples' response lengths in tokens, int [groups, n]; those of an episode's
+    segments are added up. Raises ValueError: too few."""
     lengths = []
     for path in sorted(folder.glob("samples/step_*.jsonl")):
-        lengths += [json.loads(line)["length"] for line in path.read_text().splitlines()]
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if (row.get("segment") or {}).get("index"):  # it follows the one before
+                lengths[-1] += row["length"]
+            else:
+                lengths.append(row["length"])
     if len(lengths) < n:
         raise ValueError("it has no samples/, see logging.sample_dump")
     groups = len(lengths) // n

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,37 +50,47 @@ class RewardFunction:
         return self.function(**arguments, **self.kwargs)
 
 
-def named_functions(cfg: RewardConfig) -> list[str]:
-    """All functions that a config names: those of `reward.functions`, or `reward.function`
-    alone.
-    """
-    return list(cfg.functions.values()) or [cfg.function]
-
-
 class RewardFunctions:
-    """The functions of a config: one for each `data_source` of `reward.functions`, or
-    `reward.function` for all.
+    """The functions of a config: those of the sources in `data.train_files` that name one; for all
+    other rows one for each `data_source` of `reward.functions`, or `reward.function`.
     """
 
-    def __init__(self, cfg: RewardConfig) -> None:
+    def __init__(self, cfg: RewardConfig, of_sources: Mapping[str, str] | None = None) -> None:
         """Import the functions.
 
-        Raises ConfigError: there is no such module or attribute, it is not callable, it is
-        asynchronous, or `reward.kwargs` does not fit.
+        Args:
+            of_sources: see `config.sources.source_rewards`.
+
+        Raises:
+            ConfigError: there is no such module or attribute, it is not callable, it is
+                asynchronous, or `reward.kwargs` does not fit.
         """
+        of_sources = of_sources or {}
+        default = list(cfg.functions.values()) or [cfg.function]
+        self.names = default + list(of_sources.values())
+        self.of_sources: dict[str, RewardFunction] = {}
+        for source, spec in of_sources.items():
+            key = f"data.train_files, {source}: reward"
+            self.of_sources[source] = self._find_function(key, spec, cfg)
         self.by_source: dict[str, RewardFunction] = {}
         for source, spec in cfg.functions.items():
             key = f"reward.functions.{format_value(source)}"
-            self.by_source[source] = _find_function(key, spec, cfg)
+            self.by_source[source] = self._find_function(key, spec, cfg)
         self.for_all: RewardFunction | None = None
         if not cfg.functions:
-            self.for_all = _find_function("reward.function", cfg.function, cfg)
+            self.for_all = self._find_function("reward.function", cfg.function, cfg)
 
-    def find(self, data_source: str) -> RewardFunction:
-        """The function of a row. Raises ConfigError: `reward.functions` has none for its
-        data_source.
+    def find(self, data_source: str, source: str = "") -> RewardFunction:
+        """The function of a row.
+
+        Args:
+            data_source: the row's.
+            source: the name of its source in `data.train_files`; "": none.
+
+        Raises:
+            ConfigError: `reward.functions` has none for its data_source.
         """
-        function = self.for_all or self.by_source.get(data_source)
+        function = self.of_sources.get(source) or self.for_all or self.by_source.get(data_source)
         if function is None:
             known = ", ".join(map(format_value, self.by_source))
             raise ConfigError(
@@ -89,26 +99,27 @@ class RewardFunctions:
             )
         return function
 
-
-def _find_function(key: str, spec: str, cfg: RewardConfig) -> RewardFunction:
-    """The function `spec`, checked to be callable as the trainer will call it. Raises
-    ConfigError.
-    """
-    name = f"{key}={spec!r}"
-    built_in = spec in REWARD_FUNCTIONS
-    function = REWARD_FUNCTIONS.find(spec, key).function
-    all_built_in = all(other in REWARD_FUNCTIONS for other in named_functions(cfg))
-    if cfg.kwargs and all_built_in:
-        raise ConfigError(
-            f"reward.kwargs={dict(cfg.kwargs)!r}: the built-in {spec!r} takes none; remove them"
+    def _find_function(self, key: str, spec: str, cfg: RewardConfig) -> RewardFunction:
+        """The function `spec`, checked to be callable as the trainer will call it. Raises
+        ConfigError.
+        """
+        name = f"{key}={spec!r}"
+        built_in = spec in REWARD_FUNCTIONS
+        function = REWARD_FUNCTIONS.find(spec, key).function
+        all_built_in = all(other in REWARD_FUNCTIONS for other in self.names)
+        if cfg.kwargs and all_built_in:
+            raise ConfigError(
+                f"reward.kwargs={dict(cfg.kwargs)!r}: the built-in {spec!r} takes none; remove them"
+            )
+        if inspect.iscoroutinefunction(function):
+            raise ConfigError(f"{name}: is asynchronous; name a plain function")
+        if built_in:
+            return RewardFunction(name, function, {}, built_in=True, takes_extra_info=False)
+        takes_extra_info = _check_signature(name, function, cfg.kwargs)
+        kwargs = dict(cfg.kwargs)
+        return RewardFunction(
+            name, function, kwargs, built_in=False, takes_extra_info=takes_extra_info
         )
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{name}: is asynchronous; name a plain function")
-    if built_in:
-        return RewardFunction(name, function, {}, built_in=True, takes_extra_info=False)
-    takes_extra_info = _check_signature(name, function, cfg.kwargs)
-    kwargs = dict(cfg.kwargs)
-    return RewardFunction(name, function, kwargs, built_in=False, takes_extra_info=takes_extra_info)
 
 
 def _check_signature(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

@@ -91,6 +91,7 @@ class RewardItem:
         index: its position in the prompt's group.
         extra_info: the row's other columns; {} where all reward functions are built in.
         where: the row's location in the data, for messages.
+        source: the row's source in `data.train_files`, see `Prompt`.
     """
 
     prompt_id: PromptId
@@ -101,6 +102,7 @@ class RewardItem:
     data_source: str = ""
     extra_info: dict[str, Any] = field(default_factory=dict)
     where: str = ""
+    source: str = ""
 
     def __str__(self) -> str:
         """Which sample it is, in an error message."""

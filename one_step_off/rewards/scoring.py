@@ -6,6 +6,7 @@
 import importlib
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from one_step_off.config.schema import RewardConfig
@@ -17,7 +18,7 @@ from one_step_off.config.user_code import (
     log_traceback,
     quote_response,
 )
-from one_step_off.rewards.functions import RewardFunction, RewardFunctions, named_functions
+from one_step_off.rewards.functions import RewardFunction, RewardFunctions
 from one_step_off.rewards.reward import (
     TIMEOUT,
     Reward,
@@ -48,11 +49,11 @@ class Scorer:
 
     restarts = -1  # Ray restarts the process any number of times
 
-    def __init__(self, cfg: RewardConfig) -> None:
+    def __init__(self, cfg: RewardConfig, of_sources: Mapping[str, str] | None = None) -> None:
         """Import the reward functions. Raises ConfigError, see `RewardFunctions`."""
         self.cfg = cfg
-        self.functions = RewardFunctions(cfg)
-        if any(name in REWARD_FUNCTIONS for name in named_functions(cfg)):
+        self.functions = RewardFunctions(cfg, of_sources)
+        if any(name in REWARD_FUNCTIONS for name in self.functions.names):
             # Import it now: it takes about a second, which must not count for the first response.
             # Its warnings say that the caller must limit the time, which we do.
             importlib.import_module("math_verify")
@@ -77,7 +78,7 @@ class Scorer:
             return [self._score(item) for item in items]
 
     def _score(self, item: RewardItem) -> Score | RewardError:
-        function = self.functions.find(item.data_source)
+        function = self.functions.find(item.data_source, item.source)
         begin = time.monotonic()
         outcome: Any
         try:

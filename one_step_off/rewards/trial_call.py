@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from one_step_off.config.errors import ConfigError, located_config_error
-from one_step_off.config.schema import Config, RewardConfig
+from one_step_off.config.schema import Config
+from one_step_off.config.sources import source_rewards
 from one_step_off.config.user_code import find_user_line
 from one_step_off.data.run_data import RunData
 from one_step_off.data.samples import Prompt
@@ -59,7 +60,7 @@ def check_reward_functions(cfg: Config, data: RunData, print_line: Callable[[str
             `reward.on_error=stop`, the call raises, hangs, kills its process or returns no reward.
             With another `reward.on_error`, `print_line` receives a warning instead.
     """
-    functions = RewardFunctions(cfg.reward)
+    functions = RewardFunctions(cfg.reward, source_rewards(cfg))
     items = first_items(cfg, functions, [*data.stream.prompts, *(data.val or ())])
     if not items:
         return
@@ -79,7 +80,7 @@ def first_items(
         if (prompt.agent_loop or cfg.agent.loop) == "environment":
             continue  # the environment gives the reward itself
         with located_config_error(f"data row {prompt.where}: "):
-            function = functions.find(prompt.data_source)
+            function = functions.find(prompt.data_source, prompt.source)
         if function.built_in or function.name in items:
             continue
         items[function.name] = RewardItem(
@@ -91,6 +92,7 @@ def first_items(
             data_source=prompt.data_source,
             extra_info=prompt.extra,
             where=prompt.where,
+            source=prompt.source,
         )
     return list(items.values())
 
@@ -99,7 +101,7 @@ def find_fault(cfg: Config, functions: RewardFunctions, items: list[RewardItem])
     """Call the functions. Returns what is wrong with the first that fails, in one line; empty:
     nothing.
     """
-    result = call_in_process(cfg.reward, items, cfg.trainer.start_timeout_s)
+    result = call_in_process(cfg, items)
     for error in result.errors:
         if error is not None:
             return f"{error} ({_CONTEXT}); {_fix(error.kind == TIMEOUT)}"
@@ -118,7 +120,7 @@ def _process_fault(
     cfg: Config, functions: RewardFunctions, item: RewardItem, result: TrialResult
 ) -> str:
     """Why the process ended, or hung, before it had scored `item`."""
-    function = functions.find(item.data_source)
+    function = functions.find(item.data_source, item.source)
     subject = f"{function.name}, {item}"
     if not result.imported:
         printed = result.output.strip().splitlines() or ["it prints nothing"]
@@ -138,16 +140,14 @@ def _process_fault(
     return f"{subject}: {problem}{location} ({_CONTEXT}); {_fix(is_timeout=False)}"
 
 
-def call_in_process(
-    cfg: RewardConfig, items: list[RewardItem], start_timeout_s: float
-) -> TrialResult:
-    """Score the items one after another in a child process.
-
-    `start_timeout_s`: time limit for its start and imports.
+def call_in_process(cfg: Config, items: list[RewardItem]) -> TrialResult:
+    """Score the items one after another in a child process. Its start and imports have
+    `trainer.start_timeout_s`.
     """
-    timeout_s = start_timeout_s + len(items) * (cfg.timeout_s + GRACE_S) + EXIT_TIMEOUT_S
+    calls_s = len(items) * (cfg.reward.timeout_s + GRACE_S)
+    timeout_s = cfg.trainer.start_timeout_s + calls_s + EXIT_TIMEOUT_S
     path = [os.getcwd() if folder == "" else folder for folder in sys.path]
-    message = pickle.dumps(path) + pickle.dumps((cfg, items))
+    message = pickle.dumps(path) + pickle.dumps((cfg.reward, source_rewards(cfg), items))
     with tempfile.TemporaryFile() as results, tempfile.TemporaryFile() as output:
         # In a process group of its own: what the function starts ends with it, and Ctrl-C is for
         # the parent.
@@ -197,8 +197,8 @@ def run_child() -> None:
     """The child process: score the items that stdin holds, and write each result as soon as it is
     there.
     """
-    cfg, items = pickle.load(sys.stdin.buffer)
-    scorer = Scorer(cfg)
+    cfg, of_sources, items = pickle.load(sys.stdin.buffer)
+    scorer = Scorer(cfg, of_sources)
     with open(int(sys.argv[1]), "wb", buffering=0) as results:
         results.write(pickle.dumps(True))
         for item in items:

@@ -15,8 +15,10 @@ from typing import Any
 from one_step_off.algorithms import advantages
 from one_step_off.cluster.remote_calls import now
 from one_step_off.config.schema import Config
+from one_step_off.data.episodes import check_episodes
 from one_step_off.data.samples import Batch, Prompt, PromptId, Sample
 from one_step_off.data.staleness import assert_staleness
+from one_step_off.data.visits import replaced_visits
 from one_step_off.rollout.partial_rollouts import PartialRolloutPool
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
@@ -76,6 +78,7 @@ class BatchSource(ABC):
         Raises:
             NoReplica: no replica is left. Samples that are complete stay, for the checkpoint.
             StalenessError: a token was made by other weights than this step trains on.
+            EpisodeError: a segment of an episode is missing.
         """
         begin = now()
         made_by = self.incarnation
@@ -93,6 +96,7 @@ class BatchSource(ABC):
         batch = self._stamped(step, samples, made_by)
         metrics |= self._metrics(samples, step)
         assert_staleness(batch)
+        check_episodes(samples)
         return batch, metrics
 
     @abstractmethod
@@ -125,6 +129,15 @@ class BatchSource(ABC):
         """The data position for a checkpoint of `step`, which holds the samples of that step or
         not."""
         return self.stream.state_dict()
+
+    def _begin_step(self, step: int) -> None:
+        """Prompts are drawn for `step`. The results that the draw may know are those of steps that
+        have ended however fast anything is, so that a resumed run draws the same prompts."""
+        self.stream.begin_step(step, step - 1 - self.cfg.pipeline.staleness)
+
+    def record(self, batch: Batch) -> dict[str, float]:
+        """Take the results of a batch that was trained; returns metrics of its sources."""
+        return self.stream.record(batch)
 
     def unfinished_prompts(self) -> list[PromptId]:
         """Prompts that the data position counts as used, and that must be generated again after a
@@ -161,6 +174,7 @@ class WholeBatchSource(BatchSource):
     def launch(self, step: int, version: int, tasks: asyncio.TaskGroup) -> None:
         """See `BatchSource.launch`."""
         self.position_before = {step: self.stream.state_dict()}
+        self._begin_step(step)
         prompts = self.stream.next_batch()
         self.pending = tasks.create_task(self.or_fail(self._generate(step, prompts)))
 
@@ -184,8 +198,9 @@ class WholeBatchSource(BatchSource):
 
     def stream_position(self, step: int, has_samples: bool) -> dict[str, Any]:
         """See `BatchSource.stream_position`."""
-        position = self.stream.state_dict()
-        return position if has_samples else self.position_before.get(step, position)
+        if has_samples or step not in self.position_before:
+            return self.stream.state_dict()
+        return self.stream.position_without(self.position_before[step])
 
     async def _generate(self, step: int, prompts: list[Prompt]) -> Generated:
         """Generate these prompts; with dynamic sampling also replacements for uninformative
@@ -202,16 +217,30 @@ class WholeBatchSource(BatchSource):
             replacements, more_seconds = await self.rollout.generate(
                 self.stream.next_batch(len(uninformative)), purpose, sampling
             )
-            replacements[0].extra["replaces"] = [list(prompt) for prompt in uninformative]
+            removed = [s for s in samples if s.prompt_id in uninformative]
+            self._note_replaced(replacements[0], uninformative, removed)
             samples = [s for s in samples if s.prompt_id not in uninformative] + replacements
             seconds += more_seconds
         self.activity.call_finished("generate", step, seconds)
         return samples, seconds
 
+    def _note_replaced(
+        self, carrier: Sample, prompts: list[PromptId], removed: list[Sample]
+    ) -> None:
+        """Let a sample carry which groups were replaced, for the ledger and for checkpoints.
+
+        Of `removed`, samples that carried such notes themselves hand them on.
+        """
+        earlier = [prompt for s in removed for prompt in s.extra.get("replaces", ())]
+        carrier.extra["replaces"] = earlier + [list(prompt) for prompt in prompts]
+        visits = replaced_visits(removed) + self.stream.visits(removed)
+        if visits:
+            carrier.extra["replaced_visits"] = visits
+
 
 def uninformative_prompts(samples: list[Sample]) -> list[PromptId]:
-    """The prompts whose samples all score alike, greedy responses aside. Groups with errors are not
-    among them: they stay, to be counted and seen."""
+    """The prompts whose episodes all score alike, greedy responses aside. Groups with errors are
+    not among them: they stay, to be counted and seen."""
     sampled = [s for s in samples if "greedy" not in s.extra]
     rewards = [s.reward for s in sampled]
     groups = [s.prompt_id for s in sampled]
@@ -249,6 +278,7 @@ class PartialRolloutSource(BatchSource):
         missing = max(0, min(wanted, left_in_run) - len(self.pool.unfinished))
         repeated = self.to_repeat[:missing]
         self.to_repeat = self.to_repeat[missing:]
+        self._begin_step(step)
         prompts = repeated + self.stream.next_batch(missing - len(repeated))
         self.pool.begin(prompts, version, step)
         if prompts:

@@ -8,6 +8,7 @@ from typing import Any
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.cluster.remote_calls import call_all, now, with_time_limit
 from one_step_off.config.schema import Config
+from one_step_off.data.episodes import segment_index
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.rollout.prompt_router import GenerationRequest, OnGroup, PromptRouter
 from one_step_off.rollout.replica_supervisor import ReplicaSupervisor
@@ -119,7 +120,9 @@ class RolloutGroup:
             seconds = now() - begin
         self.on_trace(self.timeline.finish(purpose, evaluation=sampling is self.val_sampling))
         position = {prompt.id: i for i, prompt in enumerate(prompts)}
-        samples.sort(key=lambda sample: (position[sample.prompt_id], sample.index))
+        samples.sort(
+            key=lambda sample: (position[sample.prompt_id], sample.index, segment_index(sample))
+        )
         return samples, seconds
 
     async def sleep(self) -> None:

@@ -13,6 +13,7 @@ from agent_loop.base import Generated, Loops, Trajectory
 from agent_loop.episode import Episode
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
+from one_step_off.config.sources import reward_names, source_of
 from one_step_off.config.user_code import (
     MAX_MESSAGE_CHARS,
     describe_error,
@@ -21,7 +22,6 @@ from one_step_off.config.user_code import (
     quote_response,
 )
 from one_step_off.data.samples import Prompt, Sample
-from one_step_off.rewards.functions import named_functions
 from one_step_off.rewards.reward import Reward, RewardError, RewardItem, Score
 from one_step_off.rewards.verifiers import REWARD_FUNCTIONS
 from one_step_off.rollout.concurrency import ConcurrencyLimiter, TrajectorySlot
@@ -54,10 +54,13 @@ class TrajectoryRun:
         self.prompt = prompt
         self.index = index
         self.seed = sampling.seed
-        self.most_tokens = sampling.max_tokens or self.cfg.data.max_response_length
+        source = source_of(self.cfg, prompt.source)
+        longest = source.max_response_length or self.cfg.data.max_response_length
+        self.most_tokens = sampling.max_tokens or longest
         self.is_greedy = index == sampling.n
         self.sampling = replace(sampling, temperature=0.0) if self.is_greedy else sampling
-        limit_s = 2 * (self.cfg.agent.timeout_s + self.cfg.agent.tool_timeout_s)
+        timeout_s = source.timeout_s or self.cfg.agent.timeout_s
+        limit_s = 2 * (timeout_s + self.cfg.agent.tool_timeout_s)
         self.slot = TrajectorySlot(replica.limiter, limit_s)
         self.next_turn = 0
         self.turns: list[Generated] = []
@@ -85,7 +88,7 @@ class TrajectoryRun:
     async def _run_loop(self) -> list[Sample]:
         loops = self.replica.loops
         loop = loops.get(self.prompt.agent_loop)
-        limits = loops.limits(self.most_tokens)
+        limits = loops.limits(self.most_tokens, self.prompt.source)
         trajectory = await loop.run(self.prompt, self._generate, self._score, limits)
         samples = trajectory.samples(self.prompt, self.index)
         for sample in samples:
@@ -149,9 +152,7 @@ class TrajectoryRun:
         """What the reward worker receives."""
         # The row's other columns may be large, so they do not travel where only built-in functions
         # are used.
-        has_user_function = any(
-            name not in REWARD_FUNCTIONS for name in named_functions(self.cfg.reward)
-        )
+        has_user_function = any(name not in REWARD_FUNCTIONS for name in reward_names(self.cfg))
         return RewardItem(
             self.prompt.id,
             self.index,
@@ -161,6 +162,7 @@ class TrajectoryRun:
             self.prompt.data_source,
             extra_info=self.prompt.extra if has_user_function else {},
             where=self.prompt.where,
+            source=self.prompt.source,
         )
 
     def _fault_of(self, score: Score | RewardError) -> dict[str, str]:

@@ -294,5 +294,12 @@ def open_files(
         first_step = resume_point.step
         evaluations = resume_point.state["evaluations"]
         unwritten = resume_point.state["unwritten"]
-    tracker.loggers = open_loggers(cfg, first_step, prepared.data.find, tracker.log, remote_loggers)
+    tracker.loggers = open_loggers(
+        cfg,
+        first_step,
+        prepared.data.find,
+        tracker.log,
+        remote_loggers,
+        decode=prepared.tokenizer.decode,
+    )
     tracker.start(first_step, evaluations, unwritten)

@@ -16,6 +16,7 @@ from agent_loop.processes import run_to_completion
 from one_step_off import checkpoint
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
+from one_step_off.config.data_checks import EXTERNAL_LOOP
 from one_step_off.config.engine_checks import check_engine_names
 from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.placement import resolved_device
@@ -185,6 +186,8 @@ def _check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> 
     for prompt in [*data.stream.prompts, *(data.val or ())]:
         loop_name = prompt.agent_loop or loops.cfg.agent.loop
         first_prompts.setdefault(loop_name, prompt)
+    external = [name for name in first_prompts if _is_external(loops, name)]
+    _check_reward_model_of_loops(loops.cfg, external)
     for loop_name, prompt in first_prompts.items():
         run_to_completion(loops.get(loop_name).check(prompt))
     for loop_name in loops.cfg.agent.loop_kwargs:
@@ -205,6 +208,27 @@ def _check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> 
                 "set agent.loop=external"
             )
     return list(first_prompts)
+
+
+def _is_external(loops: Loops, loop_name: str) -> bool:
+    """Whether the episodes of a loop are those of agents outside of the replica."""
+    return loop_name == EXTERNAL_LOOP or getattr(loops.get(loop_name), "needs_endpoint", False)
+
+
+def _check_reward_model_of_loops(cfg: Config, external: list[str]) -> None:
+    """Refuse a reward model beside external agents. It reads one prompt with one response; an
+    episode of theirs may have several, with contexts of their own, and none stands for all.
+
+    `external`: the loops of this run with such agents.
+    """
+    has_reward_model = bool(cfg.reward_model.url) or "reward_model" in cfg.placement.roles
+    if external and has_reward_model:
+        key = "reward_model.url" if cfg.reward_model.url else "placement.roles.reward_model"
+        value = cfg.reward_model.url or cfg.placement.roles["reward_model"]
+        raise ConfigError(
+            f"{key}={value}: cannot score episodes of agent.loop={external[0]}, which may have "
+            "several contexts; remove it, and score them with reward.function or in the agent"
+        )
 
 
 def _check_profile_step(cfg: Config, total_steps: int) -> None:

@@ -19,6 +19,7 @@ from one_step_off.cluster.remote_calls import call_all, not_alive
 from one_step_off.config.device_shares import shares_device
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.sources import source_rewards
 from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.endpoint.supervisor import GatewaySupervisor, uses_endpoint
 from one_step_off.ray_trainer import Roles
@@ -151,7 +152,7 @@ class RunProcesses:
         return [
             spawn(
                 Scorer,
-                (self.cfg.reward,),
+                (self.cfg.reward, source_rewards(self.cfg)),
                 None,
                 self.device,
                 log=f"{self.log_folder}/reward_{index}.log",

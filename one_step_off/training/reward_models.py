@@ -160,8 +160,16 @@ def mix(samples: Sequence[Sample], scores: Sequence[float], cfg: Config) -> None
     A score that is not finite, or too large, counts as 0 and marks its sample with an error.
 
     Raises:
-        RoleError: a score is not finite or too large, and `reward.on_error=stop`.
+        RoleError: a score is not finite or too large, and `reward.on_error=stop`; or an episode has
+            several samples, of which a model of one response can score none for all.
     """
+    for sample in samples:
+        if "segment" in sample.extra:
+            raise RoleError(
+                f"reward_model: prompt {sample.prompt_id}, sample {sample.index}: its episode has "
+                f"{sample.extra['segment']['count']} samples, and a reward model scores one "
+                "response; remove the reward model, and score the episode with reward.function"
+            )
     for sample, score in zip(samples, scores, strict=True):
         if not abs(score) <= MAX_REWARD:  # so written for NaN
             _note_bad_score(sample, score, stops=cfg.reward.on_error == "stop")

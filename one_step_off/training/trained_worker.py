@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from one_step_off.algorithms import batching, core_algos
+from one_step_off.data.episodes import episode_numbers
 from one_step_off.data.samples import Batch
 from one_step_off.data.staleness import assert_staleness
 from one_step_off.training.model_worker import WorkItem, token_ids_of
@@ -183,14 +184,21 @@ class TrainedWorker(CheckpointedWorker):
         """The weight in the loss of the trained tokens of each sample of a mini-batch, float64
         [samples]."""
         trained = [int(batch.samples[position].loss_mask.sum()) for position in mini_batch]
+        # Whole prompt groups, and so whole episodes, are in a mini-batch.
+        episodes = batch.episodes
+        if episodes is None:
+            episodes = episode_numbers(batch.samples)
+        of_mini_batch = None if episodes is None else episodes[mini_batch]
+        episode_lengths, count = core_algos.lengths_of_episodes(trained, of_mini_batch)
         # Every rank knows the whole mini-batch, so the denominators are global without a
         # collective.
         return core_algos.token_weights(
             trained,
             self._loss_aggregation(),
             global_tokens=sum(trained),
-            global_sequences=sum(count > 0 for count in trained),
+            global_sequences=count,
             longest=self.cfg.data.max_response_length,
+            episode_lengths=episode_lengths,
         )
 
     def _work_item(self, batch: Batch, positions: list[int], weights: np.ndarray) -> WorkItem:

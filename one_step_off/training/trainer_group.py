@@ -14,6 +14,7 @@ from one_step_off.cluster.remote_calls import OnSpan, call_all, call_each, now
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.data.batch_slices import ArraySlice, BatchOutline, SampleSlice
+from one_step_off.data.episodes import episode_numbers
 from one_step_off.data.packing import PackedArrays, PackedSamples
 from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch, Sample
 from one_step_off.data.staleness import assert_staleness
@@ -262,7 +263,13 @@ def _slice(batch: Batch, positions: list[int], outline: BatchOutline) -> Batch:
 
 def _sent_form(batch: Batch, samples: list[Sample], columns: dict[str, Any]) -> Batch:
     return replace(
-        batch, samples=samples, prob_squares=None, dropped=[], stored=NOT_STORED, **columns
+        batch,
+        samples=samples,
+        prob_squares=None,
+        episodes=episode_numbers(batch.samples),
+        dropped=[],
+        stored=NOT_STORED,
+        **columns,
     )
 
 

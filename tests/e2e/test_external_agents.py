@@ -60,11 +60,11 @@ def wait_for_step(command: Command, step: int, limit_s: float = STEPS_S) -> None
 
 
 def processes_with(command: Command, words: str) -> list[psutil.Process]:
-    """The run's processes whose command line has these words."""
+    """The run's processes whose command line has these words; a program's begins with it."""
     found = []
     for pid, line in command.processes().items():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            if words in line:
+            if line.startswith(words) or (words != PROGRAM and words in line):
                 found.append(psutil.Process(pid))
     return found
 
@@ -129,7 +129,7 @@ def test_programs_are_killed(start):
     command = start(steps, f"agent.command={PROGRAM}", "agent.timeout_s=60")
     killed = 0
     while command.process.poll() is None and killed < 10:
-        for program in processes_with(command, external_agent.__file__)[:1]:
+        for program in processes_with(command, PROGRAM)[:1]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 program.kill()
                 killed += 1

@@ -59,6 +59,8 @@ def take(t, order):
     """The same trajectories in another order."""
 
     def pick(x):
+        if x is None:
+            return None
         if isinstance(x, dict):
             return {k: v[order] for k, v in x.items()}
         return x[order] if isinstance(x, np.ndarray) else [x[i] for i in order]

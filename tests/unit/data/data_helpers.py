@@ -76,7 +76,7 @@ def prompts_of(
     return tokenize_rows(load_rows(path, "train", config, 0, report), tokenizer, config, 0, report)
 
 
-def run_config(train: str, val: str = "", **data: Any) -> Config:
+def run_config(train: str | list[dict[str, Any]], val: str = "", **data: Any) -> Config:
     """A config with these sets."""
     cfg = Config()
     cfg.data = DataConfig(train_files=train, val_files=val, **data)

@@ -18,7 +18,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from one_step_off.monitoring.console import RunConsole, figures_line, quiet_libraries
+from one_step_off.monitoring.console import (
+    RunConsole,
+    figures_line,
+    quiet_libraries,
+    step_line,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -297,3 +302,11 @@ def test_only_known_warnings_are_hidden(caplog):
     hub.warning("You are sending unauthenticated requests to the HF Hub.")
     hub.warning("Rate limited.")
     assert [r.getMessage() for r in caplog.records] == ["Rate limited."]
+
+
+def test_rewards_of_sources_stand_behind_the_mean_where_there_are_several():
+    several = {"source/sums/reward/mean": 0.25, "source/chat/reward/mean": 0.5}
+    one = {"source/sums/reward/mean": 0.25, "source/chat/reward/mean": None}
+    assert "reward 0.750 [sums 0.250, chat 0.500]  length" in step_line(row(0, 0.75) | several, 3)
+    assert "reward 0.750 [sums 0.250, chat 0.500]  length" in figures_line(row(0, 0.75) | several)
+    assert "reward 0.750  length" in step_line(row(0, 0.75) | one, 3)

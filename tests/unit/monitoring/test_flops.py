@@ -10,6 +10,7 @@ import pytest
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample, generated_tokens
 from one_step_off.monitoring.flops import Meter, ModelShape, peak_flops, shape_of
+from tests.unit.data.episode_helpers import cut
 
 SHAPE = ModelShape(matmul_params=1000, layers=2, attention_width=8)
 
@@ -138,3 +139,13 @@ def test_unknown_hardware_shape_or_time_is_none_and_not_a_guess():
     fp32 = Config()
     fp32.model.dtype = "float32"
     assert step(Meter(fp32, SHAPE, "NVIDIA H100"), batch_of(), 1.0, 1.0, 1.0)["mfu/rollout"] is None
+
+
+def test_each_context_of_an_episode_is_read():
+    whole = sample(0, 0, 3, 6)
+    first, second = cut(whole, [2])
+    batch = Batch(0, [first, second, sample(0, 1, 3, 4)], (0, 0))
+    metrics = step(Meter(Config(), SHAPE), batch, generate_s=0.5, update_s=2.0, step_s=4.0)
+    # The two episodes share a prompt of 3 tokens; the second segment has a context of 5.
+    expected = SHAPE.generate_flops([3, 5], [3, 5, 3], [2, 4, 4]) / 0.5
+    assert metrics["flops_per_s/rollout"] == expected

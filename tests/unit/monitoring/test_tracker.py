@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.monitoring.flops import Meter, ModelShape
 from one_step_off.monitoring.tracker import Tracker
+from tests.unit.data.episode_helpers import cut
 
 
 def sample(reward, length, version=0, row=0, index=0, epoch=0):
@@ -270,3 +272,30 @@ def test_a_step_without_a_sync_is_in_the_summary_too(tmp_path):
             }
         tracker.step(Batch(step, [sample(step, 2)], (0, 0)), step, found)
     assert 0 < tracker.summary()["idle_share/rollout"] < 1
+
+
+def test_figures_of_episodes_come_with_external_agents_or_with_segments(tmp_path):
+    def figures(has_external_agents, samples):
+        tracker = Tracker(str(tmp_path), 1, out=io.StringIO())
+        tracker.has_external_agents = has_external_agents
+        tracker.evaluation(0, [replace(s, prompt_id=(-1, 0)) for s in samples], 0.5)
+        tracker.step(Batch(0, samples, (0, 0)), 0, times())
+        row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+        names = ("episode/", "val/episode", "reward/mean", "val/reward")
+        return {name: value for name, value in row.items() if name.startswith(names)}
+
+    alone = [sample(1.0, 4), sample(0.0, 2, index=1)]
+    rewards = {"reward/mean": 0.5, "val/reward": 0.5}
+    assert figures(False, alone) == rewards
+    counts = {"segments": 1.0, "turns": 1.0, "trained_tokens": 3.0}
+    prefixed = {f"{prefix}/{name}": n for prefix in EPISODES for name, n in counts.items()}
+    assert figures(True, alone) == rewards | prefixed
+    segments = [*cut(alone[0], [1, 3]), alone[1]]
+    counts = {"segments": 2.0, "turns": 2.0, "trained_tokens": 3.0}
+    prefixed = {f"{prefix}/{name}": n for prefix in EPISODES for name, n in counts.items()}
+    assert figures(False, segments) == rewards | prefixed | {"val/episodes": 2.0}
+    text = (tmp_path / "evaluations.jsonl").read_text()
+    assert '"val/samples": 4.0' in text
+
+
+EPISODES = ("episode", "val/episode")

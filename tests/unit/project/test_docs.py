@@ -19,6 +19,7 @@ from one_step_off.config import packages, unknown_keys
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import KEYS, SECTIONS, find_key, load_config
 from one_step_off.config.schema import Config
+from one_step_off.config.sources import train_sources
 from one_step_off.main_ppo import FLAGS
 from one_step_off.monitoring.summary import speed_summary
 from one_step_off.runtime.validation import validate
@@ -67,7 +68,9 @@ def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def check(cfg: Config) -> None:
     """Validate the config, after creating the data files that it names."""
-    for source in f"{cfg.data.train_files},{cfg.data.val_files}".split(","):
+    sources = train_sources(cfg.data.train_files)
+    files = [source.files for source in sources] or [cfg.data.train_files]
+    for source in ",".join([*files, cfg.data.val_files, *cfg.data.val_sets.values()]).split(","):
         if source.endswith((".jsonl", ".parquet")):
             Path(source).parent.mkdir(parents=True, exist_ok=True)
             Path(source).write_text("{}\n")

@@ -22,6 +22,18 @@ from one_step_off.rewards.scoring import Scorer
 from tests.unit.rewards.reward_helpers import item
 
 
+def test_a_source_has_its_own_function():
+    """Whatever its rows are called; prompts of other sources have the config's function."""
+    scorer = Scorer(RewardConfig(function="gsm8k"), {"exact": "math"})
+    items = [
+        RewardItem((0, i), 0, "?", r"\boxed{7} #### 3", "7", source=source)
+        for i, source in enumerate(("exact", "other", ""))
+    ]
+    assert scorer.score_batch(items) == [1.0, 0.0, 0.0]
+    with pytest.raises(ConfigError, match="data.train_files, chat: reward='nowhere:score'"):
+        RewardFunctions(RewardConfig(), {"chat": "nowhere:score"})
+
+
 def test_a_response_that_cannot_be_judged_in_time_stops_nothing() -> None:
     scorer = Scorer(RewardConfig(function="math", timeout_s=0.3))
     start = time.monotonic()

@@ -13,6 +13,8 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Sample
 from one_step_off.models import tiny_qwen
 from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.rollout.sampling import Sampling
+from one_step_off.rollout.trajectory_run import TrajectoryRun
 from one_step_off.rollout.vllm_replica import RolloutReplica
 from tests.unit.rollout.stand_ins import (
     UNSEEDED,
@@ -169,3 +171,36 @@ def test_a_greedy_response_beside_the_samples_where_the_estimator_needs_baseline
         assert sample.log_probs[0] == (0.0 if is_greedy else 1.0), "the temperature"
         assert sample.extra == ({"greedy": True} if is_greedy else {})
         assert sample.reward == float(sample.index), "scored like the others"
+
+
+def test_the_limits_of_a_source_hold_for_its_prompts():
+    """And those of the config for others; an evaluation may have a length of its own."""
+    cfg = Config()
+    cfg.agent.max_turns = 5
+    cfg.agent.timeout_s = 40.0
+    cfg.data.train_files = [
+        {"files": "a.jsonl", "max_response_length": 7, "max_turns": 2, "timeout_s": 9.0},
+        {"files": "b.jsonl", "max_turn_tokens": 3},
+    ]
+    replica = replica_of(cfg)
+
+    def limits(source: str, sampling: Sampling = UNSEEDED) -> tuple:
+        run = TrajectoryRun(replica, make_prompt(source=source), 0, sampling)
+        limits = replica.loops.limits(run.most_tokens, source)
+        slot_s = run.slot.limit_s
+        return (limits.tokens, limits.turns, limits.turn_tokens, limits.seconds, slot_s)
+
+    tool_s = cfg.agent.tool_timeout_s
+    longest = cfg.data.max_response_length
+    assert limits("a") == (7, 2, None, 9.0, 2 * (9.0 + tool_s))
+    assert limits("b") == (longest, 5, 3, 40.0, 2 * (40.0 + tool_s))
+    assert limits("") == (longest, 5, None, 40.0, 2 * (40.0 + tool_s))
+    assert limits("a", Sampling(1, 1.0, None, max_tokens=20))[0] == 20
+
+
+def test_a_reward_worker_learns_the_source_and_gets_columns_where_a_source_has_an_own_function():
+    cfg = Config()
+    cfg.data.train_files = [{"files": "a.jsonl", "reward": "own:score"}, {"files": "b.jsonl"}]
+    run = TrajectoryRun(replica_of(cfg), make_prompt(source="a", extra={"level": 3}), 0, UNSEEDED)
+    item = run._reward_item("x")
+    assert (item.source, item.extra_info) == ("a", {"level": 3})

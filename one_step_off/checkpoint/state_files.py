@@ -1,0 +1,30 @@
+"""The state of the pipeline as files: `state.json`, and `stream.npz` where the data position has
+arrays with one number per prompt."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+STATE_FILE = "state.json"
+ARRAYS_FILE = "stream.npz"
+
+
+def write_state(state: dict[str, Any], folder: Path) -> None:
+    """Write the state; the arrays of `state["stream"]["arrays"]` go into a file of their own."""
+    position = dict(state["stream"])
+    arrays = position.pop("arrays", None)
+    if arrays is not None:
+        np.savez(folder / ARRAYS_FILE, **arrays)
+    text = json.dumps(state | {"stream": position}, indent=2)
+    (folder / STATE_FILE).write_text(text + "\n")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What `write_state` wrote into a checkpoint that has been verified."""
+    state = json.loads((folder / STATE_FILE).read_text())
+    if (folder / ARRAYS_FILE).is_file():
+        with np.load(folder / ARRAYS_FILE, allow_pickle=False) as arrays:
+            state["stream"]["arrays"] = dict(arrays)
+    return state
