@@ -49,9 +49,13 @@ class Endpoint(Protocol):
 
     Attributes:
         base_url: where agents reach it, without "/v1".
+        local_url: where agents on the replica's machine reach it at less cost, without "/v1".
     """
 
     base_url: str
+
+    @property
+    def local_url(self) -> str: ...
 
     def open(self, prompt: Prompt, generate: Generate, limits: Limits) -> Episode:
         """A new episode, whose key is valid from now on."""

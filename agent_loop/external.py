@@ -180,7 +180,7 @@ class ExternalLoop(AgentLoop):
     async def _run_agent(self, hosts: AgentHosts, episode: Episode) -> None:
         message = {
             "row": episode_row(episode.prompt),
-            "base_url": f"{self.endpoint.base_url}/v1",
+            "base_url": f"{self.endpoint.local_url}/v1",
             "api_key": episode.key,
             "log": self.logs.open(episode.name),
         }

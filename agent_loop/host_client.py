@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_loop.host.messages import MAX_MESSAGE_BYTES, encode
+from one_step_off.cluster.core_binding import usable_cores
 
 PROGRAM = Path(__file__).with_name("host") / "__main__.py"
 LONGEST_START_S = 600.0  # for the imports of large libraries
@@ -81,7 +82,9 @@ class HostProcess:
         self.running: dict[str, Running] = {}
         self.retired = False
         self.connection, host_end = socket.socketpair()
-        command = [plan.python, str(PROGRAM), json.dumps(plan.task)]
+        # Its replica is bound to some cores, because its engine needs these.
+        task = plan.task | {"cores": usable_cores()}
+        command = [plan.python, str(PROGRAM), json.dumps(task)]
         environment = {**os.environ, **AGENT_VARIABLES, **plan.variables}
         with host_end:
             try:

@@ -1,7 +1,9 @@
 """The program that runs external agents for `agent_loop.host_client.AgentHosts`.
 
-    python agent_loop/host/__main__.py '{"program": ["python", "my_agent.py"]}'
-    python agent_loop/host/__main__.py '{"function": "module:function", "folders": ["/a/folder"]}'
+    python agent_loop/host/__main__.py TASK
+
+    TASK  {"program": ["python", "my_agent.py"], "cores": [0, 1]}, or
+          {"function": "module:function", "folders": ["/of/modules"], "cores": [0, 1]}
 
 The function is imported once. A coroutine function runs as a task of this process, a plain function
 in a process that is forked for its episode, so that it can be killed.

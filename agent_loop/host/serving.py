@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import json
@@ -79,6 +80,8 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     die_with_parent(parent)  # also in an import that hangs
+    with contextlib.suppress(OSError):  # the machine may have fewer by now
+        os.sched_setaffinity(0, task["cores"])
     file_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (file_limits[1], file_limits[1]))
     function = None

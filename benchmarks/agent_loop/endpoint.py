@@ -18,7 +18,6 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.endpoint.keys import make_fleet_key
 from one_step_off.endpoint.replica_server import EndpointAccess, ReplicaServer
-from one_step_off.endpoint.serving import Serving
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.rollout.vllm_replica import RolloutReplica
 
@@ -44,6 +43,8 @@ class EndpointArm:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """The endpoint of the replica, during the block."""
+        from one_step_off.endpoint.serving import Serving  # vLLM, after the environment is set
+
         data = self.cfg.data
         access = EndpointAccess("", make_fleet_key())
         longest = data.max_prompt_length + data.max_response_length

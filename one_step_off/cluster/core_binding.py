@@ -16,8 +16,7 @@ def pin_process(cores: tuple[int, ...]) -> None:
     """
     if not cores:
         return
-    usable_cores = sorted(os.sched_getaffinity(0))
-    os.environ[ALL_CORES] = ",".join(map(str, usable_cores))
+    os.environ[ALL_CORES] = ",".join(map(str, usable_cores()))
     for thread_id in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # the thread has just ended
             os.sched_setaffinity(int(thread_id), cores)
@@ -29,6 +28,10 @@ def unpin() -> None:
     The threads of the weight sync do this: while one endpoint of the stream works, the other's
     cores are idle.
     """
-    usable_cores = os.environ.get(ALL_CORES)
-    if usable_cores:
-        os.sched_setaffinity(0, map(int, usable_cores.split(",")))
+    os.sched_setaffinity(0, usable_cores())
+
+
+def usable_cores() -> list[int]:
+    """The cores of the run on this machine, also of those that this process is not bound to."""
+    cores = os.environ.get(ALL_CORES)
+    return list(map(int, cores.split(","))) if cores else sorted(os.sched_getaffinity(0))

@@ -89,6 +89,7 @@ class Sample:
             fault: which of FAULT_METRICS the error counts in.
             dropped: its group was taken out of the batch, because of an error in it.
             carried: by how many steps its training is delayed, see rollout/partial_rollouts.py.
+            agent_log: what its external agent printed, a file below the run folder.
             agent: name -> float: turns, tool_calls and other counts of a conversation. The turns
                 are those of the sample, everything else is counted over its episode.
             tool_calls: the calls in this sample, in order: {"turn", "name", "arguments"} each.

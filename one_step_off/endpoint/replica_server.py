@@ -131,6 +131,11 @@ class ReplicaServer:
             "return": self._return,
         }
 
+    @property
+    def local_url(self) -> str:
+        """Of this server, past the gateway."""
+        return f"http://{self.address}"
+
     # --- for the replica and its loops ------------------------------------------------------------
 
     async def start(self, host: str, register: Register | None = None) -> None:

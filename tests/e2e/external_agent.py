@@ -47,14 +47,14 @@ def chat(base_url: str, key: str, messages: list) -> str:
 
 
 def converse(row: dict, base_url: str, api_key: str) -> float:
-    """Two turns. The reward is the share of letters in the second."""
+    """Two turns. The reward is the share of digits in both."""
     messages = list(row["messages"])
-    chat(base_url, api_key, messages)
+    text = chat(base_url, api_key, messages)
     time.sleep(PAUSE_S)
     messages.append({"role": "user", "content": "Again."})
-    text = chat(base_url, api_key, messages)
+    text += chat(base_url, api_key, messages)
     print(f"it said {text!r}")
-    return sum(map(str.isalpha, text)) / max(1, len(text))
+    return sum(map(str.isdigit, text)) / max(1, len(text))
 
 
 async def in_task(row: dict, base_url: str, api_key: str) -> float:

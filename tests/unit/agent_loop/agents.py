@@ -58,6 +58,11 @@ async def two_turns(row: dict, base_url: str, api_key: str) -> float:
     return 1.0
 
 
+def count_cores(row: dict, base_url: str, api_key: str) -> int:
+    ask(base_url, api_key, row["prompt"])
+    return len(os.sched_getaffinity(0))
+
+
 async def fails(row: dict, base_url: str, api_key: str) -> None:
     await asyncio.to_thread(ask, base_url, api_key, row["prompt"])
     print("about to fail")
@@ -75,17 +80,16 @@ async def hangs(row: dict, base_url: str, api_key: str) -> None:
 
 
 async def stubborn(row: dict, base_url: str, api_key: str) -> float:
-    """Cannot be cancelled, the first time."""
-    marker = row["extra"]["marker"]
+    """The first time it ignores its cancellation, and blocks the process."""
+    marker = row["extra"]["pids"]
     await asyncio.to_thread(ask, base_url, api_key, row["prompt"])
     if not os.path.exists(marker):
         with open(marker, "w") as file:
             file.write(str(os.getpid()))
-        while True:
-            try:
-                await asyncio.sleep(3600)
-            except asyncio.CancelledError:
-                pass
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            time.sleep(3600)
     return float(os.getpid())
 
 

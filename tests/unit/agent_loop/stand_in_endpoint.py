@@ -24,15 +24,21 @@ class StandInEndpoint:
 
     Attributes:
         opened: all episodes, in order.
+        record_s: how long it takes to see that an agent has received its answer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.base_url = ""
         self.opened: list[Episode] = []
+        self.record_s = 0.0
         self.by_key: dict[str, Episode] = {}
         self.offered: asyncio.Queue[Episode] = asyncio.Queue()
         self.finished: dict[str, asyncio.Event] = {}
+
+    @property
+    def local_url(self) -> str:
+        return self.base_url
 
     def open(self, prompt: Prompt, generate: Generate, limits: Limits) -> Episode:
         key = f"ose-0-{secrets.token_hex(8)}"
@@ -66,7 +72,7 @@ class StandInEndpoint:
             turn = await episode.turn(ids, body.get("max_tokens", 100))
         except EpisodeOver as e:
             return web.json_response({"error": {"message": str(e)}}, status=409)
-        turn.delivered = True
+        asyncio.get_running_loop().call_later(self.record_s, setattr, turn, "delivered", True)
         content = self.tokenizer.decode(turn.generated.ids, skip_special_tokens=True)
         message = {"role": "assistant", "content": content}
         return web.json_response({"choices": [{"message": message}]})

@@ -1,12 +1,10 @@
-"""Agents outside of the replica: how they are started, end, fail and are cleaned up after."""
+"""Agents outside of the replica: how they are started, what they get and what they give."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,99 +12,20 @@ from typing import Any
 import psutil
 import pytest
 
-from agent_loop import external, host_client
-from agent_loop.base import Limits, Loops
-from agent_loop.external import AgentFailed, ExternalLoop
-from agent_loop.host.process_tree import is_running
+from agent_loop import external
+from agent_loop.external import AgentFailed
+from one_step_off.cluster.core_binding import pin_process
 from one_step_off.config.agent_checks import ENVIRONMENT_KINDS
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.schema import Config
 from tests.unit.agent_loop import agents
-from tests.unit.agent_loop.stand_in_endpoint import StandInEndpoint
-from tests.unit.agent_loop.stand_ins import ScriptedEngine, make_prompt
-
-LIMITS = Limits(tokens=800, turns=8, seconds=60.0)
-FOLDER = str(Path(__file__).parent)
-PROGRAM = f"{sys.executable} {agents.__file__}"
-MODULE = agents.__name__
-WAIT_S = 10.0
-
-
-class EndlessEngine(ScriptedEngine):
-    """Says the same at each turn."""
-
-    async def __call__(self, ids: Any, max_tokens: int, stop: tuple[str, ...] = ()) -> Any:
-        self.turns = [" #### 156"]
-        return await super().__call__(ids, max_tokens)
-
-
-class Setting:
-    """A loop at a stand-in endpoint."""
-
-    def __init__(self, tokenizer: Any, folder: Path, **agent_settings: Any) -> None:
-        cfg = Config()
-        cfg.agent.loop = "external"
-        cfg.trainer.output_dir = str(folder)
-        for name, value in agent_settings.items():
-            setattr(cfg.agent, name, value)
-        self.folder = folder
-        self.tokenizer = tokenizer
-        self.endpoint = StandInEndpoint(tokenizer)
-        loop = Loops(cfg, tokenizer, self.endpoint).get()
-        assert isinstance(loop, ExternalLoop)
-        self.loop = loop
-
-    async def episode(self, limits: Limits = LIMITS, engine: Any = None, **extra: Any) -> Any:
-        """One episode by the loop."""
-        engine = engine or EndlessEngine(self.tokenizer)
-        score: Any = None
-        prompt = make_prompt(self.tokenizer, **extra)
-        return await self.loop.run(prompt, engine, score, limits)
-
-    def run(self, limits: Limits = LIMITS, **extra: Any) -> Any:
-        """One episode, and the end of the program."""
-
-        async def main() -> Any:
-            async with self.endpoint.serving():
-                try:
-                    return await self.episode(limits, **extra)
-                finally:
-                    await self.close()
-
-        return asyncio.run(main())
-
-    async def close(self) -> None:
-        if self.loop.hosts is not None:
-            await asyncio.to_thread(self.loop.hosts.close)
-
-    def log(self, name: str = "*.log") -> str:
-        """The only log."""
-        (path,) = self.folder.glob(f"agents/{name}")
-        return path.read_text()
-
-
-@pytest.fixture
-def setting(tokenizer, tmp_path):
-    return lambda **settings: Setting(tokenizer, tmp_path, **settings)
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.02)
-
-
-async def wait_for_file(path: Path) -> list[int]:
-    """The ids of processes in a file that an agent writes."""
-    await asyncio.to_thread(wait_for, path.exists)
-    return [int(pid) for pid in path.read_text().split()]
-
-
-def sample_of(episode: Any) -> Any:
-    (sample,) = episode.samples(episode.prompt, 0)
-    return sample
-
+from tests.unit.agent_loop.external_setting import (
+    LIMITS,
+    MODULE,
+    PROGRAM,
+    EndlessEngine,
+    sample_of,
+)
+from tests.unit.agent_loop.stand_ins import make_prompt
 
 # --- the ways to run an agent ---------------------------------------------------------------------
 
@@ -226,185 +145,6 @@ def test_the_kinds_of_environments_in_the_config_checks_are_those_that_exist():
     assert set(ENVIRONMENT_KINDS) == set(external.ADAPTERS)
 
 
-# --- failures -------------------------------------------------------------------------------------
-
-
-def test_an_exit_code_is_an_error_with_the_last_line_and_the_log(setting):
-    run = setting(command=f"{PROGRAM} 'exits 3'")
-    with pytest.raises(
-        AgentFailed, match=r"exit code 3 \(agents/.*failed.log\).*something is wrong"
-    ):
-        run.run()
-    assert run.log("*.failed.log") == "the policy said  #### 156\nsomething is wrong\n"
-
-
-def test_an_exception_is_an_error_with_the_line_of_the_agent(setting):
-    with pytest.raises(RuntimeError, match=r"KeyError: 'no such city' \(agents/.*agents.py:\d+"):
-        setting(command=f"{MODULE}:fails").run()
-
-
-@pytest.mark.parametrize("command", [f"{PROGRAM} 'asks for ever'", f"{MODULE}:asks_for_ever"])
-def test_an_agent_that_fails_at_a_limit_of_the_episode_is_scored(setting, command):
-    episode = setting(command=command).run(replace(LIMITS, turns=3))
-    assert episode.turns == 3
-    assert episode.over == "turns"
-
-
-def test_an_agent_that_fails_after_an_answer_that_was_cut_off_is_scored(setting):
-    run = setting(command=f"{MODULE}:fails")
-    episode = run.run(replace(LIMITS, turn_tokens=3))
-    assert sample_of(episode).finish_reason in ("length", "turn_length")
-    assert run.log("*.failed.log") == "about to fail\n"
-
-
-def test_an_agent_without_a_turn_is_an_error(setting):
-    with pytest.raises(AgentFailed, match="ended without a turn of the policy"):
-        setting(command=f"{PROGRAM} silent").run()
-
-
-def test_a_coroutine_that_hangs_ends_at_the_time_limit_with_what_it_has(setting):
-    begin = time.monotonic()
-    episode = setting(command=f"{MODULE}:hangs").run(replace(LIMITS, seconds=1.5))
-    assert time.monotonic() - begin < 8
-    assert episode.over == "time"
-    assert sample_of(episode).extra["agent"]["killed"] == 1
-
-
-@pytest.mark.parametrize("command", [f"{PROGRAM} hangs", f"{MODULE}:plain_hangs"])
-def test_all_processes_of_an_agent_end_at_the_time_limit(setting, tmp_path, command):
-    path = tmp_path / "pids"
-    episode = setting(command=command).run(replace(LIMITS, seconds=3.0), pids=str(path))
-    assert episode.over == "time"
-    pids = [int(pid) for pid in path.read_text().split()]
-    assert len(pids) == 3
-    assert not [pid for pid in pids if is_running(pid)]
-
-
-def test_a_program_leaves_no_process_behind_at_its_end(setting, tmp_path):
-    path = tmp_path / "pids"
-    run = setting(command=f"{PROGRAM} leaves")
-
-    async def main() -> None:
-        async with run.endpoint.serving():
-            await run.episode(pids=str(path))
-            assert not [pid for pid in await wait_for_file(path) if is_running(pid)]
-            await run.close()
-
-    asyncio.run(main())
-
-
-def test_a_program_that_was_killed_begins_again(setting, tmp_path):
-    run = setting(command=f"{PROGRAM} 'killed once'")
-    episode = run.run(marker=str(tmp_path / "marker"))
-    assert len(run.endpoint.opened) == 2
-    assert run.endpoint.opened[0].over == "ended"
-    assert sample_of(episode).extra["agent"]["restarts"] == 1
-
-
-@pytest.mark.parametrize("command", [f"{PROGRAM} hangs", f"{MODULE}:plain_hangs"])
-def test_killed_agents_are_given_up_after_three_times(setting, tmp_path, command):
-    path = tmp_path / "pids"
-    run = setting(command=command)
-
-    async def main() -> list[int]:
-        pids = []
-        async with run.endpoint.serving():
-            episode = asyncio.create_task(run.episode(pids=str(path)))
-            for _ in range(3):
-                pids += await wait_for_file(path)
-                path.unlink()
-                os.kill(pids[-3], signal.SIGKILL)
-            with pytest.raises(AgentFailed, match="killed by signal 9, 3 times"):
-                await episode
-            assert not [pid for pid in pids if is_running(pid)]
-            await run.close()
-        return pids
-
-    assert len(asyncio.run(main())) == 9
-
-
-@pytest.mark.parametrize("command", [f"{PROGRAM} hangs", f"{MODULE}:plain_hangs"])
-def test_the_episodes_of_a_killed_host_begin_again_and_it_leaves_nothing(
-    setting, tmp_path, command
-):
-    path = tmp_path / "pids"
-    run = setting(command=command)
-
-    async def main() -> None:
-        async with run.endpoint.serving():
-            episode = asyncio.create_task(run.episode(pids=str(path)))
-            first = await wait_for_file(path)
-            path.unlink()
-            host = run.loop.hosts.starting.result()
-            os.kill(host.process.pid, signal.SIGKILL)
-            second = await wait_for_file(path)
-            # Those that have left the session end with the run.
-            await asyncio.to_thread(wait_for, lambda: not is_running(first[0]))
-            for pid in first[1:]:
-                os.kill(pid, signal.SIGKILL)
-            assert run.loop.hosts.starting.result() is not host
-            await run.close()
-            assert not [pid for pid in second if is_running(pid)]
-            episode.cancel()
-
-    asyncio.run(main())
-
-
-def test_the_coroutines_of_a_killed_host_begin_again(setting):
-    run = setting(command=f"{MODULE}:hangs")
-
-    async def main() -> None:
-        async with run.endpoint.serving():
-            limits = replace(LIMITS, seconds=4.0)
-            tasks = [asyncio.create_task(run.episode(limits)) for _ in range(5)]
-            opened = run.endpoint.opened
-            await asyncio.to_thread(wait_for, lambda: sum(e.turns for e in opened) >= 5)
-            os.kill(run.loop.hosts.starting.result().process.pid, signal.SIGKILL)
-            episodes = await asyncio.gather(*tasks)
-            assert [episode.facts["restarts"] for episode in episodes] == [1] * 5
-            assert all(episode.turns == 1 for episode in episodes)
-            await run.close()
-
-    asyncio.run(main())
-
-
-def test_a_host_whose_coroutine_cannot_be_cancelled_is_replaced_and_killed(
-    setting, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(host_client, "END_S", 0.5)
-    monkeypatch.setattr(host_client, "KILL_S", 0.1)
-    marker = tmp_path / "marker"
-    run = setting(command=f"{MODULE}:stubborn")
-
-    async def main() -> None:
-        async with run.endpoint.serving():
-            episode = await run.episode(replace(LIMITS, seconds=1.5), marker=str(marker))
-            assert episode.over == "time"
-            first = int(marker.read_text())
-            await asyncio.to_thread(wait_for, lambda: not is_running(first))
-            episode = await run.episode(marker=str(marker))
-            assert episode.reward != first
-            await run.close()
-
-    asyncio.run(main())
-
-
-def test_the_agents_of_a_killed_replica_end(setting, tmp_path):
-    path = tmp_path / "pids"
-    replica = os.fork()
-    if replica == 0:
-        try:
-            setting(command=f"{PROGRAM} hangs").run(pids=str(path))
-        finally:
-            os._exit(1)
-    wait_for(path.exists)
-    pids = [int(pid) for pid in path.read_text().split()]
-    assert all(is_running(pid) for pid in pids)
-    os.kill(replica, signal.SIGKILL)
-    os.waitpid(replica, 0)
-    wait_for(lambda: not any(is_running(pid) for pid in pids))
-
-
 # --- logs -----------------------------------------------------------------------------------------
 
 
@@ -495,3 +235,18 @@ def test_a_run_without_endpoint_is_refused(setting, tokenizer):
     loop.endpoint = None
     with pytest.raises(ConfigError, match="agent.endpoint"):
         asyncio.run(loop.run(make_prompt(tokenizer), None, None, LIMITS))
+
+
+def test_agents_are_not_bound_to_the_cores_of_their_replica(setting, tmp_path):
+    cores = sorted(os.sched_getaffinity(0))
+    replica = os.fork()
+    if replica == 0:
+        try:
+            pin_process(tuple(cores[:1]))
+            run = setting(command=f"{MODULE}:count_cores")
+            episode = run.run()
+            os._exit(0 if episode.reward == len(cores) else 1)
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(replica, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -1,0 +1,230 @@
+"""Agents outside of the replica that fail, hang, or are killed: what becomes of their episodes and
+processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from agent_loop import host_client
+from agent_loop.external import AgentFailed
+from agent_loop.host.process_tree import is_running
+from tests.unit.agent_loop.external_setting import (
+    LIMITS,
+    MODULE,
+    PROGRAM,
+    sample_of,
+    wait_for,
+    wait_for_file,
+)
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def test_an_exit_code_is_an_error_with_the_last_line_and_the_log(setting):
+    run = setting(command=f"{PROGRAM} 'exits 3'")
+    with pytest.raises(
+        AgentFailed, match=r"exit code 3 \(agents/.*failed.log\).*something is wrong"
+    ):
+        run.run()
+    assert run.log("*.failed.log") == "the policy said  #### 156\nsomething is wrong\n"
+
+
+def test_an_exception_is_an_error_with_the_line_of_the_agent(setting):
+    with pytest.raises(RuntimeError, match=r"KeyError: 'no such city' \(agents/.*agents.py:\d+"):
+        setting(command=f"{MODULE}:fails").run()
+
+
+@pytest.mark.parametrize("command", [f"{PROGRAM} 'asks for ever'", f"{MODULE}:asks_for_ever"])
+def test_an_agent_that_fails_at_a_limit_of_the_episode_is_scored(setting, command):
+    episode = setting(command=command).run(replace(LIMITS, turns=3))
+    assert episode.turns == 3
+    assert episode.over == "turns"
+
+
+def test_an_agent_that_fails_after_an_answer_that_was_cut_off_is_scored(setting):
+    run = setting(command=f"{MODULE}:fails")
+    episode = run.run(replace(LIMITS, turn_tokens=3))
+    assert sample_of(episode).finish_reason in ("length", "turn_length")
+    assert run.log("*.failed.log") == "about to fail\n"
+
+
+def test_an_agent_may_end_before_its_answer_is_recorded_as_received(setting):
+    run = setting(command=f"{PROGRAM} rewards")
+    run.endpoint.record_s = 0.5
+    assert run.run().turns == 1
+
+
+def test_an_agent_without_a_turn_is_an_error(setting):
+    with pytest.raises(AgentFailed, match="ended without a turn of the policy"):
+        setting(command=f"{PROGRAM} silent").run()
+
+
+def test_a_coroutine_that_hangs_ends_at_the_time_limit_with_what_it_has(setting):
+    begin = time.monotonic()
+    episode = setting(command=f"{MODULE}:hangs").run(replace(LIMITS, seconds=1.5))
+    assert time.monotonic() - begin < 8
+    assert episode.over == "time"
+    assert sample_of(episode).extra["agent"]["killed"] == 1
+
+
+@pytest.mark.parametrize("command", [f"{PROGRAM} hangs", f"{MODULE}:plain_hangs"])
+def test_all_processes_of_an_agent_end_at_the_time_limit(setting, tmp_path, command):
+    path = tmp_path / "pids"
+    episode = setting(command=command).run(replace(LIMITS, seconds=3.0), pids=str(path))
+    assert episode.over == "time"
+    pids = [int(pid) for pid in path.read_text().split()]
+    assert len(pids) == 3
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def test_a_program_leaves_no_process_behind_at_its_end(setting, tmp_path):
+    path = tmp_path / "pids"
+    run = setting(command=f"{PROGRAM} leaves")
+
+    async def main() -> None:
+        async with run.endpoint.serving():
+            await run.episode(pids=str(path))
+            assert not [pid for pid in await wait_for_file(path) if is_running(pid)]
+            await run.close()
+
+    asyncio.run(main())
+
+
+def test_a_program_that_was_killed_begins_again(setting, tmp_path):
+    run = setting(command=f"{PROGRAM} 'killed once'")
+    episode = run.run(marker=str(tmp_path / "marker"))
+    assert len(run.endpoint.opened) == 2
+    assert run.endpoint.opened[0].over == "ended"
+    assert sample_of(episode).extra["agent"]["restarts"] == 1
+
+
+@pytest.mark.parametrize("command", [f"{PROGRAM} hangs", f"{MODULE}:plain_hangs"])
+def test_killed_agents_are_given_up_after_three_times(setting, tmp_path, command):
+    path = tmp_path / "pids"
+    run = setting(command=command)
+
+    async def main() -> list[int]:
+        pids = []
+        async with run.endpoint.serving():
+            episode = asyncio.create_task(run.episode(pids=str(path)))
+            for _ in range(3):
+                pids += await wait_for_file(path)
+                path.unlink()
+                os.kill(pids[-3], signal.SIGKILL)
+            with pytest.raises(AgentFailed, match="killed by signal 9, 3 times"):
+                await episode
+            assert not [pid for pid in pids if is_running(pid)]
+            await run.close()
+        return pids
+
+    assert len(asyncio.run(main())) == 9
+
+
+@pytest.mark.parametrize("command", [f"{PROGRAM} hangs", f"{MODULE}:plain_hangs"])
+def test_the_episodes_of_a_killed_host_begin_again_and_it_leaves_nothing(
+    setting, tmp_path, command
+):
+    path = tmp_path / "pids"
+    run = setting(command=command)
+
+    async def main() -> None:
+        async with run.endpoint.serving():
+            episode = asyncio.create_task(run.episode(pids=str(path)))
+            first = await wait_for_file(path)
+            path.unlink()
+            host = run.loop.hosts.starting.result()
+            os.kill(host.process.pid, signal.SIGKILL)
+            second = await wait_for_file(path)
+            # Those that have left the session end with the run.
+            await asyncio.to_thread(wait_for, lambda: not is_running(first[0]))
+            for pid in first[1:]:
+                os.kill(pid, signal.SIGKILL)
+            assert run.loop.hosts.starting.result() is not host
+            await run.close()
+            assert not [pid for pid in second if is_running(pid)]
+            episode.cancel()
+
+    asyncio.run(main())
+
+
+def test_the_coroutines_of_a_killed_host_begin_again(setting):
+    run = setting(command=f"{MODULE}:hangs")
+
+    async def main() -> None:
+        async with run.endpoint.serving():
+            limits = replace(LIMITS, seconds=4.0)
+            tasks = [asyncio.create_task(run.episode(limits)) for _ in range(5)]
+            opened = run.endpoint.opened
+            await asyncio.to_thread(wait_for, lambda: sum(e.turns for e in opened) >= 5)
+            os.kill(run.loop.hosts.starting.result().process.pid, signal.SIGKILL)
+            episodes = await asyncio.gather(*tasks)
+            assert [episode.facts["restarts"] for episode in episodes] == [1] * 5
+            assert all(episode.turns == 1 for episode in episodes)
+            await run.close()
+
+    asyncio.run(main())
+
+
+def test_a_host_whose_coroutine_cannot_be_cancelled_is_replaced_and_killed(
+    setting, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(host_client, "END_S", 0.5)
+    monkeypatch.setattr(host_client, "KILL_S", 0.1)
+    marker = tmp_path / "pids"
+    run = setting(command=f"{MODULE}:stubborn")
+
+    async def main() -> None:
+        async with run.endpoint.serving():
+            episode = await run.episode(replace(LIMITS, seconds=1.5), pids=str(marker))
+            assert episode.over == "time"
+            first = int(marker.read_text())
+            await asyncio.to_thread(wait_for, lambda: not is_running(first))
+            episode = await run.episode(pids=str(marker))
+            assert episode.reward != first
+            await run.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("command", [f"{PROGRAM} hangs", f"{MODULE}:stubborn"])
+def test_the_agents_of_a_killed_replica_end(setting, tmp_path, command):
+    path = tmp_path / "pids"
+    replica = os.fork()
+    if replica == 0:
+        try:
+            setting(command=command).run(pids=str(path))
+        finally:
+            os._exit(1)
+    wait_for(lambda: path.exists() and path.read_text())
+    pids = [int(pid) for pid in path.read_text().split()]
+    assert all(is_running(pid) for pid in pids)
+    os.kill(replica, signal.SIGKILL)
+    os.waitpid(replica, 0)
+    wait_for(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_a_program_ends_with_its_host_where_the_replica_cannot_help(setting, tmp_path):
+    path = tmp_path / "pids"
+    replica = os.fork()
+    if replica == 0:
+        try:
+            setting(command=f"{PROGRAM} hangs").run(pids=str(path))
+        finally:
+            os._exit(1)
+    wait_for(path.exists)
+    program, *others = [int(pid) for pid in path.read_text().split()]
+    os.kill(replica, signal.SIGSTOP)
+    psutil.Process(program).parent().kill()
+    try:
+        wait_for(lambda: not is_running(program))
+    finally:
+        for pid in (replica, *others):  # in a run its cleanup finds these by their environment
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(replica, 0)
