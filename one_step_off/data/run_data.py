@@ -1,10 +1,11 @@
 """The data of a run: its training stream, its held-out prompts, and the reports on both."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from one_step_off.config.schema import Config
+from one_step_off.data.environment_rows import read_tasks
 from one_step_off.data.evaluation import MAIN_SET, set_epoch
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.rows import DataReport, load_rows
@@ -56,7 +57,10 @@ def load_run_data(cfg: Config, tokenizer: Any, tools_of_loop: ToolsOfLoop = no_t
     Raises ConfigError: see `load_rows` and `tokenize_rows`.
     """
     report = DataReport("training data")
-    rows = load_rows(cfg.data.train_files, "train", cfg.data, cfg.trainer.seed, report)
+    tasks = partial(read_tasks, cfg)
+    rows = load_rows(
+        cfg.data.train_files, "train", cfg.data, cfg.trainer.seed, report, read_tasks=tasks
+    )
     prompts = tokenize_rows(rows, tokenizer, cfg.data, 0, report, tools_of_loop)
     stream = PromptStream(
         prompts,
@@ -76,7 +80,9 @@ def load_run_data(cfg: Config, tokenizer: Any, tools_of_loop: ToolsOfLoop = no_t
                 "held-out data" if name == MAIN_SET else f"held-out data {name}"
             )
             reports.append(set_report)
-            rows = load_rows(files, "test", cfg.data, HELD_OUT_SEED, set_report, cfg.data.val_size)
+            rows = load_rows(
+                files, "test", cfg.data, HELD_OUT_SEED, set_report, cfg.data.val_size, tasks
+            )
             set_prompts = tokenize_rows(
                 rows, tokenizer, cfg.data, set_epoch(index), set_report, tools_of_loop
             )
