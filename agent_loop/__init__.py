@@ -4,4 +4,10 @@ Read `base.AgentLoop` and `trajectory.Trajectory` first, then `single_turn`, the
 Importing the package registers its own loops.
 """
 
-from agent_loop import environment, retry_with_feedback, single_turn, tool_loop  # noqa: F401
+from agent_loop import (  # noqa: F401
+    environment,
+    external,
+    retry_with_feedback,
+    single_turn,
+    tool_loop,
+)

@@ -8,11 +8,12 @@ while turn := await trajectory.generate(generate):  # a turn of the policy, kept
 return trajectory
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from agent_loop.chat_template import Message, TurnEncoder
+from agent_loop.episode import Episode
 from agent_loop.trajectory import (
     Generate,
     Generated,
@@ -29,6 +30,8 @@ from one_step_off.data.samples import Prompt
 __all__ = [
     "LOOPS",
     "AgentLoop",
+    "Endpoint",
+    "Episode",
     "Generate",
     "Generated",
     "Limits",
@@ -38,6 +41,30 @@ __all__ = [
 ]
 
 LOOPS = Registry("agent.loop", "module:Class")
+
+
+class Endpoint(Protocol):
+    """The run's HTTP endpoint, as the agent loops of one replica see it.
+
+    Attributes:
+        base_url: where agents reach it, without "/v1".
+    """
+
+    base_url: str
+
+    def open(self, prompt: Prompt, generate: Generate, limits: Limits) -> Episode:
+        """A new episode, whose key is valid from now on."""
+        ...
+
+    def close(self, episode: Episode, reason: str = "ended") -> None:
+        """End an episode: requests with its key are refused, those in progress too. `reason`: see
+        `EpisodeOver`."""
+        ...
+
+    async def offer(self, episode: Episode) -> None:
+        """Give this episode to the next agent that asks for work. Returns when the agent, or its
+        time limit, has ended it."""
+        ...
 
 
 class AgentLoop:
@@ -51,10 +78,14 @@ class AgentLoop:
         tools: JSON schemas that the chat template writes into the prompts of this loop.
         observation_role: the role of the messages between turns; "" where there are none. A chat
             template that cannot write such messages is refused at the start.
+        needs_endpoint: whether its agents are outside of the replica, and use `endpoint`.
+        endpoint: the run's endpoint; None where the run has none, and outside of replicas.
     """
 
     tools: list[dict[str, Any]] | None = None
     observation_role = ""
+    needs_endpoint = False
+    endpoint: Endpoint | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -89,8 +120,8 @@ class AgentLoop:
 
     async def run(
         self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits
-    ) -> Trajectory:
-        """Make one trajectory.
+    ) -> Trajectory | Episode:
+        """Make one trajectory, or an episode of an external agent.
 
         It must not block the event loop, which all trajectories of a replica share. What it raises
         is an error of its sample, see `reward.on_error`.
@@ -121,9 +152,10 @@ class AgentLoop:
 class Loops:
     """The loops of a run by name, each made once."""
 
-    def __init__(self, cfg: Config, tokenizer: Any) -> None:
+    def __init__(self, cfg: Config, tokenizer: Any, endpoint: Endpoint | None = None) -> None:
         self.cfg = cfg
         self.tokenizer = tokenizer
+        self.endpoint = endpoint
         self.loaded: dict[str, AgentLoop] = {}
 
     def get(self, name: str = "") -> AgentLoop:
@@ -147,7 +179,9 @@ class Loops:
         settings = self.cfg.agent.loop_kwargs.get(name) or {}
         misfit = f"agent.loop_kwargs={{{name}: {settings}}}: do not fit"
         with as_config_error(misfit, "fix these settings", (TypeError, ValueError)):
-            return loop_class(self.cfg, self.tokenizer, **settings)
+            loop = loop_class(self.cfg, self.tokenizer, **settings)
+        loop.endpoint = self.endpoint
+        return loop
 
     def limits(self, tokens: int) -> Limits:
         """The limits of one trajectory with at most `tokens` tokens after its prompt."""

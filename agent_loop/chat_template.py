@@ -36,8 +36,11 @@ class TemplateFrame:
 class TurnEncoder:
     """Encodes messages that follow a turn of the policy."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> None:
+        """`template_kwargs`: further arguments of the chat template, as {"enable_thinking":
+        False}."""
         self.tokenizer = tokenizer
+        self.template_kwargs = template_kwargs or {}
         # Per object, because a cached method would keep the tokenizer alive.
         self.frame: Callable[[tuple[str, ...]], TemplateFrame] = lru_cache(64)(self._make_frame)
 
@@ -113,7 +116,8 @@ class TurnEncoder:
         refused = f"agent.loop: the model's chat template does not accept {messages[0]['role']!r}"
         with as_config_error(refused, "use another model"):
             text = self.tokenizer.apply_chat_template(
-                before + messages, tokenize=False, add_generation_prompt=True
+                before + messages,
+                **(self.template_kwargs | {"tokenize": False, "add_generation_prompt": True}),
             )
             if text.count(_TURN_MARK) != 1:
                 raise ValueError("it does not render the assistant's turn exactly once")

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -39,9 +39,16 @@ class Generated:
     train: bool = True
 
 
-Generate = Callable[[np.ndarray, int], Awaitable[Generated]]
-"""(token ids so far, most new tokens) to new tokens. The caller binds sampling settings and
-seed."""
+class Generate(Protocol):
+    """The engine, bound to the sampling settings and the seeds of one trajectory."""
+
+    def __call__(
+        self, ids: np.ndarray, max_tokens: int, stop: tuple[str, ...] = ()
+    ) -> Awaitable[Generated]:
+        """The tokens that follow `ids`, int32 [T], at most `max_tokens`; a turn also ends at the
+        texts in `stop`."""
+        ...
+
 
 ScoreFunction = Callable[[str], Awaitable[Reward | None]]
 """The reward of a response by the run's reward function, which runs in a process of its own: a
@@ -197,6 +204,20 @@ class Trajectory:
     def count(self, name: str, number: float = 1) -> None:
         """Add to a fact."""
         self.facts[name] = self.facts.get(name, 0) + number
+
+    @property
+    def is_single_turn(self) -> bool:
+        """Whether one turn of the policy is all that came after the prompt."""
+        return len(self.segments) == 1
+
+    @property
+    def last_turn(self) -> Generated:
+        """The policy's last turn. Raises IndexError: there is none."""
+        return [segment for segment in self.segments if segment.role == "assistant"][-1]
+
+    def samples(self, prompt: Prompt, index: int) -> list[Sample]:
+        """The one `sample`, in a list: see `Episode.samples`."""
+        return [self.sample(prompt, index)]
 
     def sample(self, prompt: Prompt, index: int) -> Sample:
         """The trajectory as training takes it, without what came after the policy's last turn.

@@ -32,12 +32,17 @@ def table(folder: Path) -> list[str]:
     return [*lines, ""]
 
 
+def packages_of(folder: Path) -> list[Path]:
+    """The folders of its packages, in order."""
+    return sorted(path.parent for path in folder.glob("*/__init__.py"))
+
+
 def module_tables() -> str:
-    """All tables: the top level, each package, agent_loop."""
+    """All tables: the top level, each package, agent_loop and its packages."""
     product = ROOT / "one_step_off"
-    packages = sorted(path.parent for path in product.glob("*/__init__.py"))
+    loops = ROOT / "agent_loop"
     lines = []
-    for folder in [product, *packages, ROOT / "agent_loop"]:
+    for folder in [product, *packages_of(product), loops, *packages_of(loops)]:
         lines += table(folder)
     return "\n".join(lines).rstrip()
 

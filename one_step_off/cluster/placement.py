@@ -9,7 +9,10 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from one_step_off.cluster.core_binding import pin_process
 from one_step_off.config import hardware
@@ -177,7 +180,7 @@ def spawn(
 
     Attributes of `cls` that are read here: `restarts` (how often Ray restarts it, default 0),
     `calls_at_once` (of an asynchronous actor), `threads` (concurrency group -> its number of
-    threads).
+    threads), `beside_driver` (whether it must run on the driver's node).
 
     Args:
         cls: the actor's class.
@@ -200,6 +203,9 @@ def spawn(
     }
     if slot:
         options |= _slot_options(slot, share)
+    elif getattr(cls, "beside_driver", False):
+        node = ray.get_runtime_context().get_node_id()
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
     if hasattr(cls, "threads"):
         remote_class = ray.remote(concurrency_groups=cls.threads)(actor_class)
     else:

@@ -1,14 +1,15 @@
 """The schema of a config: every key with its type, default, bounds and one line of help.
 
 It imports neither torch nor Ray nor vLLM: a wrong config is refused within a second, before any
-engine or GPU is taken. The sections placement and rollout are in `rollout_sections.py`; actor,
-critic, ref and reward_model are in `role_sections.py`. `loading.py` reads a config, and
-`validation.py` checks what must fit together.
+engine or GPU is taken. The section agent is in `agent_section.py`, placement and rollout are in
+`rollout_sections.py`; actor, critic, ref and reward_model are in `role_sections.py`. `loading.py`
+reads a config, and `validation.py` checks what must fit together.
 """
 
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from one_step_off.config.agent_section import AgentConfig
 from one_step_off.config.keys import config_key, path_key
 from one_step_off.config.role_sections import (
     LOSS_AGGREGATIONS,
@@ -215,41 +216,6 @@ class RewardConfig:
     )
     overlong_penalty: float = config_key(
         1.0, "penalty of a response of max_response_length tokens", low=0.0
-    )
-
-
-@dataclass
-class AgentConfig:
-    """Agent loops. data.max_response_length limits all turns and tool outputs together."""
-
-    loop: str = config_key(
-        "single_turn",
-        "a loop from docs/tutorials/your_own_agent.md, or your own as module:Class; "
-        "a data row may name another",
-    )
-    loop_kwargs: dict[str, Any] = config_key(
-        {}, "settings of loops by name, e.g. {tool: {format: llama}}"
-    )
-    tools: str = config_key(
-        "",
-        "tools for agent.loop=tool, comma-separated: calculator, python, your own as "
-        "module:function, mcp:URL",
-    )
-    max_turns: int = config_key(8, "model turns per trajectory", low=1)
-    max_turn_tokens: Optional[int] = config_key(
-        None, "longest model turn, in tokens; null: no separate limit", low=1
-    )
-    timeout_s: float = config_key(
-        600.0, "a trajectory starts no new turn after this time", above=0.0
-    )
-    tool_timeout_s: float = config_key(
-        10.0, "time limit for one tool call or one environment step", above=0.0
-    )
-    tool_output_chars: int = config_key(
-        2000, "longest tool output, in characters; the rest is cut off", low=1
-    )
-    max_concurrency: int = config_key(
-        1024, "trajectories in progress at the same time in each replica", low=1
     )
 
 

@@ -6,6 +6,7 @@ order matters: a later check may rely on what an earlier one has refused. What o
 the files show is checked when the run is prepared.
 """
 
+from one_step_off.config.agent_checks import check_external_agents
 from one_step_off.config.allocator import check_allocator
 from one_step_off.config.data_checks import check_agent, check_data, check_output
 from one_step_off.config.engine_checks import check_engine, check_sampling, check_weight_sync
@@ -33,6 +34,7 @@ def check_after_algorithm(cfg: Config, device: str) -> None:
     check_model(cfg, device)
     check_data(cfg)
     check_agent(cfg)
+    check_external_agents(cfg)
     check_output(cfg)
     check_partial_rollout(cfg)
     check_weight_sync(cfg)

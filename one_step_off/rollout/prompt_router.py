@@ -188,7 +188,7 @@ class PromptRouter:
                 ) from e
             return await self.generate(prompts, request, failures + 1)
         self.timeline.record(request.purpose, i, begin)
-        load.returned += len(samples)
+        load.returned += len(prompts) * request.sampling.size
         if request.on_group is not None:
             request.on_group(samples)
         return samples

@@ -16,6 +16,7 @@ class Sampling:
         max_tokens: tokens of a response at most; None: as in training.
         greedy: generate one more response per prompt at temperature 0, with index n and
             `extra["greedy"]`. It is a baseline, and never trained on.
+        stop: texts at which a turn ends, besides those of `rollout.sampling_kwargs`.
     """
 
     n: int
@@ -24,6 +25,7 @@ class Sampling:
     top_p: float = 1.0
     max_tokens: int | None = None
     greedy: bool = False
+    stop: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from agent_loop.base import Generated, Loops, Trajectory
+from agent_loop.episode import Episode
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import (
@@ -62,8 +63,9 @@ class TrajectoryRun:
         self.turns: list[Generated] = []
         self.reward_fault: dict[str, str] = {}  # of the last reward; see `_fault_of`
 
-    async def sample(self) -> Sample:
-        """The scored sample; without tokens if its agent loop failed.
+    async def samples(self) -> list[Sample]:
+        """The scored sample, or those of an episode's segments; one without tokens if the agent
+        loop failed.
 
         Raises:
             RewardError: with reward.on_error=stop, a failure of the reward function or of the agent
@@ -76,54 +78,60 @@ class TrajectoryRun:
             raise self.slot.call_errors[0]
         if isinstance(outcome, ConfigError):
             raise outcome
-        if isinstance(outcome, Sample):
+        if isinstance(outcome, list):
             return outcome
-        return self.failed_sample(outcome)
+        return [self.failed_sample(outcome)]
 
-    async def _run_loop(self) -> Sample:
+    async def _run_loop(self) -> list[Sample]:
         loops = self.replica.loops
         loop = loops.get(self.prompt.agent_loop)
         limits = loops.limits(self.most_tokens)
         trajectory = await loop.run(self.prompt, self._generate, self._score, limits)
-        sample = trajectory.sample(self.prompt, self.index)
-        sample.response = self._text(sample.response_ids)
-        reward = await self._reward_of(trajectory, sample)
-        sample.reward = 0.0 if reward is None else reward.total
-        if reward is not None and reward.parts:
-            sample.extra["reward_parts"] = reward.parts
-        if self.is_greedy:
-            sample.extra["greedy"] = True
+        samples = trajectory.samples(self.prompt, self.index)
+        for sample in samples:
+            sample.response = self._text(sample.response_ids)
+        reward = await self._reward_of(trajectory, samples)
         fault = self.reward_fault
         if not fault and trajectory.late:
             fault = self._fault_of(None)
-        sample.extra |= fault
-        return sample
+        for sample in samples:
+            sample.reward = 0.0 if reward is None else reward.total
+            if reward is not None and reward.parts:
+                sample.extra["reward_parts"] = reward.parts
+            if self.is_greedy:
+                sample.extra["greedy"] = True
+            sample.extra |= fault
+        return samples
 
-    async def _reward_of(self, trajectory: Trajectory, sample: Sample) -> Reward | None:
+    async def _reward_of(
+        self, trajectory: Trajectory | Episode, samples: list[Sample]
+    ) -> Reward | None:
         """The loop's own reward, or that of the run's reward function for the policy's last turn.
 
         Raises:
             ValueError: the loop's reward is no finite number.
         """
         if trajectory.reward is None:
-            if len(trajectory.segments) == 1:
-                return await self._score(sample.response)
-            turns = [s for s in trajectory.segments if s.role == "assistant"]
-            return await self._score(self._text(turns[-1].ids))
+            if trajectory.is_single_turn:
+                return await self._score(samples[0].response)
+            return await self._score(self._text(trajectory.last_turn.ids))
         reward = Reward.of(trajectory.reward)
         if reward is None:
             raise ValueError(f"its reward is {trajectory.reward!r:.200}")
         return reward
 
-    async def _generate(self, ids: np.ndarray, max_tokens: int) -> Generated:
+    async def _generate(
+        self, ids: np.ndarray, max_tokens: int, stop: tuple[str, ...] = ()
+    ) -> Generated:
         """The `generate` that the agent loop receives."""
         turn = self.next_turn
         self.next_turn += 1
         seed = None
         if self.seed is not None:
             seed = sample_seed(self.seed, self.prompt.id, self.index, turn)
+        sampling = replace(self.sampling, stop=stop) if stop else self.sampling
         async with self.slot.call(uses_engine=True):
-            generated = await self.replica._generate(ids, max_tokens, seed, self.sampling)
+            generated = await self.replica._generate(ids, max_tokens, seed, sampling)
             self.turns.append(generated)
             return generated
 

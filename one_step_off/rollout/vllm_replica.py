@@ -25,6 +25,7 @@ from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedSamples
 from one_step_off.data.samples import Prompt, Sample, Stamp
+from one_step_off.endpoint.replica_server import EndpointAccess, ReplicaServer
 from one_step_off.rollout.concurrency import ConcurrencyLimiter
 from one_step_off.rollout.engine_args import engine_args
 from one_step_off.rollout.engine_output import generated_tokens
@@ -56,6 +57,7 @@ class RolloutReplica(UsageProbe):
         mcp_schemas: Any = (),
         loops: Sequence[str] = ("",),
         seed: int = 0,
+        endpoint: EndpointAccess | None = None,
     ) -> None:
         """
         Args:
@@ -65,6 +67,7 @@ class RolloutReplica(UsageProbe):
             mcp_schemas: the driver's `agent_loop.tools.MCP_SCHEMAS`.
             loops: the names of the agent loops that the data uses.
             seed: of the engine, see `sampling.engine_seed`.
+            endpoint: where external agents find the run; None: it has no endpoint.
         """
         self.cfg = cfg
         self.index = index
@@ -81,6 +84,8 @@ class RolloutReplica(UsageProbe):
         self.started_requests = 0
         self.finished_requests = 0
         self.engine_processes: list[psutil.Process] = []
+        self.endpoint_access = endpoint
+        self.endpoint: ReplicaServer | None = None
 
     async def start(self, former: Sequence[ProcessId] = ()) -> tuple[int, list[ProcessId]]:
         """Load the engine.
@@ -97,10 +102,16 @@ class RolloutReplica(UsageProbe):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.tokenizer = load_section_tokenizer(self.cfg, "model")
+        if self.endpoint_access is not None:
+            data = self.cfg.data
+            max_sequence = data.max_prompt_length + data.max_response_length
+            self.endpoint = ReplicaServer(self.index, self.endpoint_access, max_sequence)
         for name in self.loop_names:  # now, because all trajectories would wait for them later
             self.loops.get(name)
         arguments = engine_args(self.cfg, self.device, self.seed)
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        if self.endpoint is not None:
+            await self._start_endpoint(self.endpoint)
         # Modules and engine stay: looking through them in every collection would stop all
         # trajectories meanwhile.
         gc.collect()
@@ -109,6 +120,17 @@ class RolloutReplica(UsageProbe):
         self.engine_processes = [child for child in children if is_engine(child)]
         max_sequences = self.engine.vllm_config.scheduler_config.max_num_seqs
         return max_sequences, [(child.pid, child.create_time()) for child in children]
+
+    async def _start_endpoint(self, endpoint: ReplicaServer) -> None:
+        """Serve external agents from now on."""
+        from one_step_off.endpoint.serving import Serving
+
+        endpoint.serving = Serving(self.cfg, self.engine, self.tokenizer)
+        gateway = self.endpoint_access.gateway
+        await endpoint.start(
+            reachable_host(self.endpoint_access.host),
+            lambda *report: gateway.register.remote(*report),
+        )
 
     async def kv_cache_bytes(self) -> int:
         """The size of each worker's KV cache."""
@@ -209,7 +231,8 @@ class RolloutReplica(UsageProbe):
             self.asleep = True
 
     async def rollout(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
-        """All trajectories of these prompts, scored, in order.
+        """All trajectories of these prompts, scored, in order. An episode of an external agent may
+        give several samples, one after another.
 
         Raises:
             RuntimeError: the replica has no verified weights, or the engine died.
@@ -222,13 +245,14 @@ class RolloutReplica(UsageProbe):
             for index in range(sampling.size)
         ]
         try:
-            return PackedSamples(await asyncio.gather(*tasks))
+            trajectories = await asyncio.gather(*tasks)
+            return PackedSamples(sample for samples in trajectories for sample in samples)
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
-        return await TrajectoryRun(self, prompt, index, sampling).sample()
+    async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> list[Sample]:
+        return await TrajectoryRun(self, prompt, index, sampling).samples()
 
     async def wait_for_capacity(self, sent: int, capacity: int) -> int:
         """Wait until fewer than `capacity` of the `sent` trajectories ask for the engine.
@@ -247,7 +271,7 @@ class RolloutReplica(UsageProbe):
     @functools.cached_property
     def loops(self) -> Loops:
         """The agent loops, by name."""
-        return Loops(self.cfg, self.tokenizer)
+        return Loops(self.cfg, self.tokenizer, self.endpoint)
 
     async def _generate(
         self, ids: np.ndarray, max_tokens: int, seed: int | None, sampling: Sampling
@@ -256,7 +280,12 @@ class RolloutReplica(UsageProbe):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        user_settings = self.cfg.rollout.sampling_kwargs
+        user_settings = dict(self.cfg.rollout.sampling_kwargs)
+        if sampling.stop:
+            run_stops = user_settings.get("stop") or []
+            if isinstance(run_stops, str):
+                run_stops = [run_stops]
+            user_settings["stop"] = [*run_stops, *sampling.stop]
         settings = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -308,6 +337,8 @@ class RolloutReplica(UsageProbe):
             self.finished_requests += 1
 
     async def stop(self) -> None:
-        """End the engine's processes."""
+        """Close the endpoint, and end the engine's processes."""
+        if self.endpoint is not None:
+            await self.endpoint.stop()
         if self.engine is not None:
             self.engine.shutdown()

@@ -152,6 +152,8 @@ async def run_attempt(
             processes = RunProcesses(prepared, state.incarnation)
             log_pools(prepared.cfg, processes, tracker)
             await processes.setup()
+        if processes.endpoint:
+            processes.endpoint.report_to(tracker.log, tracker.report_usage)
         can_restart = True
         await train_model(prepared, state, processes, tracker, loop_runner)
     except Exception as error:

@@ -197,6 +197,13 @@ def _check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> 
             f"warning: agent.tools={loops.cfg.agent.tools}: no loop of this run uses tools; "
             "set agent.loop=tool"
         )
+    for key in ("command", "environment"):
+        agent = getattr(loops.cfg.agent, key)
+        if agent and not any(loops.get(loop_name).needs_endpoint for loop_name in first_prompts):
+            print_line(
+                f"warning: agent.{key}={agent}: no row of this run uses external agents; "
+                "set agent.loop=external"
+            )
     return list(first_prompts)
 
 

@@ -20,6 +20,7 @@ from one_step_off.config.device_shares import shares_device
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import LOG_FOLDER
+from one_step_off.endpoint.supervisor import GatewaySupervisor, uses_endpoint
 from one_step_off.ray_trainer import Roles
 from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.replica_group import RolloutGroup
@@ -83,6 +84,7 @@ class RunProcesses:
         actors: every Ray actor, to be ended with the run.
         pool_locks: pool name -> the lock by which the roles of a pool take turns on its devices.
         host: the address at which processes meet; "": each node's address in the network.
+        endpoint: the gateway of external agents; None: the run has none.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class RunProcesses:
         self.replica_starts: Counter[int] = Counter()  # replica index -> how often it was started
         self.kv_cache_bytes: dict[int, int] = {}  # of replicas on a GPU that they share
         pool_of_role = self.cfg.placement.roles
+        self.endpoint = None if trainers_only else self._create_endpoint()
         self.scorers = [] if trainers_only else self._create_scorers()
         replicas = [] if trainers_only else self._create_replicas()
         self.groups = {
@@ -121,6 +124,8 @@ class RunProcesses:
             if pool_of_role[role] == pool_of_role["rollout"]:
                 group.colocated = rollout
         self.actors = [*self.scorers, *replicas]
+        if self.endpoint:
+            self.actors.append(self.endpoint.gateway)
         for group in self.groups.values():
             self.actors += group.ranks
         self.roles = self._create_roles(rollout)
@@ -154,6 +159,16 @@ class RunProcesses:
             for index in range(self.cfg.reward.workers)
         ]
 
+    def _create_endpoint(self) -> GatewaySupervisor | None:
+        if not uses_endpoint(self.cfg, self.prepared.loop_names):
+            return None
+
+        def spawn_beside_driver(cls: type, args: tuple) -> Any:
+            log = f"{self.log_folder}/endpoint.log"
+            return spawn(cls, args, None, self.device, env=self.env, log=log)
+
+        return GatewaySupervisor(self.cfg, bool(self.host), spawn_beside_driver)
+
     def _create_replicas(self) -> list[Any]:
         slots = self.pools[self.cfg.placement.roles["rollout"]]
         return [self._create_replica(index) for index in range(len(slots))]
@@ -166,7 +181,8 @@ class RunProcesses:
         self.replica_starts[index] += 1
         loop_names = self.prepared.loop_names
         cfg = self._replica_cfg(index)
-        args = (cfg, index, self.device, self.scorers, MCP_SCHEMAS, loop_names, seed)
+        endpoint = self.endpoint.access if self.endpoint else None
+        args = (cfg, index, self.device, self.scorers, MCP_SCHEMAS, loop_names, seed, endpoint)
         return spawn(
             RolloutReplica,
             args,
@@ -296,6 +312,8 @@ class RunProcesses:
             await self._keep_kv_cache_sizes()
         if shares_pool:
             await rollout.sleep()
+        if self.endpoint:
+            loading.append(self.endpoint.start)
         await asyncio.gather(*(load() for load in loading))
         await self.roles.sync.connect()
 
@@ -328,6 +346,8 @@ class RunProcesses:
         # The engines have child processes, which end in good order only if asked.
         with contextlib.suppress(Exception):
             await self.roles.rollout.stop()
+        if self.endpoint:
+            await self.endpoint.end()
         for actor in self.actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)

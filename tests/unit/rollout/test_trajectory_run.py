@@ -27,7 +27,8 @@ PARTS = {"right": 1.0, "form": 0.5}
 
 
 def sample_of(replica: RolloutReplica, **fields: Any) -> Sample:
-    return asyncio.run(replica._trajectory(make_prompt(**fields), 3, UNSEEDED))
+    (sample,) = asyncio.run(replica._trajectory(make_prompt(**fields), 3, UNSEEDED))
+    return sample
 
 
 @pytest.mark.parametrize(

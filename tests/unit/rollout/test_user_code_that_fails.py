@@ -90,7 +90,8 @@ def sample_of(replica: RolloutReplica, sampling: Sampling = TWO_SAMPLES, index: 
     """One trajectory; afterwards it holds nothing."""
 
     async def main():
-        return await asyncio.wait_for(replica._trajectory(PROMPT, index, sampling), 10)
+        (sample,) = await asyncio.wait_for(replica._trajectory(PROMPT, index, sampling), 10)
+        return sample
 
     try:
         return asyncio.run(main())

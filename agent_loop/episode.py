@@ -1,0 +1,343 @@
+"""What an external agent asked of the policy for one prompt: a tree of turns, in tokens.
+
+A request names all tokens that the policy sees, its context. A turn whose context begins with
+exactly the tokens of an earlier turn continues that turn's segment; any other context begins a new
+segment. Each segment becomes one sample, with its own context. So each token is trained on once,
+under the context in which it was sampled.
+
+    segment 0:  context 0 | turn 0 | observation | turn 1
+    segment 1:  context 0 | turn 0 | another observation | turn 2      (trains turn 2 alone)
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from agent_loop.trajectory import Generate, Generated, Limits
+from one_step_off.data.samples import NOT_GENERATED, Prompt, Sample
+from one_step_off.rewards.reward import Reward
+
+
+class EpisodeOver(Exception):
+    """A limit of the episode refuses a turn, or it has ended.
+
+    Attributes:
+        reason: a finish reason of `Trajectory`: "turns", "time", "room", or "ended".
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(eq=False)
+class Turn:
+    """One answer of the policy. A turn holds only what its parent does not, because contexts grow
+    with every turn.
+
+    Attributes:
+        parent: the turn whose tokens the context begins with; None: there is none.
+        new_ids: int32 [C], the context behind the parent's tokens.
+        generated: the answer.
+        continues: whether it belongs to the segment of its parent.
+        delivered: whether the agent received the answer. The policy learns nothing from an answer
+            that no agent has seen.
+        cut_by_agent: the answer was cut off at the agent's own limit of tokens.
+        tool_calls: that the endpoint read in it, as {"name": ..., "arguments": ...}.
+    """
+
+    parent: "Turn | None"
+    new_ids: np.ndarray
+    generated: Generated
+    continues: bool
+    delivered: bool = False
+    cut_by_agent: bool = False
+    tool_calls: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.start = self.parent.length if self.parent else 0
+        self.context_length = self.start + len(self.new_ids)
+        self.length = self.context_length + len(self.generated.ids)
+
+    @property
+    def context_ids(self) -> np.ndarray:
+        """All that the policy saw, int32."""
+        if self.parent is None:
+            return self.new_ids
+        return np.concatenate([self.parent.ids, self.new_ids])
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Context and answer, int32 [length]."""
+        pieces: list[np.ndarray] = []
+        turn: Turn | None = self
+        while turn is not None:
+            pieces += [turn.generated.ids, turn.new_ids]
+            turn = turn.parent
+        return np.concatenate(pieces[::-1])
+
+    def is_in(self, context_ids: np.ndarray) -> bool:
+        """Whether a context that has the parent's tokens has this turn's own behind them."""
+        if len(context_ids) < self.length:
+            return False
+        context = context_ids[self.start : self.context_length]
+        answer = context_ids[self.context_length : self.length]
+        same_context = np.array_equal(context, self.new_ids)
+        return same_context and np.array_equal(answer, self.generated.ids)
+
+
+class Episode:
+    """One agent's work on one prompt.
+
+    Attributes:
+        key: that the agent's requests carry.
+        name: for files and messages: the prompt and some letters of its own.
+        limits: `tokens` is the limit of each segment after its first context.
+        max_sequence: tokens of context and answer together at most.
+        turns_done: in the order in which they ended.
+        reward: set by the agent or its environment: a number, or parts by name. None: the run's
+            reward function scores the policy's last turn.
+        failure: why the agent gave up, as it said; "" if it did not. The sample is an error then.
+        late: see `Trajectory`.
+        facts: numbers to report.
+        extra: what each of its samples has in its `extra`, as {"agent_log": PATH}.
+        over: why it takes no more turns; "" while it does.
+        over_message: the same in a line for the agent.
+        limit_reached: the first limit that refused a turn, as a finish reason; "": none did. After
+            "room" the agent may go on with a shorter context.
+        begin: in seconds of `time.monotonic`.
+    """
+
+    late = False
+
+    def __init__(
+        self, key: str, prompt: Prompt, generate: Generate, limits: Limits, max_sequence: int
+    ) -> None:
+        self.key = key
+        self.prompt = prompt
+        self.name = f"{prompt.id[0]}_{prompt.id[1]}_{key[-6:]}"
+        self.generate = generate
+        self.limits = limits
+        self.max_sequence = max_sequence
+        self.turns_begun = 0
+        self.turns_done: list[Turn] = []
+        self.claimed: set[Turn] = set()  # turns that another turn continues, or is about to
+        self.failure = ""
+        self.reward: Reward | float | dict[str, float] | None = None
+        self.facts: dict[str, float] = {}
+        self.extra: dict[str, Any] = {}
+        self.over = ""
+        self.over_message = ""
+        self.limit_reached = ""
+        self.begin = time.monotonic()
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the time limit; not below 0."""
+        return max(0.0, self.begin + self.limits.seconds - time.monotonic())
+
+    @property
+    def turns(self) -> int:
+        """Finished turns that the agent received."""
+        return sum(turn.delivered for turn in self.turns_done)
+
+    @property
+    def is_single_turn(self) -> bool:
+        """Whether one turn is all that it has."""
+        return self.turns == 1
+
+    @property
+    def last_turn(self) -> Generated:
+        """The policy's last turn that the agent received. Raises IndexError: there is none."""
+        return [turn for turn in self.turns_done if turn.delivered][-1].generated
+
+    def end(self, reason: str = "ended", message: str = "") -> None:
+        """Take no more turns.
+
+        Args:
+            reason: see `EpisodeOver`.
+            message: one line for the agent.
+        """
+        if not self.over:
+            self.over = reason
+            self.over_message = message or f"this episode has ended: {reason}"
+
+    async def turn(
+        self, context_ids: np.ndarray, max_tokens: int, stop: Sequence[str] = ()
+    ) -> Turn:
+        """The policy's answer to a context.
+
+        Args:
+            context_ids: int32 [C], C > 0.
+            max_tokens: of the answer, as the agent asked for.
+            stop: texts at which the answer ends.
+
+        Raises:
+            EpisodeOver: a limit is reached, or the episode has ended.
+            RuntimeError: weights of another incarnation made this turn than the turns before.
+        """
+        self._raise_if_over()
+        parent = self._parent(context_ids)
+        continues = parent is not None and parent not in self.claimed
+        tokens_left = self._tokens_left(context_ids, parent if continues else None)
+        limit = min(tokens_left, self.limits.turn_tokens or tokens_left)
+        self.turns_begun += 1
+        if continues:
+            self.claimed.add(parent)
+        try:
+            generated = await self.generate(context_ids, min(max_tokens, limit), tuple(stop))
+        except BaseException:
+            if continues:
+                self.claimed.discard(parent)
+            raise
+        self._raise_if_ended()
+        self._check_incarnation(generated)
+        new_ids = np.array(context_ids[parent.length if parent else 0 :], np.int32)
+        turn = Turn(parent, new_ids, generated, continues)
+        turn.cut_by_agent = len(generated.ids) < tokens_left
+        if parent is not None:
+            parent.delivered = True  # the agent has built on it
+        self.turns_done.append(turn)
+        return turn
+
+    def _raise_if_ended(self) -> None:
+        if self.over:
+            raise EpisodeOver(self.over, self.over_message)
+
+    def _raise_if_over(self) -> None:
+        self._raise_if_ended()
+        if self.turns_begun >= self.limits.turns:
+            self.end("turns", f"agent.max_turns={self.limits.turns} is reached")
+            raise self._refused("turns", self.over_message)
+        if self.seconds_left == 0:
+            self.end("time", f"agent.timeout_s={self.limits.seconds:g} is over")
+            raise self._refused("time", self.over_message)
+
+    def _refused(self, limit: str, message: str) -> EpisodeOver:
+        self.limit_reached = self.limit_reached or limit
+        return EpisodeOver(limit, message)
+
+    def refuse_context(self, size: str) -> EpisodeOver:
+        """The error of a context that leaves no room for an answer. `size`: as "900 tokens"."""
+        return self._refused(
+            "room",
+            f"a context of {size} leaves no room for an answer: data.max_prompt_length + "
+            f"data.max_response_length = {self.max_sequence}, and {self.limits.tokens} tokens may "
+            "follow the first context of a segment",
+        )
+
+    def _tokens_left(self, context_ids: np.ndarray, parent: Turn | None) -> int:
+        """How many tokens an answer may have. Raises EpisodeOver: none."""
+        first_length = len(context_ids)
+        if parent is not None:
+            first_length = self._segment_of(parent)[0].context_length
+        in_segment = self.limits.tokens - (len(context_ids) - first_length)
+        left = min(in_segment, self.max_sequence - len(context_ids))
+        if left <= 0:
+            raise self.refuse_context(f"{len(context_ids)} tokens")
+        return left
+
+    def _check_incarnation(self, generated: Generated) -> None:
+        for turn in self.turns_done[:1]:
+            if turn.generated.incarnation != generated.incarnation:
+                raise RuntimeError(
+                    f"turn {len(self.turns_done)}: weights of incarnation "
+                    f"{generated.incarnation}, not {turn.generated.incarnation}"
+                )
+
+    def _parent(self, context_ids: np.ndarray) -> Turn | None:
+        """The turn that a context continues: the longest one; of several, one that no other turn
+        continues."""
+        found: set[Turn | None] = {None}
+        for turn in self.turns_done:  # parents come before their children
+            if turn.parent in found and turn.is_in(context_ids):
+                found.add(turn)
+        found.discard(None)
+        return max(found, key=lambda turn: (turn.length, turn not in self.claimed), default=None)
+
+    @staticmethod
+    def _segment_of(turn: Turn) -> list[Turn]:
+        """The turns of its segment up to this one."""
+        chain = [turn]
+        while chain[-1].continues:
+            chain.append(chain[-1].parent)
+        return chain[::-1]
+
+    def segments(self) -> list[list[Turn]]:
+        """The turns that the agent received, by segment, in the order of the segments' first
+        turns."""
+        by_first: dict[Turn, list[Turn]] = {}
+        for turn in self.turns_done:
+            if turn.delivered:
+                chain = self._segment_of(turn)
+                by_first[chain[0]] = max(by_first.get(chain[0], []), chain, key=len)
+        return sorted(by_first.values(), key=lambda chain: self.turns_done.index(chain[0]))
+
+    def samples(self, prompt: Prompt, index: int) -> list[Sample]:
+        """One sample per segment, as training takes them. All have the same index.
+
+        Raises:
+            RuntimeError: there is no turn, or the agent has reported a failure.
+        """
+        if self.failure:
+            raise RuntimeError(f"its agent reported: {self.failure}")
+        segments = self.segments()
+        if not segments:
+            raise RuntimeError(
+                f"prompt {prompt.id}, sample {index}: its agent ended without a turn of the policy"
+            )
+        samples = [self._sample(prompt, index, segment) for segment in segments]
+        if len(segments) > 1:
+            for i, segment in enumerate(segments):
+                parent = segment[0].parent
+                positions = [k for k, other in enumerate(segments) if parent in other]
+                parent_index = positions[0] if positions else -1
+                place = {"index": i, "count": len(segments), "parent": parent_index}
+                samples[i].extra["segment"] = place
+        return samples
+
+    def _sample(self, prompt: Prompt, index: int, segment: list[Turn]) -> Sample:
+        pieces = [segment[0].generated]
+        for turn in segment[1:]:
+            pieces.append(_observation(turn.new_ids, turn.generated.incarnation))
+            pieces.append(turn.generated)
+        turns = float(len(segment))
+        extra: dict[str, Any] = {"agent": {"turns": turns} | self.facts} | self.extra
+        calls = [{"turn": i} | call for i, turn in enumerate(segment) for call in turn.tool_calls]
+        if calls:
+            extra["tool_calls"] = calls
+        return Sample(
+            prompt.id,
+            index,
+            segment[0].context_ids,
+            response_ids=np.concatenate([piece.ids for piece in pieces]),
+            log_probs=np.concatenate([piece.log_probs for piece in pieces]),
+            loss_mask=np.concatenate([np.full(len(p.ids), p.train) for p in pieces]),
+            versions=np.concatenate([piece.versions for piece in pieces]),
+            incarnation=segment[-1].generated.incarnation,
+            finish_reason=self._finish_reason(segment[-1]),
+            extra=extra,
+        )
+
+    def _finish_reason(self, turn: Turn) -> str:
+        """Of a segment that ends with this turn."""
+        reason = turn.generated.finish_reason
+        if reason == "length" and turn.cut_by_agent:
+            return "turn_length"
+        return reason
+
+
+def _observation(ids: np.ndarray, incarnation: int) -> Generated:
+    count = len(ids)
+    return Generated(
+        ids=np.asarray(ids, np.int32),
+        log_probs=np.zeros(count, np.float32),
+        versions=np.full(count, NOT_GENERATED, np.int32),
+        incarnation=incarnation,
+        finish_reason="",
+        role="context",
+        train=False,
+    )

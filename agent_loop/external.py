@@ -1,0 +1,232 @@
+"""Agents outside of the replica, which reach the policy by HTTP.
+
+For each trajectory the loop opens an episode at the run's endpoint and then
+
+- starts `agent.command`, a program or `module:function`, or the adapter of `agent.environment`; or
+- offers the episode to agents that ask the endpoint for work.
+
+The episode ends with its agent.
+"""
+
+import asyncio
+import re
+import shlex
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agent_loop.agent_logs import AgentLogs
+from agent_loop.base import LOOPS, AgentLoop, Episode, Generate, Limits, ScoreFunction
+from agent_loop.environment import failure_of_environment
+from agent_loop.episode_row import episode_row
+from agent_loop.host_client import AgentDied, AgentHosts, HostFailed, HostPlan
+from one_step_off.config.agent_section import AgentConfig
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import Prompt
+
+ADAPTERS = {
+    "verifiers": "agent_loop.adapters.verifiers_agent:run",
+    "openenv": "agent_loop.adapters.openenv_agent:run",
+}
+"""The agents of `agent.environment=KIND:NAME`, as module:function. The variable AGENT_ENVIRONMENT
+is NAME."""
+
+ENVIRONMENT_VARIABLE = "AGENT_ENVIRONMENT"
+FUNCTION = re.compile(r"[^\W\d]\w*(\.\w+)*:[^\W\d][\w.]*")
+"""`module:function`; any other `agent.command` is a program with its arguments."""
+
+SETTLE_S = 1.0
+POLL_S = 0.01
+MAX_RESTARTS = 2
+"""How often an agent that was killed from outside begins again, with another episode."""
+
+
+class AgentFailed(RuntimeError):
+    """The agent ended with an error."""
+
+
+def host_plan(agent: AgentConfig) -> HostPlan | None:
+    """How the agents of a config are started; None: they ask for work."""
+    variables: dict[str, str] = {}
+    if agent.environment:
+        kind, _, name = agent.environment.partition(":")
+        function = ADAPTERS[kind]
+        variables[ENVIRONMENT_VARIABLE] = name
+    elif FUNCTION.fullmatch(agent.command):
+        function = agent.command
+    elif agent.command:
+        return HostPlan(sys.executable, {"program": shlex.split(agent.command)}, {})
+    else:
+        return None
+    return HostPlan(
+        agent.python or sys.executable,
+        {"function": function, "folders": _module_folders(agent.python)},
+        variables,
+    )
+
+
+def _module_folders(python: str) -> list[str]:
+    """Where the function's module is searched for: the working directory, and with the run's own
+    interpreter all that its path has. Another interpreter has packages of its own, and PYTHONPATH.
+    """
+    folders = [str(Path.cwd())]
+    if not python:
+        folders += [folder for folder in sys.path if folder]
+    return folders
+
+
+@LOOPS.register("external")
+class ExternalLoop(AgentLoop):
+    """An agent that talks to the run's endpoint, in any framework and any language.
+
+    Its reward is what its function returns, what it has sent to the endpoint, or that of the run's
+    reward function for the policy's last turn. An agent that ends with an error is an error of its
+    sample, unless its episode had reached a limit. One that was killed from outside begins again.
+    """
+
+    needs_endpoint = True
+
+    def __init__(self, cfg: Config, tokenizer: Any) -> None:
+        super().__init__(cfg, tokenizer)
+        plan = host_plan(cfg.agent)
+        self.name = cfg.agent.environment or cfg.agent.command
+        self.hosts = AgentHosts(plan) if plan else None
+        self.logs = AgentLogs(cfg.trainer.output_dir)
+
+    async def check(self, prompt: Prompt) -> None:
+        """See `AgentLoop.check`."""
+        if self.hosts is None:
+            return
+        program = self.hosts.plan.task.get("program")
+        if program:
+            if shutil.which(program[0]) is None:
+                raise ConfigError(
+                    f"agent.command={self.name}: there is no program {program[0]}; name one that "
+                    "is on PATH, or its path"
+                )
+            return
+        key = "agent.environment" if self.cfg.agent.environment else "agent.command"
+        try:
+            await self.hosts.check()
+        except HostFailed as e:
+            raise ConfigError(
+                f"{key}={self.name}: with the interpreter {self.hosts.plan.python}: {e}; "
+                "fix it, start in the folder of the module, or set agent.python"
+            ) from e
+
+    async def run(
+        self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits
+    ) -> Episode:
+        """See `AgentLoop.run`."""
+        if self.endpoint is None:
+            raise ConfigError("agent.loop=external: this run has no endpoint; see agent.endpoint")
+        deadline = time.monotonic() + limits.seconds
+        restarts = 0
+        while True:
+            left = replace(limits, seconds=deadline - time.monotonic())
+            episode = self.endpoint.open(prompt, generate, left)
+            episode.facts = {"restarts": restarts, "killed": 0}
+            try:
+                await self._drive(episode)
+                return episode
+            except AgentDied as e:
+                if restarts == MAX_RESTARTS or deadline <= time.monotonic():
+                    raise AgentFailed(f"{self.name}: {e}, {restarts + 1} times") from e
+                restarts += 1
+            finally:
+                self.endpoint.close(episode)
+
+    async def _drive(self, episode: Episode) -> None:
+        """Until the agent has ended.
+
+        Raises:
+            AgentFailed: it ended with an error, or without a turn of the policy.
+            AgentDied: it was killed from outside.
+        """
+        if self.hosts is None:
+            await self._offer(episode)
+        else:
+            await self._run_in_time(self.hosts, episode)
+        if not episode.turns:
+            raise AgentFailed(self._why_no_turn(episode))
+
+    async def _offer(self, episode: Episode) -> None:
+        try:
+            await self.endpoint.offer(episode)
+        except TimeoutError as e:
+            raise AgentFailed(f"{e}: GET {self.endpoint.base_url}/v1/episodes/next") from e
+
+    async def _run_in_time(self, hosts: AgentHosts, episode: Episode) -> None:
+        try:
+            async with asyncio.timeout(episode.seconds_left):
+                await self._run_agent(hosts, episode)
+        except TimeoutError:
+            episode.end("time", f"agent.timeout_s={self.cfg.agent.timeout_s:g} is over")
+            episode.limit_reached = episode.limit_reached or "time"
+            episode.facts["killed"] = 1
+            self._end_log(episode, failed=True)
+
+    def _why_no_turn(self, episode: Episode) -> str:
+        if episode.facts["killed"]:
+            seconds = f"agent.timeout_s={self.cfg.agent.timeout_s:g}"
+            return f"{self.name}: killed at {seconds}, before the first turn of the policy"
+        agent = self.name or "an agent that asked for work"
+        return f"{agent}: ended without a turn of the policy{self._log_note(episode)}"
+
+    async def _run_agent(self, hosts: AgentHosts, episode: Episode) -> None:
+        message = {
+            "row": episode_row(episode.prompt),
+            "base_url": f"{self.endpoint.base_url}/v1",
+            "api_key": episode.key,
+            "log": self.logs.open(episode.name),
+        }
+        try:
+            end = await hosts.run(message)
+        except HostFailed as e:
+            raise AgentFailed(f"{self.name}: {e}") from e
+        await _settle(episode)
+        failed = bool(end["exit"] or "error" in end)
+        self._end_log(episode, failed)
+        if end.get("value") is not None:
+            episode.reward = end["value"]
+        if failed and not episode.limit_reached:
+            self._raise_failure(episode, end)
+
+    def _raise_failure(self, episode: Episode, end: dict[str, Any]) -> None:
+        """
+        Args:
+            end: the last message about the agent.
+        """
+        exit_code = end["exit"] or 0
+        if exit_code < 0:
+            raise AgentDied(f"it was killed by signal {-exit_code}")
+        if "error" in end:
+            reason = f"{end['error']}{self._log_note(episode)}"
+            raise failure_of_environment(self.name, reason, end.get("traceback", ""))
+        lines = end["log"].splitlines()
+        shown = f"; its last line: {lines[-1]}" if lines else ""
+        error = AgentFailed(f"{self.name}: exit code {exit_code}{self._log_note(episode)}{shown}")
+        error.add_note(end["log"])
+        raise error
+
+    def _end_log(self, episode: Episode, failed: bool) -> None:
+        path = self.logs.end(episode.name, failed)
+        if path:
+            episode.extra["agent_log"] = path
+
+    def _log_note(self, episode: Episode) -> str:
+        path = episode.extra.get("agent_log")
+        return f" ({path})" if path else ""
+
+
+async def _settle(episode: Episode) -> None:
+    """An agent may end before its last answer is recorded as received."""
+    deadline = time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline:
+        if all(turn.delivered for turn in episode.turns_done):
+            return
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,157 @@
+"""The engine as vLLM's serving classes see it: a request goes to the episode that asked.
+
+The run's sampling settings hold, whatever the request says: the trainer computes the log-probs of
+exactly that distribution. What would change it in another way is refused.
+"""
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+from tokenizers.decoders import DecodeStream
+from vllm import SamplingParams
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from agent_loop.chat_template import TurnEncoder
+from agent_loop.episode import Turn
+from one_step_off.endpoint.call import CURRENT_CALL
+from one_step_off.endpoint.conversation import RequestRefused
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Refuse what the trainer could not reproduce, or the endpoint does not give.
+
+    Raises:
+        RequestRefused: names the setting.
+    """
+    not_reproduced = {
+        "response_format, structured outputs or a grammar": params.structured_outputs is not None,
+        "logit_bias": bool(params.logit_bias),
+        "allowed_token_ids": bool(params.allowed_token_ids),
+        "bad_words": bool(params.bad_words),
+        "min_tokens": bool(params.min_tokens),
+        "ignore_eos": params.ignore_eos,
+    }
+    for name, asked in not_reproduced.items():
+        if asked:
+            raise RequestRefused(
+                f"{name}: changes the distribution that tokens are sampled from, so that the "
+                "policy cannot be trained on them; leave it out"
+            )
+    not_given = {
+        "n > 1": params.n > 1,
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "more than one log-prob per token": (params.logprobs or 0) > 1,
+    }
+    for name, asked in not_given.items():
+        if asked:
+            raise RequestRefused(f"{name}: this endpoint does not give that; leave it out")
+
+
+class EpisodeEngine:
+    """Passes for the `AsyncLLM` whose attributes it has; `generate` asks the current episode."""
+
+    def __init__(self, engine: Any, tokenizer: Any) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._special_ids = TurnEncoder(tokenizer).special_ids
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """The turn of the policy, in the pieces that the request asks for.
+
+        Raises:
+            EpisodeOver, RequestRefused, and what the engine raises; the call's `error` holds it
+            too, because the serving classes make text of it.
+        """
+        call = CURRENT_CALL.get()
+        try:
+            check_sampling(sampling_params)
+            context_ids = np.asarray(prompt["prompt_token_ids"], np.int32)
+            stop = sampling_params.stop or ()
+            stops = (stop,) if isinstance(stop, str) else tuple(stop)
+            limit = call.max_tokens or call.episode.max_sequence
+            turn = await call.episode.turn(context_ids, limit, stops)
+        except BaseException as e:
+            call.error = e
+            raise
+        call.turns.append(turn)
+        given_ids = list(prompt["prompt_token_ids"])
+        for output in self._outputs(turn, given_ids, sampling_params, stops, request_id):
+            yield output
+
+    def _outputs(
+        self,
+        turn: Turn,
+        context_ids: list[int],
+        params: SamplingParams,
+        stops: tuple[str, ...],
+        request_id: str,
+    ) -> Iterator[RequestOutput]:
+        """The turn as vLLM's engine would give it: whole, or token by token."""
+        ids = turn.generated.ids.tolist()
+        text_ids = ids[:-1] if self._ended_by_token(turn) else ids
+        text = self._tokenizer.decode(text_ids, skip_special_tokens=params.skip_special_tokens)
+        text, stop_text = _cut_at_stop(text, stops, params.include_stop_str_in_output)
+        log_probs = None
+        if params.logprobs is not None:
+            log_probs = self._log_probs(turn)
+        if params.output_kind != RequestOutputKind.DELTA or not ids:
+            completion = CompletionOutput(0, text, ids, None, log_probs)
+            completion.finish_reason = turn.generated.finish_reason
+            completion.stop_reason = stop_text
+            yield RequestOutput(request_id, None, context_ids, None, [completion], True)
+            return
+        pieces = self._pieces(ids, text, params.skip_special_tokens)
+        for position, piece in enumerate(pieces):
+            own_log_probs = log_probs[position : position + 1] if log_probs else None
+            completion = CompletionOutput(0, piece, [ids[position]], None, own_log_probs)
+            is_last = position == len(ids) - 1
+            if is_last:
+                completion.finish_reason = turn.generated.finish_reason
+                completion.stop_reason = stop_text
+            yield RequestOutput(request_id, None, context_ids, None, [completion], is_last)
+
+    def _ended_by_token(self, turn: Turn) -> bool:
+        """Whether the last token is the end of the turn, which is no text."""
+        ids = turn.generated.ids
+        ended = turn.generated.finish_reason == "stop"
+        return ended and len(ids) > 0 and int(ids[-1]) in self._special_ids
+
+    def _pieces(self, ids: list[int], text: str, skip_special_tokens: bool) -> list[str]:
+        """What each token adds to the text. The last one adds what is left of it."""
+        stream = DecodeStream(ids=[], skip_special_tokens=skip_special_tokens)
+        fast_tokenizer = self._tokenizer.backend_tokenizer
+        pieces = []
+        sent = 0
+        for token in ids[:-1]:
+            piece = stream.step(fast_tokenizer, token) or ""
+            if not text.startswith(piece, sent):  # behind the text at which the turn was cut
+                piece = ""
+            pieces.append(piece)
+            sent += len(piece)
+        pieces.append(text[sent:])
+        return pieces
+
+    def _log_probs(self, turn: Turn) -> list[dict[int, Logprob]]:
+        rows = []
+        generated = turn.generated
+        for token, log_prob in zip(generated.ids.tolist(), generated.log_probs, strict=True):
+            text = self._tokenizer.decode([token])
+            rows.append({token: Logprob(float(log_prob), rank=None, decoded_token=text)})
+        return rows
+
+
+def _cut_at_stop(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
+    """The text up to the first of the stop texts, and that text; None: it has none of them."""
+    found = [(text.find(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return text, None
+    position, stop = min(found)
+    return text[: position + len(stop) if include else position], stop

@@ -1,0 +1,279 @@
+"""The gateway: one URL in front of the endpoints of all replicas, in a process of its own.
+
+It reads from an episode's key which replica has the episode, and passes requests and answers on. It
+knows nothing else: replicas tell it their addresses again and again, so that it may be killed at
+any time. It never passes on a head of a client, but writes a new one, so that no client can smuggle
+a request behind another one's.
+"""
+
+import asyncio
+import os
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import aiohttp
+import psutil
+from aiohttp import web
+from yarl import URL
+
+from one_step_off.endpoint.answers import Answer
+from one_step_off.endpoint.guarded_server import MIB, GuardedServer, HttpLimits
+from one_step_off.endpoint.kept_port import borrow_port
+from one_step_off.endpoint.keys import EpisodeKeys
+from one_step_off.endpoint.refusals import RETRY_SOON, Refused, replica_gone, unknown_key
+from one_step_off.endpoint.routes import Route, route_of
+from one_step_off.endpoint.work_requests import WorkRequests
+
+HOLD_S = 15.0
+"""Seconds that a request waits for its replica to report its address."""
+
+HELD_BODY = 64 << 10
+"""Bytes of a request that are held here, so that it can be sent again; longer ones are passed on
+as they come."""
+
+HELD_ANSWER = 1 * MIB
+CONNECT_S = 10.0
+UPSTREAM_IDLE_S = 30.0  # less than the replicas' keep_alive_s
+PASSED_HEADERS = (
+    "Authorization",
+    "x-api-key",
+    "Content-Type",
+    "x-stainless-retry-count",
+    "Idempotency-Key",
+)
+RETURNED_HEADERS = ("Retry-After", "x-should-retry", "Allow", "Cache-Control")
+
+
+@dataclass(eq=False)
+class KnownReplica:
+    """Where a replica's server listens, and the requests that wait for its answers."""
+
+    address: str
+    requests: set[asyncio.Task] = field(default_factory=set)
+
+
+class Gateway:
+    """Becomes a Ray actor. See the module."""
+
+    calls_at_once = 1 << 10
+    restarts = -1  # Ray restarts the process any number of times
+    beside_driver = True  # it listens at an address of the driver's machine
+
+    def __init__(
+        self, port_path: str, fleet_key: str, answer_s: float, limits: HttpLimits | None = None
+    ) -> None:
+        """
+        Args:
+            port_path: see `borrow_port`.
+            fleet_key: see `EpisodeKeys`.
+            answer_s: a request without an answer for longer than this is given up.
+        """
+        self.port_path = port_path
+        self.keys = EpisodeKeys(fleet_key)
+        self.answer_s = answer_s
+        self.limits = limits or HttpLimits()
+        self.replicas: dict[int, KnownReplica] = {}
+        self.lost: set[int] = set()
+        self.registered: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        self.work = WorkRequests(self)
+        self._starting = asyncio.Lock()
+        self.server: GuardedServer | None = None
+        self.session: aiohttp.ClientSession
+
+    async def alive(self) -> tuple[int, float]:
+        """Listen, if this process does not yet. Returns the process: its id and when it began."""
+        async with self._starting:
+            if self.server is None:
+                await self._start()
+        return os.getpid(), psutil.Process().create_time()
+
+    async def _start(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.answer_s)
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=UPSTREAM_IDLE_S, use_dns_cache=False
+        )
+        self.session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+        )
+        server = GuardedServer(self._handle, self.limits)
+        await server.listen(borrow_port(self.port_path))
+        self.server = server
+
+    async def register(self, index: int, address: str, offers: int = 0) -> None:
+        """A replica tells where its server listens, and how many episodes wait for an agent."""
+        await self.alive()
+        known = self.replicas.get(index)
+        if known is None or known.address != address:
+            if known is not None:
+                _end_requests(known)
+            self.replicas[index] = KnownReplica(address)
+        self.lost.discard(index)
+        self.registered[index].set()
+        self.work.offered(index, offers)
+
+    async def stop(self) -> None:
+        """Close the port and all connections of this process."""
+        if self.server is not None:
+            await self.server.stop()
+            await self.session.close()
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        route = route_of(request)
+        if route.name == "return":
+            raise Refused(404, "not_found", "there is no such path", route.path)
+        if self.keys.is_fleet_key(route.key) and route.name in ("next", "models"):
+            self.server.admit(request)
+            if route.name == "next":
+                return await self.work.answer(request)
+            return await self._exchange(request, route, await self.any_replica(route.path), b"")
+        index = self.keys.replica_index(route.key)
+        if index is None or route.name == "next":
+            raise unknown_key(route.path, bool(route.key))
+        self.server.admit(request)
+        self.server.check_body_head(request)
+        if request.can_read_body and (request.content_length or HELD_BODY + 1) > HELD_BODY:
+            pieces = self.server.body_pieces(request)
+            return await self._pass_on(request, route, index, pieces)
+        async with self.server.body(request) as body:
+            return await self._pass_on(request, route, index, body)
+
+    async def _pass_on(
+        self,
+        request: web.BaseRequest,
+        route: Route,
+        index: int,
+        body: bytes | AsyncIterator[bytes],
+    ) -> web.StreamResponse:
+        """Pass a request on to its replica.
+
+        Raises:
+            Refused: the replica is not known, or has died.
+        """
+        replica = await self.known_replica(index, route.path)
+        try:
+            return await self._exchange(request, route, replica, body)
+        except aiohttp.ClientConnectorError:
+            self.forget(index, replica)
+            raise replica_gone(route.path) from None
+        except aiohttp.ClientConnectionError as error:
+            if isinstance(error.__cause__, Refused):  # of the client's body
+                raise error.__cause__ from None
+            # An idle connection that has just been closed, or a death. The replica gives the answer
+            # of the first request to the second one.
+            if not isinstance(body, bytes):
+                raise _interrupted(route.path) from None
+        try:
+            return await self._exchange(request, route, replica, body)
+        except aiohttp.ClientConnectionError:
+            self.forget(index, replica)
+            raise replica_gone(route.path) from None
+
+    async def known_replica(self, index: int, path: str) -> KnownReplica:
+        """The replica, when it has reported its address. Raises Refused: it has not in time."""
+        try:
+            async with asyncio.timeout(HOLD_S):
+                while index not in self.replicas:
+                    await self.registered[index].wait()
+        except TimeoutError:
+            if index in self.lost:
+                raise replica_gone(path) from None
+            message = f"rollout {index} has not reported its address yet"
+            raise Refused(503, "replica_unknown", message, path, RETRY_SOON) from None
+        return self.replicas[index]
+
+    async def any_replica(self, path: str) -> KnownReplica:
+        """Any replica that is known. Raises Refused: none is."""
+        for replica in self.replicas.values():
+            return replica
+        raise Refused(503, "replica_unknown", "no replica is there yet", path, RETRY_SOON)
+
+    def forget(self, index: int, replica: KnownReplica) -> None:
+        """A replica is gone. It is known again when it, or its successor, registers."""
+        if self.replicas.get(index) is replica:
+            del self.replicas[index]
+            self.registered[index].clear()
+            self.lost.add(index)
+
+    async def _exchange(
+        self,
+        request: web.BaseRequest,
+        route: Route,
+        replica: KnownReplica,
+        body: bytes | AsyncIterator[bytes],
+    ) -> web.StreamResponse:
+        """Send a request to a replica, and its answer to the client.
+
+        Raises:
+            aiohttp.ClientConnectionError: the connection to the replica broke before the answer.
+            Refused: another process has taken the replica's place, or it does not answer.
+        """
+        task = asyncio.current_task()
+        replica.requests.add(task)
+        headers = {n: request.headers[n] for n in PASSED_HEADERS if n in request.headers}
+        url = URL(f"http://{replica.address}{route.path}", encoded=True)
+        try:
+            async with self.session.request(
+                request.method, url, data=body or None, headers=headers, allow_redirects=False
+            ) as upstream:
+                return await self._return_answer(request, upstream)
+        except asyncio.CancelledError:
+            if task in replica.requests:  # the client has gone
+                raise
+            task.uncancel()
+            raise replica_gone(route.path) from None
+        except aiohttp.ServerTimeoutError:
+            message = f"no answer within {self.answer_s:g} s"
+            raise Refused(504, "no_answer", message, route.path, RETRY_SOON) from None
+        finally:
+            replica.requests.discard(task)
+
+    async def _return_answer(
+        self, request: web.BaseRequest, upstream: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        """Send a replica's answer to the client."""
+        headers = {n: upstream.headers[n] for n in RETURNED_HEADERS if n in upstream.headers}
+        content_type = upstream.headers.get("Content-Type", "application/json")
+        length = upstream.content_length
+        if length is not None and length <= HELD_ANSWER:
+            answer = Answer(upstream.status, content_type, [await upstream.read()])
+            response, _ = await self.server.send(request, answer, headers)
+            return response
+        response = web.StreamResponse(
+            status=upstream.status, headers=headers | {"Content-Type": content_type}
+        )
+        if length is not None:
+            response.content_length = length
+        else:
+            response.enable_chunked_encoding()
+        taken = await self.server.write(request, response.prepare(request))
+        try:
+            async for piece in upstream.content.iter_any():
+                taken = taken and await self.server.write(request, response.write(piece))
+                if not taken:
+                    return response
+        except aiohttp.ClientError:  # the client must not take half an answer for a whole one
+            if request.transport is not None:
+                request.transport.abort()
+            return response
+        await self.server.write(request, response.write_eof())
+        return response
+
+
+def _end_requests(replica: KnownReplica) -> None:
+    """Another process has taken the replica's place: nothing will answer these requests."""
+    waiting = list(replica.requests)
+    replica.requests.clear()
+    for task in waiting:
+        task.cancel()
+
+
+def _interrupted(path: str) -> Refused:
+    message = "the connection to the replica broke; send the request again"
+    return Refused(503, "interrupted", message, path, RETRY_SOON, close=True)

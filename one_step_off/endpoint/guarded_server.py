@@ -1,0 +1,310 @@
+"""An HTTP server that hostile clients can neither stop nor fill: the gateway's and the replicas'.
+
+Connections, heads, bodies and answers all have limits in number, bytes and seconds. A connection is
+a stranger's until it has sent a valid key. Where there are too many, the oldest stranger's is
+closed, so that strangers cannot keep agents out.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from one_step_off.config.user_code import describe_error, format_traceback, log_traceback
+from one_step_off.endpoint.answers import Answer
+from one_step_off.endpoint.refusals import NO_RETRY, RETRY_SOON, Refused
+
+MIB = 1 << 20
+BACKLOG = 4096
+RESERVED_FILES = 256  # file descriptors for what is no connection of a client
+FILES_PER_CONNECTION = 2  # the gateway has one to the replica, too
+SWEEP_S = 1.0
+CLOSE_S = 2.0
+"""Seconds for the requests in progress at the end of the server."""
+OVERLOADED = (
+    b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\n"
+    b"Content-Length: 0\r\n\r\n"
+)
+
+QUIET = logging.getLogger("one_step_off.endpoint.http")
+"""aiohttp logs each malformed request with a traceback: a client could fill the disk with them."""
+QUIET.setLevel(logging.CRITICAL + 1)
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """Limits of one server.
+
+    Attributes:
+        connections: at once; fewer where the process may open fewer files.
+        stranger_s: for a new connection to send the head of a request with a valid key.
+        keep_alive_s: until a connection without a request is closed.
+        head_bytes: of the request line, and of each header.
+        body_bytes: of one request.
+        all_bodies_bytes: of all requests in progress.
+        body_s: for a client to send a request's body.
+        write_s: for a client to take an answer.
+    """
+
+    connections: int = 4096
+    stranger_s: float = 10.0
+    keep_alive_s: float = 60.0
+    head_bytes: int = 8190
+    body_bytes: int = 32 * MIB
+    all_bodies_bytes: int = 1024 * MIB
+    body_s: float = 60.0
+    write_s: float = 60.0
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as it may ever. Returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+class GuardedServer(web.Server):
+    """Serves `handler`; what it raises becomes an answer.
+
+    Attributes:
+        most_connections: at once.
+        strangers: connections that have sent no valid key -> when they were opened, oldest first.
+        bodies_bytes: of all requests in progress.
+    """
+
+    def __init__(self, handler: Handler, limits: HttpLimits) -> None:
+        super().__init__(
+            self._respond,
+            handler_cancellation=True,  # a request ends when its client has gone
+            keepalive_timeout=limits.keep_alive_s,
+            lingering_time=1.0,
+            max_line_size=limits.head_bytes,
+            max_field_size=limits.head_bytes,
+            auto_decompress=False,  # a small body may hold a large one
+            access_log=None,
+            logger=QUIET,
+        )
+        self.handler = handler
+        self.limits = limits
+        files = raise_file_limit() - RESERVED_FILES
+        self.most_connections = max(1, min(limits.connections, files // FILES_PER_CONNECTION))
+        self.strangers: dict[web.RequestHandler, float] = {}
+        self.bodies_bytes = 0
+        self._listener: asyncio.Server | None = None
+        self._sweeper: asyncio.Task | None = None
+
+    async def listen(self, listening: socket.socket) -> None:
+        """Accept connections."""
+        self._listener = await self._loop.create_server(self, sock=listening, backlog=BACKLOG)
+        self._sweeper = asyncio.create_task(self._close_slow_strangers())
+
+    async def stop(self) -> None:
+        """Close the port and all connections."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        self.pre_shutdown()  # ends idle connections
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2 * CLOSE_S):
+                await self.shutdown(CLOSE_S)
+
+    # --- connections ------------------------------------------------------------------------------
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Called by aiohttp."""
+        super().connection_made(handler, transport)
+        if len(self._connections) > self.most_connections:
+            if not self.strangers:
+                transport.write(OVERLOADED)
+                transport.close()
+                return
+            _abort(next(iter(self.strangers)), self.strangers)
+        self.strangers[handler] = self._loop.time()
+
+    def connection_lost(
+        self, handler: web.RequestHandler, exc: BaseException | None = None
+    ) -> None:
+        """Called by aiohttp."""
+        self.strangers.pop(handler, None)
+        super().connection_lost(handler, exc)
+
+    def admit(self, request: web.BaseRequest) -> None:
+        """The request has a valid key: its connection is a stranger's no longer."""
+        self.strangers.pop(request.protocol, None)
+
+    async def _close_slow_strangers(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            latest = self._loop.time() - self.limits.stranger_s
+            slow = [handler for handler, opened in self.strangers.items() if opened < latest]
+            for handler in slow:
+                _abort(handler, self.strangers)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
+        """What aiohttp calls for each request."""
+        try:
+            return await self.handler(request)
+        except Refused as refused:
+            response, _ = await self.send(
+                request, refused.answer, refused.headers, close=refused.close
+            )
+            return response
+        except ConnectionError:  # the client has gone
+            raise
+        except Exception as error:
+            message = f"{type(error).__name__} in the endpoint, at {describe_error(error)}"
+            log_traceback(message, format_traceback(error))
+            failed = Refused(500, "endpoint_error", message, request.path, NO_RETRY)
+            response, _ = await self.send(request, failed.answer, failed.headers)
+            return response
+
+    @contextlib.asynccontextmanager
+    async def body(self, request: web.BaseRequest, most: int | None = None) -> AsyncIterator[bytes]:
+        """The body of a request; it counts as memory in use during the block.
+
+        Raises:
+            Refused: it is compressed, too large, too slow, or malformed; or those of all requests
+                are too large.
+        """
+        pieces: list[bytes] = []
+        counted = 0
+        try:
+            async for piece in self.body_pieces(request, most):
+                pieces.append(piece)
+                counted += len(piece)
+                self.bodies_bytes += len(piece)
+                if self.bodies_bytes > self.limits.all_bodies_bytes:
+                    message = "the requests in progress are too large together; try again"
+                    raise Refused(503, "overloaded", message, request.path, RETRY_SOON, close=True)
+            yield b"".join(pieces)
+        finally:
+            self.bodies_bytes -= counted
+
+    async def body_pieces(
+        self, request: web.BaseRequest, most: int | None = None
+    ) -> AsyncIterator[bytes]:
+        """The body of a request as it comes. Raises as `body`, but for the memory."""
+        most = self.limits.body_bytes if most is None else most
+        self.check_body_head(request, most)
+        if not request.can_read_body:
+            return
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await self.write(request, request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n"))
+            request.writer.output_size = 0
+        received = 0
+        deadline = self._loop.time() + self.limits.body_s
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    piece = await request.content.readany()
+            except TimeoutError:
+                message = f"the body did not come within {self.limits.body_s:g} s"
+                raise Refused(408, "slow_body", message, request.path, NO_RETRY, True) from None
+            except (web.RequestPayloadError, ValueError) as error:
+                message = f"malformed body: {error}".splitlines()[0][:200]
+                raise Refused(400, "malformed", message, request.path, close=True) from None
+            if not piece:
+                return
+            received += len(piece)
+            if received > most:
+                raise _too_large(request, most)
+            yield piece
+
+    def check_body_head(self, request: web.BaseRequest, most: int | None = None) -> None:
+        """Raises Refused: the head says that the body is compressed or too large."""
+        most = self.limits.body_bytes if most is None else most
+        encoding = request.headers.get("Content-Encoding", "identity").lower()
+        if encoding != "identity":
+            message = f"Content-Encoding: {encoding[:20]}: send the body as it is"
+            raise Refused(415, "encoding", message, request.path, close=True)
+        if (request.content_length or 0) > most:
+            raise _too_large(request, most)
+
+    async def send(
+        self,
+        request: web.BaseRequest,
+        answer: Answer,
+        headers: dict[str, str] | None = None,
+        close: bool = False,
+    ) -> tuple[web.StreamResponse, bool]:
+        """Write an answer. Returns the response, and whether the client has taken all of it."""
+        response = web.Response(
+            status=answer.status,
+            body=b"".join(answer.chunks),
+            headers={"Content-Type": answer.content_type} | (headers or {}),
+        )
+        if close:
+            response.force_close()
+
+        async def write() -> None:
+            await response.prepare(request)
+            await response.write_eof()
+
+        return response, await self.write(request, write())
+
+    async def write(self, request: web.BaseRequest, writing: Awaitable[Any]) -> bool:
+        """Await a write to the client, who has `write_s` seconds to take it. Returns whether it was
+        taken. A client that did not take it is disconnected."""
+        transport = request.transport
+        try:
+            async with asyncio.timeout(self.limits.write_s):
+                await writing
+        except (TimeoutError, ConnectionError):
+            if transport is not None:
+                transport.abort()
+            return False
+        return request.transport is not None and not request.transport.is_closing()
+
+
+def json_body(body: bytes, path: str) -> Any:
+    """What a body says. Raises Refused: it is no JSON."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        message = f"the body is no JSON: {error}".splitlines()[0][:200]
+        raise Refused(400, "malformed", message, path) from None
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises OSError: this address cannot be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+        listening.setblocking(False)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+def url_host(host: str) -> str:
+    """A host as URLs have it: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _too_large(request: web.BaseRequest, most: int) -> Refused:
+    message = f"the body is larger than {most // MIB} MiB"
+    return Refused(413, "too_large", message, request.path, close=True)
+
+
+def _abort(handler: web.RequestHandler, strangers: dict[web.RequestHandler, float]) -> None:
+    """Close a connection at once."""
+    strangers.pop(handler, None)
+    if handler.transport is not None:
+        handler.transport.abort()

@@ -1,0 +1,100 @@
+"""The newest answers of an episode, for clients that repeat a request.
+
+A client that repeats a request because it has not received the answer gets the answer that was made
+for it. So nothing is sampled twice, and the policy is trained on what the agent has seen. A client
+that asks the same again gets another answer.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from one_step_off.endpoint.answers import Answer
+
+MOST_KEPT = 8
+
+
+@dataclass(eq=False)
+class KeptAnswer:
+    """An answer that is being made, or was made.
+
+    Attributes:
+        digest: of the request.
+        making: the task that makes it. It goes on when the client has gone.
+        clients: that wait for it, or are being sent it.
+        delivered: whether a client has taken all of it.
+    """
+
+    digest: bytes
+    making: asyncio.Task[Answer]
+    clients: int = 0
+    delivered: bool = False
+
+    @property
+    def refused(self) -> bool:
+        """Whether it was made, and is an error."""
+        if not self.making.done():
+            return False
+        if self.making.cancelled() or self.making.exception() is not None:
+            return True
+        return self.making.result().status >= 400
+
+
+class KeptAnswers:
+    """The answers of one episode, oldest first."""
+
+    def __init__(self) -> None:
+        self._answers: list[KeptAnswer] = []
+
+    def find(self, digest: bytes, repeated: bool) -> KeptAnswer | None:
+        """The answer that a request should get; None: a new one.
+
+        Args:
+            repeated: whether the client says that it sent this request before.
+        """
+        same = [answer for answer in self._answers if answer.digest == digest]
+        same = [answer for answer in same if not answer.refused]
+        # One that a client waits for is not given to another one, which may ask for a second
+        # opinion: only to one that says that it repeats.
+        abandoned = [answer for answer in same if not answer.delivered and not answer.clients]
+        if abandoned:
+            return abandoned[0]
+        if repeated and same:
+            undelivered = [answer for answer in same if not answer.delivered]
+            return (undelivered or same)[-1]
+        return None
+
+    def add(self, answer: KeptAnswer) -> None:
+        """Keep one more; the oldest that is finished and has no client goes."""
+        self._answers.append(answer)
+        for old in self._answers[:-MOST_KEPT]:
+            if old.making.done() and not old.clients:
+                self._answers.remove(old)
+
+    @property
+    def in_progress(self) -> list[KeptAnswer]:
+        """Those that are being made."""
+        return [answer for answer in self._answers if not answer.making.done()]
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is being made or sent."""
+        return any(answer.clients or not answer.making.done() for answer in self._answers)
+
+
+def request_digest(path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+    """What identical requests have in common."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (path.encode(), headers.get("Idempotency-Key", "").encode(errors="replace")):
+        digest.update(len(part).to_bytes(4, "big"))
+        digest.update(part)
+    digest.update(body)
+    return digest.digest()
+
+
+def says_repeated(headers: Mapping[str, str]) -> bool:
+    """Whether a request says that it is the same as an earlier one with the same content: the SDKs
+    of OpenAI and Anthropic count their retries, and others name each request."""
+    retries = headers.get("x-stainless-retry-count", "0")
+    return "Idempotency-Key" in headers or retries.strip() not in ("", "0")

@@ -1,0 +1,52 @@
+"""Which of vLLM's parsers read tool calls and thoughts in the policy's turns."""
+
+from typing import Any
+
+from one_step_off.config.errors import key_error
+from one_step_off.config.schema import Config
+from one_step_off.config.text import did_you_mean
+
+MARKS = (
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3_json"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call|>", "granite"),
+)
+"""What chat templates mention, and vLLM's parser for it; the first that is there."""
+
+DEFAULT_TOOL_PARSER = "hermes"
+
+
+def tool_parser_name(cfg: Config, tokenizer: Any) -> str | None:
+    """vLLM's name of the parser of tool calls; None: there is none.
+
+    Raises:
+        ConfigError: vLLM has no such parser.
+    """
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    name = cfg.agent.tool_parser
+    if name not in ("auto", "none"):
+        _check(cfg, "agent.tool_parser", name, ToolParserManager.list_registered())
+    if cfg.agent.reasoning_parser:
+        known = ReasoningParserManager.list_registered()
+        _check(cfg, "agent.reasoning_parser", cfg.agent.reasoning_parser, known)
+    if name == "none":
+        return None
+    return parser_of_template(str(tokenizer.chat_template)) if name == "auto" else name
+
+
+def _check(cfg: Config, key: str, name: str, known: list[str]) -> None:
+    if name not in known:
+        listed = f"use {', '.join(sorted(known))}"
+        raise key_error(cfg, key, f"vLLM has no such parser; {did_you_mean(name, known, listed)}")
+
+
+def parser_of_template(chat_template: str) -> str:
+    """The parser of the calls that a chat template mentions."""
+    for mark, parser in MARKS:
+        if mark in chat_template:
+            return parser
+    return DEFAULT_TOOL_PARSER

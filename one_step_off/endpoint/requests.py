@@ -1,0 +1,139 @@
+"""Request bodies as agents send them, made ready for vLLM's serving classes."""
+
+import json
+from typing import Any
+
+from one_step_off.endpoint.conversation import ConversationRecord, RequestRefused
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+GENERATE = "/inference/v1/generate"
+
+PATHS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, GENERATE)
+
+COMPLETION_TOKENS = 16
+"""Tokens of a completion whose request names no number: OpenAI's default."""
+
+REFUSED_KEYS = {
+    RESPONSES: ("background", "conversation"),
+    COMPLETIONS: ("suffix", "echo", "prompt_embeds"),
+    CHAT: ("echo", "chat_template"),
+    GENERATE: ("features", "content_parts"),
+}
+"""Keys by path that the endpoint does not serve, where they hold anything."""
+
+
+class ThreadRefused(RequestRefused):
+    """Anthropic's clients can leave the history to the server. Refused in the form in which its SDK
+    falls back to whole histories by itself."""
+
+
+def parse_body(path: str, body: bytes) -> dict[str, Any]:
+    """The JSON object of a request.
+
+    Raises:
+        RequestRefused: it is none, or it asks for what the endpoint does not serve.
+    """
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as e:
+        raise RequestRefused(f"the body is not JSON: {e}") from None
+    if not isinstance(content, dict):
+        raise RequestRefused("the body must be a JSON object")
+    for key in REFUSED_KEYS.get(path, ()):
+        if content.get(key):
+            raise RequestRefused(f"{key}: this endpoint does not serve it; leave it out")
+    if not isinstance(content.get("messages", []), list):
+        raise RequestRefused("messages: must be a list of messages")
+    if content.get("thread") and path == MESSAGES:
+        raise ThreadRefused("thread: this endpoint keeps no threads; send the whole history")
+    return content
+
+
+def take_max_tokens(path: str, content: dict[str, Any]) -> int | None:
+    """How long an answer the agent asks for; None: as long as there is room. Takes it out of the
+    request, because vLLM refuses more than its context length, where the answer is only cut here.
+
+    Raises:
+        RequestRefused: it is no positive number.
+    """
+    place = content
+    if path == GENERATE:
+        place = content.setdefault("sampling_params", {})
+    names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+    asked = [place.pop(name) for name in names if place.get(name) is not None]
+    if path == COMPLETIONS and not asked:
+        asked = [COMPLETION_TOKENS]
+    for number in asked:
+        if type(number) is not int or number < 1:
+            raise RequestRefused(f"max_tokens: must be a positive number, not {number!r:.40}")
+    if path in (MESSAGES, COMPLETIONS, GENERATE):
+        place["max_tokens"] = 1  # these APIs need one, or have a default
+    return asked[0] if asked else None
+
+
+def prepare(
+    path: str, content: dict[str, Any], model: str, record: ConversationRecord
+) -> dict[str, Any]:
+    """The request as vLLM receives it.
+
+    Any model name is the policy. A forced tool call is a free one and a strict tool is a plain one,
+    because vLLM would constrain the sampling, and the policy could not be trained on it.
+
+    Args:
+        model: the name under which vLLM serves the policy.
+        record: of the episode, for `previous_response_id`.
+
+    Raises:
+        RequestRefused: the previous response is unknown.
+    """
+    content = content | {"model": model}
+    content["tools"] = [_plain_tool(tool) for tool in content.get("tools") or ()]
+    if not content["tools"]:
+        del content["tools"]
+        content.pop("tool_choice", None)
+    if _forces_a_call(content.get("tool_choice")):
+        content["tool_choice"] = {"type": "auto"} if path.startswith(MESSAGES) else "auto"
+    if path == RESPONSES:
+        content = _with_history(content, record)
+        content["store"] = False
+    return content
+
+
+def _plain_tool(tool: Any) -> Any:
+    """A tool without `strict`."""
+    if not isinstance(tool, dict):
+        return tool
+    plain = {key: value for key, value in tool.items() if key != "strict"}
+    if isinstance(plain.get("function"), dict):
+        plain["function"] = _plain_tool(plain["function"])
+    return plain
+
+
+def _forces_a_call(tool_choice: Any) -> bool:
+    if isinstance(tool_choice, dict):
+        return tool_choice.get("type") not in ("auto", "none")
+    return tool_choice not in (None, "auto", "none")
+
+
+def _with_history(content: dict[str, Any], record: ConversationRecord) -> dict[str, Any]:
+    """A request of the Responses API with all items before it, if it names an earlier answer."""
+    previous = content.pop("previous_response_id", None)
+    if previous is None:
+        return content
+    if previous not in record.responses:
+        raise RequestRefused(
+            f"previous_response_id={str(previous)[:80]!r}: this episode has no such answer"
+        )
+    return content | {"input": [*record.responses[previous], *input_items(content)]}
+
+
+def input_items(content: dict[str, Any]) -> list[Any]:
+    """The input of a request of the Responses API as items."""
+    items = content.get("input", [])
+    if isinstance(items, str):
+        return [{"type": "message", "role": "user", "content": items}]
+    return list(items)

@@ -1,0 +1,107 @@
+"""Splicing: a request that contains what the policy said before continues from the recorded tokens.
+
+vLLM's renderer makes tokens of messages by the chat template. Done again for the policy's own
+turns, it would give other tokens than those that were sampled: thoughts are stripped, blanks and
+JSON are rewritten, and a text has more than one tokenization. So a known beginning is never
+rendered again: its recorded tokens are followed by what the template writes around the new
+messages.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from vllm.inputs.engine import tokens_input
+
+from agent_loop.chat_template import TurnEncoder
+from one_step_off.config.errors import ConfigError
+from one_step_off.endpoint.call import CURRENT_CALL, Call
+from one_step_off.endpoint.conversation import PlainMessage, RequestRefused, plain_messages
+
+NOT_FOR_NEW_MESSAGES = ("tools", "tokenize", "add_generation_prompt", "continue_final_message")
+"""Settings of the chat template that say nothing about the messages after a turn."""
+
+
+class SplicingRenderer:
+    """Passes for vLLM's renderer, whose attributes it has."""
+
+    def __init__(self, renderer: Any, tokenizer: Any) -> None:
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._encoders: dict[str, TurnEncoder] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._renderer, name)
+
+    async def render_chat_async(
+        self, conversations: Sequence[list[Any]], chat_params: Any, *args: Any, **kwargs: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Messages -> the engine's input, as vLLM's renderer returns them."""
+        call = CURRENT_CALL.get()
+        (messages,) = conversations
+        template_kwargs = chat_params.chat_template_kwargs
+        call.settings = json.dumps(template_kwargs, sort_keys=True, default=str)
+        call.messages = plain_messages(messages)
+        ids = self._spliced(call, template_kwargs)
+        if ids is None:
+            return await self._renderer.render_chat_async(
+                conversations, chat_params, *args, **kwargs
+            )
+        return [[]], [tokens_input(ids)]
+
+    def _spliced(self, call: Call, template_kwargs: dict[str, Any]) -> list[int] | None:
+        """The recorded tokens and those of the new messages; None: the messages must be
+        rendered."""
+        if template_kwargs.get("continue_final_message"):
+            return None
+        found = call.record.find(call.settings, call.messages)
+        if found is None:
+            return None
+        turn, new_messages = found
+        try:
+            new_ids = self._encoder(template_kwargs).encode(
+                [_as_message(message) for message in new_messages], turn.generated.ids
+            )
+        except ConfigError:  # the template cannot write these messages alone
+            return None
+        return np.concatenate([turn.ids, new_ids]).tolist()
+
+    def _encoder(self, template_kwargs: dict[str, Any]) -> TurnEncoder:
+        own = {k: v for k, v in template_kwargs.items() if k not in NOT_FOR_NEW_MESSAGES}
+        name = json.dumps(own, sort_keys=True, default=str)
+        if name not in self._encoders:
+            self._encoders[name] = TurnEncoder(self._tokenizer, own)
+        return self._encoders[name]
+
+    async def render_cmpl_async(
+        self, prompts: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> Sequence[Any]:
+        """Prompts in text or tokens -> the engine's input, as vLLM's renderer returns it.
+
+        Raises:
+            RequestRefused: there are several prompts.
+        """
+        call = CURRENT_CALL.get()
+        if len(prompts) != 1:
+            raise RequestRefused(f"{len(prompts)} prompts in one request: send one")
+        text = _text_of_prompt(prompts[0])
+        if text is not None:
+            call.text = text
+            found = call.record.find_text(text)
+            if found is not None:
+                turn, new_text = found
+                new_ids = self._tokenizer(new_text, add_special_tokens=False)["input_ids"]
+                return [tokens_input([*turn.ids.tolist(), *new_ids])]
+        return await self._renderer.render_cmpl_async(prompts, *args, **kwargs)
+
+
+def _as_message(message: PlainMessage) -> dict[str, str]:
+    return {"role": message.role, "content": message.text}
+
+
+def _text_of_prompt(prompt: Any) -> str | None:
+    if isinstance(prompt, str):
+        return prompt
+    text = prompt.get("prompt") if isinstance(prompt, dict) else None
+    return text if isinstance(text, str) else None

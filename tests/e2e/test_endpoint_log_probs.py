@@ -1,0 +1,103 @@
+"""What external agents' conversations record is what the trainer's model says of those tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agent_loop.base import Limits
+from agent_loop.episode import Episode
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import Prompt, Sample
+from one_step_off.models import tiny_qwen
+from one_step_off.rollout.sampling import Sampling
+from tests.unit.endpoint.simulated_agents import AGENTS, SimulatedAgent
+
+CONVERSATIONS = 30  # of each API
+VERSION = 4
+TOLERANCE = 2e-5  # nats; the same model in fp32 by other kernels
+
+
+async def converse(replica: Any, serving: Any, agent: SimulatedAgent, number: int) -> list[Sample]:
+    """One conversation; returns its samples."""
+    prompt = Prompt((0, number), np.array([1], np.int32), "q", "a")
+
+    async def generate(ids: np.ndarray, most: int, stop: tuple[str, ...] = ()) -> Any:
+        return await replica._generate(ids, most, None, Sampling(1, 1.0, None, stop=stop))
+
+    limits = Limits(tokens=500, turns=20)
+    episode = Episode(f"ose-0-{number:06d}", prompt, generate, limits, max_sequence=640)
+    for _ in range(4):
+        answer = await serving.answer(episode, agent.path, agent.body())
+        if answer.status != 200:
+            assert episode.limit_reached == "room", answer.chunks
+            break
+        agent.receive(answer)
+        for turn in answer.turns:
+            turn.delivered = True
+    if not agent.edited:
+        assert len(episode.segments()) == 1
+    return episode.samples(prompt, 0)
+
+
+async def all_samples(cfg: Config) -> list[Sample]:
+    from one_step_off.endpoint.serving import Serving
+    from one_step_off.rollout.vllm_replica import RolloutReplica
+
+    replica = RolloutReplica(cfg, 0, "cpu", [])
+    await replica.start()
+    try:
+        await replica.engine.update_weight_version(f"0.{VERSION}")
+        serving = Serving(cfg, replica.engine, replica.tokenizer)
+        conversations = []
+        for kind in AGENTS:
+            for seed in range(CONVERSATIONS):
+                agent = kind(seed, edits=seed % 2 == 1)
+                conversations.append(converse(replica, serving, agent, len(conversations)))
+        return [sample for samples in await asyncio.gather(*conversations) for sample in samples]
+    finally:
+        await replica.stop()
+
+
+@pytest.mark.e2e
+def test_recorded_log_probs_equal_a_forward_pass(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from one_step_off.runtime.processes import COMMON_ENV, ENGINE_ENV
+
+    for name, value in (COMMON_ENV | ENGINE_ENV["cpu"]).items():
+        monkeypatch.setitem(os.environ, name, value)
+    cfg = Config()
+    cfg.model.path = tiny_qwen.ensure("tiny:tools")
+    cfg.model.dtype = "float32"
+    cfg.data.max_prompt_length = 128
+    cfg.data.max_response_length = 512
+    cfg.rollout.kv_cache_mb = 64
+    samples = asyncio.run(all_samples(cfg))
+    model = AutoModelForCausalLM.from_pretrained(
+        cfg.model.path, dtype=torch.float32, trust_remote_code=False
+    )
+    largest = 0.0
+    trained = 0
+    for sample in samples:
+        ids = np.concatenate([sample.prompt_ids, sample.response_ids])
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        with torch.no_grad():
+            log_probs = model(tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        chosen = log_probs.gather(1, tokens[1:, None])[:, 0].numpy()
+        of_response = chosen[len(sample.prompt_ids) - 1 :]
+        mask = sample.loss_mask
+        assert (sample.versions[mask] == VERSION).all()
+        assert not sample.log_probs[~mask].any()
+        difference = np.abs(of_response[mask] - sample.log_probs[mask])
+        largest = max(largest, float(difference.max(initial=0.0)))
+        trained += int(mask.sum())
+    assert trained > 5000
+    assert largest < TOLERANCE
