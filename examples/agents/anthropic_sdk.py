@@ -4,6 +4,8 @@ import math
 
 from anthropic import AsyncAnthropic, beta_async_tool
 
+CLIENT = AsyncAnthropic(api_key="each episode has its own")
+
 
 @beta_async_tool
 async def calculator(expression: str) -> str:
@@ -16,12 +18,9 @@ async def calculator(expression: str) -> str:
 
 
 async def run(row: dict, base_url: str, api_key: str) -> None:
-    async with AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as client:
-        runner = client.beta.messages.tool_runner(
-            model="policy",
-            max_tokens=64,
-            tools=[calculator],
-            messages=row["messages"],
-            max_iterations=3,
-        )
-        await runner.until_done()
+    # with_options shares the connections.
+    client = CLIENT.with_options(base_url=base_url.removesuffix("/v1"), api_key=api_key)
+    runner = client.beta.messages.tool_runner(
+        model="policy", max_tokens=64, tools=[calculator], messages=row["messages"]
+    )
+    await runner.until_done()

@@ -10,6 +10,7 @@ class Calculator(BaseModel):
     expression: str
 
 
+CLIENT = AsyncOpenAI(api_key="each episode has its own")
 TOOLS = [pydantic_function_tool(Calculator, name="calculator")]
 
 
@@ -22,15 +23,14 @@ def calculate(arguments: str) -> str:
 
 
 async def run(row: dict, base_url: str, api_key: str) -> None:
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)  # shares its connections
     messages = list(row["messages"])
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        ask = client.chat.completions.create
-        while True:
-            chat = await ask(model="policy", messages=messages, tools=TOOLS)
-            message = chat.choices[0].message
-            messages.append(message)
-            if not message.tool_calls:
-                return
-            for call in message.tool_calls:
-                text = calculate(call.function.arguments)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+    while True:
+        chat = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        message = chat.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            return
+        for call in message.tool_calls:
+            text = calculate(call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": text})

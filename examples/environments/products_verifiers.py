@@ -4,11 +4,13 @@ import json
 import math
 import random
 
+import httpx
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
 
 __all__ = ["CalculatorHarness", "ProductsTaskset"]
 
+HTTP = httpx.AsyncClient(timeout=None)  # of all episodes; the run limits their time
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
 CALCULATOR = {"name": "calculator", "description": "A product.", "parameters": PARAMETERS}
 
@@ -43,18 +45,18 @@ class CalculatorHarness(vf.Harness[vf.HarnessConfig]):
         _, prompt = self.resolve_text_prompt(data)
         messages = [{"role": "user", "content": prompt}]
         tools = [{"type": "function", "function": CALCULATOR}]
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
-            for _ in range(3):
-                answer = await client.chat.completions.create(
-                    model=ctx.model, messages=messages, tools=tools
-                )
-                message = answer.choices[0].message
-                messages.append(message.model_dump(exclude_none=True))
-                for call in message.tool_calls or []:
-                    text = calculate(call.function.arguments)
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
-                if not message.tool_calls:
-                    break
+        client = AsyncOpenAI(base_url=endpoint, api_key=secret, http_client=HTTP)
+        for _ in range(3):
+            answer = await client.chat.completions.create(
+                model=ctx.model, messages=messages, tools=tools
+            )
+            message = answer.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls or []:
+                text = calculate(call.function.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+            if not message.tool_calls:
+                break
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
