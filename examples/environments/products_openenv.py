@@ -1,4 +1,4 @@
-"""An OpenEnv server: products, where the environment works out the policy's calls.
+"""An OpenEnv server: products. It works out the policy's call, and rewards a right result.
 
 python products_openenv.py PORT
 """
@@ -43,17 +43,17 @@ class Products(Environment):
     def step(self, action: TextAction, timeout_s: float | None = None) -> TextObservation:
         self._state.step_count += 1
         call = CALL.search(action.message)
-        if call and self._state.step_count < 3:
-            return TextObservation(text=work_out(call[1]))
-        right = action.message.strip() == f"#### {self.a * self.b}"
+        if call is None and self._state.step_count == 1:
+            return TextObservation(text=f"Call the calculator. What is {self.a} * {self.b}?")
+        right = call is not None and result(call[1]) == self.a * self.b
         return TextObservation(text="", done=True, reward=float(right))
 
 
-def work_out(call: str) -> str:
+def result(call: str) -> int | None:
     try:
-        return str(math.prod(map(int, json.loads(call)["arguments"]["expression"].split("*"))))
-    except (ValueError, TypeError, KeyError) as error:
-        return f"error: {error}"
+        return math.prod(map(int, json.loads(call)["arguments"]["expression"].split("*")))
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 if __name__ == "__main__":

@@ -161,6 +161,7 @@ def test_a_missing_package_of_an_environment_is_one_line_before_any_engine(tmp_p
         "agent.environment=verifiers:products_verifiers",
         "data.train_files=environment",
         "data.val_files=",
+        "trainer.test_freq=-1",
         f"trainer.output_dir={tmp_path}",
     ]
     finished = subprocess.run(
