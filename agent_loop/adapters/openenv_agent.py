@@ -31,12 +31,12 @@ try:
 except ImportError as error:
     sys.exit(f"this Python has no package aiohttp ({error}); pip install aiohttp")
 
-EPISODE_OVER = 403
+EPISODE_OVER = (403, 410)
 NO_ROOM = "context_length_exceeded"
 """How the endpoint refuses a further turn."""
 CONNECT_S = 10.0
 STEP_S = 300.0
-FREE_SESSION_S = 120.0
+FREE_SESSION_S = float(os.environ.get("OPENENV_FREE_SESSION_S", "120"))
 """How long an episode waits until the server has a free session."""
 MAX_MESSAGE_BYTES = 100 << 20
 SHARED_FIELDS = {"done", "reward", "metadata"}
@@ -207,7 +207,7 @@ async def _ask_policy(
     headers = {"Authorization": f"Bearer {key}"}
     url = f"{base_url}/chat/completions"
     async with session.post(url, json=body, headers=headers) as answer:
-        if answer.status == EPISODE_OVER:
+        if answer.status in EPISODE_OVER:
             return None
         content = await answer.json()
         if content.get("error", {}).get("code") == NO_ROOM:
