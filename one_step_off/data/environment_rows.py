@@ -20,6 +20,7 @@ HELD_OUT_TASKS = 128
 """The first tasks are held out, this many or `data.val_size`, whether they are used or not: so a
 run is not trained on other tasks because it is evaluated."""
 
+EXTERNAL_LOOP = "external"
 LONGEST_START_S = 600.0
 MAX_REASON_CHARS = 800
 
@@ -39,7 +40,9 @@ def read_tasks(cfg: Config, split: str) -> list[dict[str, Any]]:
     first, count = (held_out, cfg.data.generator_size) if split == "train" else (0, held_out)
     lines = _run_adapter(cfg, first, count).splitlines()
     # Libraries of the environment may print too.
-    return [json.loads(line) for line in lines if line.startswith('{"prompt"')]
+    tasks = [json.loads(line) for line in lines if line.startswith('{"prompt"')]
+    # Another loop would answer the text of the task, which is not what the environment asks.
+    return [task | {"agent_loop": EXTERNAL_LOOP} for task in tasks]
 
 
 def no_environment(split: str) -> list[dict[str, Any]]:

@@ -34,6 +34,8 @@ SETTINGS = {
     "rollout.n": 2,
     "data.val_files": "",
     "data.generator_size": 16,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 256,
     "trainer.total_steps": 1,
     "trainer.test_freq": -1,
 }

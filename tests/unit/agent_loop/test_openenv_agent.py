@@ -160,6 +160,7 @@ def test_the_tasks_of_a_split_are_rows(monkeypatch):
         )
     assert [row.extra["task"] for row in rows] == [17, 18, 19]
     assert rows[0].data_source == f"openenv:{url}"
+    assert rows[0].agent_loop == "external"
     assert game.resets == [{"split": "train", "index": 17}]
 
 
