@@ -10,7 +10,8 @@ import itertools
 import os
 from pathlib import Path
 
-FOLDER = "agents"
+from one_step_off.config.user_code import AGENT_LOG_FOLDER
+
 KEPT = {".open.log": 2048, ".failed.log": 500, ".log": 500}
 """How many logs of each kind are kept, the newest ones."""
 PRUNE_EVERY = 64  # ended episodes
@@ -20,7 +21,7 @@ class AgentLogs:
     """The folder of one run, which several replicas may share."""
 
     def __init__(self, output_dir: str) -> None:
-        self.folder = Path(os.path.abspath(output_dir)) / FOLDER
+        self.folder = Path(os.path.abspath(output_dir)) / AGENT_LOG_FOLDER
         self.ended = itertools.count(1)
 
     def open(self, name: str) -> str:
@@ -42,7 +43,7 @@ class AgentLogs:
             (self.folder / f"{name}.open.log").rename(ended)
         except OSError:
             return ""
-        return f"{FOLDER}/{ended.name}"
+        return f"{AGENT_LOG_FOLDER}/{ended.name}"
 
     def prune(self) -> None:
         """Remove the oldest logs beyond the number that is kept."""

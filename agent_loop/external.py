@@ -193,7 +193,7 @@ class ExternalLoop(AgentLoop):
         self._end_log(episode, failed)
         if end.get("value") is not None:
             episode.reward = end["value"]
-        if failed and not episode.limit_reached:
+        if failed and not _met_a_limit(episode):
             self._raise_failure(episode, end)
 
     def _raise_failure(self, episode: Episode, end: dict[str, Any]) -> None:
@@ -221,6 +221,13 @@ class ExternalLoop(AgentLoop):
     def _log_note(self, episode: Episode) -> str:
         path = episode.extra.get("agent_log")
         return f" ({path})" if path else ""
+
+
+def _met_a_limit(episode: Episode) -> bool:
+    """Whether the agent was refused a turn, or got one that was cut off. Many frameworks raise
+    then, and the policy is to learn from it."""
+    is_cut = [turn.generated.finish_reason == "length" for turn in episode.turns_done]
+    return bool(episode.limit_reached) or any(is_cut)
 
 
 async def _settle(episode: Episode) -> None:

@@ -153,6 +153,14 @@ PROGRAM = [
         "agent.tools=calculator,my_tools:shout",
         program="shell/run_tool_agent.sh",
     ),
+    run(
+        "external_agent",
+        TINY,
+        *SMALL,
+        "agent.loop=external",
+        "agent.command=python3 my_agent.py",
+        "agent.max_concurrency=16",
+    ),
     SmokeCase(
         "gpu_check",
         "shell/gpu_check.sh",
@@ -275,6 +283,14 @@ BENCHMARKS = [
 CASES = {case.name: case for case in [*BENCHMARKS, *PROGRAM]}
 
 
+NOT_IN_CI = (
+    *("exposed", "long_tail", "update_phase", "backends", "lora", "mismatch", "learning"),
+    *("overhead_ray", "planner", "plan_runs"),
+)
+"""Cases that run on demand (marker "slow"): each takes about a minute, and other tests cover most
+of their code."""
+
+
 @dataclass(frozen=True)
 class CommandWithoutCase:
     """Documented commands that have no case.
@@ -321,6 +337,10 @@ MAIN = "one_step_off.main_ppo"
 WITHOUT = [
     CommandWithoutCase(FIRST_OF_CI, "shell/setup.sh"),
     CommandWithoutCase(FIRST_OF_CI, "shell/test.sh"),
+    CommandWithoutCase(
+        "installs the openai-agents SDK; tests/unit/project/test_shell.py has what it runs",
+        "shell/run_external_agent.sh",
+    ),
     CommandWithoutCase(GPUS, "shell/run_qwen_gsm8k.sh", ("N_ROLLOUT_GPUS",)),
     CommandWithoutCase(
         "needs the files of GSM8K; tests/unit/project/test_shell.py has DATA",
@@ -369,6 +389,7 @@ SIZES = {
 # The configs that a script gives the program, on CPUs and without variables.
 SCRIPTS = {
     "config/tool_agent.yaml": "shell/run_tool_agent.sh",
+    "config/external_agent.yaml": "shell/run_external_agent.sh",
     "config/gsm8k_tiny_cpu.yaml": "shell/run_qwen_gsm8k.sh",
 }
 

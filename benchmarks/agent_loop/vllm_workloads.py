@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from agent_loop.base import Generated
+from benchmarks.agent_loop.endpoint import EndpointArm
 from benchmarks.agent_loop.stand_in_engine import RewardWorker
 from benchmarks.common.paths import config_path
 from one_step_off.config.loading import load_config
@@ -22,9 +23,11 @@ from one_step_off.rollout.vllm_replica import RolloutReplica
 
 AGENT_LOOP = "agent loop"
 BARE_VLLM = "bare vLLM"
+ENDPOINT = "endpoint"
 SLOW_REWARDS = "agent loop, slow rewards"
 SLOW_REWARD_WORKERS = 512
 SINGLE_TURN_TOKENS = 128
+SINGLE_TURNS = f"single turns of {SINGLE_TURN_TOKENS} tokens"
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Workload:
 
         async def generate_timed(*request: Any) -> Generated:
             generated = await generate(*request)
-            self.last_answer_at = time.perf_counter()
+            self.note_answer()
             return generated
 
         async def make_named_trajectory(prompt: Prompt, index: int, sampling: Sampling) -> Any:
@@ -95,14 +98,18 @@ class Workload:
                 answers = self.started.engine.generate(request.prompt, request.params, request_id)
                 async for _ in answers:
                     pass
-                self.last_answer_at = time.perf_counter()
+                self.note_answer()
 
         await asyncio.gather(*(repeat(*item) for item in self.requests.items()))
+
+    def note_answer(self) -> None:
+        """The engine has given an answer."""
+        self.last_answer_at = time.perf_counter()
 
     async def run(self, arm: str) -> float:
         """Run an arm once. Returns the seconds until the last token."""
         await self.started.engine.reset_prefix_cache()
-        if arm != BARE_VLLM:
+        if arm not in (BARE_VLLM, ENDPOINT):
             self.requests.clear()
         begin = time.perf_counter()
         await self.arms[arm](self.prompts, self.sampling)
@@ -131,7 +138,7 @@ def make_workloads(
     single_turns = Workload(single_turn_cfg, started, prompts, Sampling(4, 1.0, 0))
     return {
         "conversations with a calculator": conversations,
-        f"single turns of {SINGLE_TURN_TOKENS} tokens": single_turns,
+        SINGLE_TURNS: single_turns,
     }
 
 
@@ -153,6 +160,19 @@ async def measure(repeats: int, reward_s: float) -> dict[str, dict[str, list[flo
     await started.start()
     await started.engine.update_weight_version("0.0")
     workloads = make_workloads(cfg, started, prompts, conversation_tokens, reward_s)
+    single_turns = workloads[SINGLE_TURNS]
+    endpoint = EndpointArm(single_turns.cfg, started, single_turns.note_answer)
+    single_turns.arms[ENDPOINT] = endpoint.rollout
+    async with endpoint.serving():
+        found = await _alternate(workloads, repeats)
+    await started.stop()
+    return found
+
+
+async def _alternate(
+    workloads: dict[str, Workload], repeats: int
+) -> dict[str, dict[str, list[float]]]:
+    """See `measure`."""
     found: dict[str, dict[str, list[float]]] = {
         name: {arm: [] for arm in workload.arms} for name, workload in workloads.items()
     }
@@ -162,5 +182,4 @@ async def measure(repeats: int, reward_s: float) -> dict[str, dict[str, list[flo
                 seconds = await workload.run(arm)
                 if repeat > 0:
                     found[name][arm].append(seconds)
-    await started.stop()
     return found

@@ -15,6 +15,7 @@ from pathlib import Path
 from one_step_off.config.text import mask_secrets
 
 LOG_FOLDER = "logs"  # folder in the run folder with the output of reward workers and replicas
+AGENT_LOG_FOLDER = "agents"  # the same of external agents
 MAX_QUOTED_RESPONSE_CHARS = 80  # in an error message
 MAX_MESSAGE_CHARS = 400  # of an exception of the user's code
 MAX_TRACEBACK_CHARS = 20_000

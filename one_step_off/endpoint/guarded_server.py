@@ -78,7 +78,8 @@ class GuardedServer(web.Server):
 
     Attributes:
         most_connections: at once.
-        strangers: connections that have sent no valid key -> when they were opened, oldest first.
+        open: the connections.
+        strangers: those that have sent no valid key -> when they were opened, oldest first.
         bodies_bytes: of all requests in progress.
     """
 
@@ -87,7 +88,7 @@ class GuardedServer(web.Server):
             self._respond,
             handler_cancellation=True,  # a request ends when its client has gone
             keepalive_timeout=limits.keep_alive_s,
-            lingering_time=1.0,
+            lingering_time=0.5,
             max_line_size=limits.head_bytes,
             max_field_size=limits.head_bytes,
             auto_decompress=False,  # a small body may hold a large one
@@ -98,6 +99,7 @@ class GuardedServer(web.Server):
         self.limits = limits
         files = raise_file_limit() - RESERVED_FILES
         self.most_connections = max(1, min(limits.connections, files // FILES_PER_CONNECTION))
+        self.open: set[web.RequestHandler] = set()
         self.strangers: dict[web.RequestHandler, float] = {}
         self.bodies_bytes = 0
         self._listener: asyncio.Server | None = None
@@ -124,20 +126,29 @@ class GuardedServer(web.Server):
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         """Called by aiohttp."""
         super().connection_made(handler, transport)
-        if len(self._connections) > self.most_connections:
+        if len(self.open) >= self.most_connections:
             if not self.strangers:
                 transport.write(OVERLOADED)
                 transport.close()
                 return
-            _abort(next(iter(self.strangers)), self.strangers)
+            self._abort(next(iter(self.strangers)))
+        self.open.add(handler)
         self.strangers[handler] = self._loop.time()
 
     def connection_lost(
         self, handler: web.RequestHandler, exc: BaseException | None = None
     ) -> None:
         """Called by aiohttp."""
+        self.open.discard(handler)
         self.strangers.pop(handler, None)
         super().connection_lost(handler, exc)
+
+    def _abort(self, handler: web.RequestHandler) -> None:
+        """Close a connection at once."""
+        self.open.discard(handler)
+        self.strangers.pop(handler, None)
+        if handler.transport is not None:
+            handler.transport.abort()
 
     def admit(self, request: web.BaseRequest) -> None:
         """The request has a valid key: its connection is a stranger's no longer."""
@@ -149,7 +160,7 @@ class GuardedServer(web.Server):
             latest = self._loop.time() - self.limits.stranger_s
             slow = [handler for handler, opened in self.strangers.items() if opened < latest]
             for handler in slow:
-                _abort(handler, self.strangers)
+                self._abort(handler)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -301,10 +312,3 @@ def url_host(host: str) -> str:
 def _too_large(request: web.BaseRequest, most: int) -> Refused:
     message = f"the body is larger than {most // MIB} MiB"
     return Refused(413, "too_large", message, request.path, close=True)
-
-
-def _abort(handler: web.RequestHandler, strangers: dict[web.RequestHandler, float]) -> None:
-    """Close a connection at once."""
-    strangers.pop(handler, None)
-    if handler.transport is not None:
-        handler.transport.abort()

@@ -17,7 +17,7 @@ from pathlib import Path
 from one_step_off import checkpoint
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
-from one_step_off.config.user_code import LOG_FOLDER
+from one_step_off.config.user_code import AGENT_LOG_FOLDER, LOG_FOLDER
 from one_step_off.config.yaml_io import resolved_yaml
 
 CHECKPOINT_PREFIX = "step_"
@@ -156,5 +156,6 @@ def write_config_and_versions(cfg: Config, named_models: dict[str, str], device:
 
 
 def remove_process_logs(cfg: Config) -> None:
-    """Remove what the processes of an earlier run in this folder printed."""
-    shutil.rmtree(Path(cfg.trainer.output_dir) / LOG_FOLDER, ignore_errors=True)
+    """Remove what the processes and agents of an earlier run in this folder printed."""
+    for name in (LOG_FOLDER, AGENT_LOG_FOLDER):
+        shutil.rmtree(Path(cfg.trainer.output_dir) / name, ignore_errors=True)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "python_api.md"
 CELL_TIMEOUT_S = 240
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.ci, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Notebook:
@@ -82,6 +82,7 @@ def example_of_the_page() -> str:
     return code
 
 
+@pytest.mark.ci
 def test_the_example_of_the_page_runs_in_a_notebook(notebook: Notebook, tmp_path: Path):
     notebook.run("import asyncio; asyncio.get_running_loop()")  # as train finds it
     notebook.run(example_of_the_page())
@@ -118,8 +119,7 @@ cfg = load_config(
 """
 
 
-@pytest.mark.slow  # tests/unit/runtime/test_interrupts.py has the signals without a run
-@pytest.mark.ci
+# tests/unit/runtime/test_interrupts.py has the signals without a run.
 def test_a_cell_is_interrupted_and_the_run_is_resumed_until_a_callback_stops_it(
     notebook: Notebook, tmp_path: Path
 ):

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.commands import TINY_CONFIG
 from tests.e2e.run_folder import read_rows
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.ci, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 ON_ONE_CORE = """
 import os, runpy
@@ -27,7 +27,14 @@ COLOCATED = (
 )
 
 
-@pytest.mark.parametrize("arrangement", [SHARED, COLOCATED], ids=["shared", "colocated"])
+@pytest.mark.parametrize(
+    "arrangement",
+    [
+        pytest.param(SHARED, id="shared", marks=pytest.mark.ci),
+        # The check of GPUs, which continuous integration runs on CPUs, has a colocated run too.
+        pytest.param(COLOCATED, id="colocated"),
+    ],
+)
 def test_one_core_generates_and_trains(models, tmp_path: Path, arrangement: tuple[str, ...]):
     arguments = [
         TINY_CONFIG,

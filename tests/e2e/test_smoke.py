@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import docs_commands
 from tests.docs_commands import PAGES, ROOT, Command
-from tests.smoke_cases import BENCHMARKS, CASES, PROGRAM, WITHOUT, SmokeCase, covers
+from tests.smoke_cases import BENCHMARKS, CASES, NOT_IN_CI, PROGRAM, WITHOUT, SmokeCase, covers
 
 TIME_LIMIT_S = 400
 
@@ -179,13 +180,18 @@ def output_of(workspace: Workspace) -> Callable[[SmokeCase], str]:
     return run_once
 
 
-@pytest.mark.ci
+def parameters() -> list[Any]:
+    """All cases; those that are not in `NOT_IN_CI` have the marker "ci"."""
+    return [
+        pytest.param(case, id=case.name, marks=() if case.name in NOT_IN_CI else pytest.mark.ci)
+        for case in [*BENCHMARKS, *PROGRAM]
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(3 * TIME_LIMIT_S)
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name) for case in [*BENCHMARKS, *PROGRAM]]
-)
+@pytest.mark.parametrize("case", parameters())
 def test_runs(case: SmokeCase, workspace: Workspace, output_of: Callable[[SmokeCase], str]) -> None:
     package = case.needs.partition(".")[0]
     if package and importlib.util.find_spec(package) is None:

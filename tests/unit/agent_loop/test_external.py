@@ -250,6 +250,13 @@ def test_an_agent_that_fails_at_a_limit_of_the_episode_is_scored(setting, comman
     assert episode.over == "turns"
 
 
+def test_an_agent_that_fails_after_an_answer_that_was_cut_off_is_scored(setting):
+    run = setting(command=f"{MODULE}:fails")
+    episode = run.run(replace(LIMITS, turn_tokens=3))
+    assert sample_of(episode).finish_reason in ("length", "turn_length")
+    assert run.log("*.failed.log") == "about to fail\n"
+
+
 def test_an_agent_without_a_turn_is_an_error(setting):
     with pytest.raises(AgentFailed, match="ended without a turn of the policy"):
         setting(command=f"{PROGRAM} silent").run()

@@ -143,7 +143,9 @@ async def endpoint(
     gateway = Gateway(port.path, fleet_key, 60.0, limits)
     await gateway.alive()
     access = EndpointAccess(f"http://127.0.0.1:{port.port}", fleet_key)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(20)) as client:
+    timeout = aiohttp.ClientTimeout(20)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as client:
         running = Endpoint(gateway, port, [], client)
 
         async def register(*report: Any) -> None:

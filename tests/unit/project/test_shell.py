@@ -240,6 +240,29 @@ def test_tool_agent(checkout: Path, model: str, more: str) -> None:
     assert f"{PROGRAM} config={checkout}/config/tool_agent.yaml{more} trainer.total_steps=2" in call
 
 
+@pytest.mark.parametrize("given", ["", "/my/python"])
+def test_external_agent(checkout: Path, given: str) -> None:
+    """The SDK goes into a venv of its own, once, unless an interpreter is given."""
+    tool(checkout / "shell/setup.sh", f'[[ $# == 0 ]] || echo "{checkout}/.venv-$EXTRA"')
+    log = f'echo "$* [$PYTHONPATH]" >>{checkout}/log'
+    copy = 'mkdir -p "$4/bin"; cp "$0" "$4/bin/python"'
+    tool(checkout / ".venv-cpu/bin/python", f"{log}; [[ $2 != venv ]] || {{ {copy}; }}")
+    keys = f"config={checkout}/config/external_agent.yaml agent.python="
+    agents = f"{checkout}/.venv-agents"
+    installs = [f"-m venv --clear {agents} [mine]", "-m pip install --quiet"]
+    for number in (1, 2):
+        arguments = ("run_external_agent.sh", "trainer.total_steps=2")
+        done, calls = run(checkout, *arguments, AGENT_PYTHON=given, PYTHONPATH="mine")
+        assert done.returncode == 0, done.stderr
+        program = f"-P {PROGRAM} {keys}{given or f'{agents}/bin/python'} trainer.total_steps=2"
+        assert calls[-1] == f"{program} [{checkout}/examples/agents:mine]"
+        first_calls = [] if given else installs
+        assert len(calls) == number + len(first_calls)
+        for call, start in zip(calls, first_calls, strict=False):
+            assert call.startswith(start)
+        assert given or calls[1].endswith(" openai-agents>=0.24,<0.25 [mine]")
+
+
 def test_bench(checkout: Path) -> None:
     """On the CPU unless asked otherwise, with a folder for the results, and the checkout on the
     path.

@@ -79,7 +79,6 @@ async def kill_and_restart(rollout, i: int) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.timeout(400)
 def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
     """Real engines, as a run starts them: two replicas, one after its process was killed twice, and

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from one_step_off.config.loading import load_config
+from one_step_off.config.schema import Config
 from one_step_off.main_ppo import main
 from one_step_off.runtime import failure_report, launch, run_folder
 from tests.bad_input import base, refused
@@ -229,3 +230,12 @@ def test_the_answer_comes_without_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_new_run_removes_what_processes_and_agents_of_an_earlier_one_printed(tmp_path: Path):
+    cfg = Config()
+    cfg.trainer.output_dir = str(tmp_path)
+    for name in ("logs", "agents", "samples"):
+        (tmp_path / name).mkdir()
+    run_folder.remove_process_logs(cfg)
+    assert [path.name for path in tmp_path.iterdir()] == ["samples"]

@@ -1,0 +1,157 @@
+"""Agents outside of the replicas in real runs: as functions, as programs, and elsewhere, while
+processes are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.chaos.command import Command, complaints, expected_prompts, left_behind, rows, settings
+from tests.e2e import external_agent
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+FUNCTION = f"{external_agent.__name__}:in_task"
+PROGRAM = f"{sys.executable} {external_agent.__file__}"
+HOST = "agent_loop/host/__main__.py"
+REPLICA = "ray::RolloutReplica"
+START_S = 180.0
+STEPS_S = 180.0
+
+
+def run_of_agents(folder: Path, steps: int, *more: str) -> Command:
+    """A run on two replicas whose samples are made by external agents. Not started yet."""
+    keys = ["agent.loop=external", "data.max_response_length=64", *more]
+    return Command(folder, settings(folder / "run", steps, more=keys), inject=False)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """start(steps, *keys): a run whose first step has ended."""
+    commands: list[Command] = []
+
+    def start_run(steps: int, *more: str) -> Command:
+        command = run_of_agents(tmp_path, steps, *more)
+        commands.append(command)
+        command.start()
+        wait_for_step(command, 0, START_S)
+        command.look()
+        return command
+
+    yield start_run
+    for command in commands:
+        command.clear()
+
+
+def wait_for_step(command: Command, step: int, limit_s: float = STEPS_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while command.steps() < step:
+        assert command.process.poll() is None, command.log.read_text()[-3000:]
+        assert time.monotonic() < deadline, f"no step {step}: {command.log.read_text()[-3000:]}"
+        time.sleep(0.05)
+
+
+def processes_with(command: Command, words: str) -> list[psutil.Process]:
+    """The run's processes whose command line has these words."""
+    return [psutil.Process(pid) for pid, line in command.processes().items() if words in line]
+
+
+def finished(command: Command, steps: int) -> list[dict[str, Any]]:
+    """The metrics of a run that has ended well: every prompt was trained on once, and no process is
+    left."""
+    assert command.process.wait(STEPS_S) == 0, command.log.read_text()[-3000:]
+    expected = expected_prompts(command.arguments, steps)
+    assert complaints(command, steps, expected) == []
+    assert left_behind(command) == []
+    return rows(command.folder, "metrics.jsonl")
+
+
+def assert_agents_made_it_all(metrics: list[dict[str, Any]], command: Command) -> None:
+    for row in metrics:
+        assert row["agent/errors"] == 0, command.log.read_text()[-3000:]
+        assert row["agent/turns/mean"] == 2.0
+        assert 0 < row["reward/mean"] < 1
+        assert row["actor/grad_norm"] > 0
+    assert metrics[0]["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_agents_that_hang_end_at_their_time_limit_and_the_run_goes_on(start):
+    """The sync waits for them until then. What has no turn is an error of its sample."""
+    steps = 2
+    keys = [f"agent.command={external_agent.__name__}:some_hang", "agent.timeout_s=6"]
+    command = start(steps, *keys, "reward.on_error=zero", "data.shuffle=false")
+    metrics = finished(command, steps)
+    for row in metrics:
+        # Of the eight rows of a step two hang; one of them had no turn.
+        assert row["agent/errors"] == 4
+        assert row["agent/killed/mean"] > 0.1
+        assert row["time/generate_s"] > 5.5
+    log = (command.folder / "logs" / "rollout_0.log").read_text()
+    log += (command.folder / "logs" / "rollout_1.log").read_text()
+    assert "killed at agent.timeout_s=6, before the first turn of the policy" in log
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_hosts_and_replicas_are_killed(start):
+    """Nothing is lost: their episodes begin again."""
+    steps = 12
+    command = start(steps, f"agent.command={FUNCTION}", "agent.timeout_s=60")
+    for _ in range(3):
+        hosts = processes_with(command, HOST)
+        assert len(hosts) == 2
+        hosts[0].kill()
+        wait_for_step(command, command.steps() + 2)
+    processes_with(command, REPLICA)[0].kill()
+    metrics = finished(command, steps)
+    assert_agents_made_it_all(metrics, command)
+    assert sum(row["agent/restarts/mean"] for row in metrics) > 0
+    assert metrics[-1]["restarts/replicas"] == 1
+    logs = list((command.folder / "agents").iterdir())
+    assert "it said '" in logs[0].read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_programs_are_killed(start):
+    steps = 4
+    command = start(steps, f"agent.command={PROGRAM}", "agent.timeout_s=60")
+    killed = 0
+    while command.process.poll() is None and killed < 10:
+        for program in processes_with(command, external_agent.__file__)[:1]:
+            os.kill(program.pid, signal.SIGKILL)
+            killed += 1
+        time.sleep(0.5)
+    metrics = finished(command, steps)
+    assert_agents_made_it_all(metrics, command)
+    assert sum(row["agent/restarts/mean"] for row in metrics) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_fleet_elsewhere_works_for_the_run_while_its_agents_are_killed(tmp_path):
+    steps = 3
+    command = run_of_agents(tmp_path, steps, "agent.timeout_s=20", "reward.on_error=zero")
+    words = [sys.executable, external_agent.__file__, "fleet", str(command.folder)]
+    agents = [subprocess.Popen(words) for _ in range(8)]
+    try:
+        command.start()
+        wait_for_step(command, 0, START_S)
+        agents[0].kill()
+        metrics = finished(command, steps)
+        assert sum(row["agent/errors"] for row in metrics) <= 1
+        assert all(row["agent/turns/mean"] > 1.9 for row in metrics)
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+        command.clear()
