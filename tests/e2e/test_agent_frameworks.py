@@ -98,7 +98,6 @@ def test_an_agent_of_a_framework_learns_to_use_its_tool(framework, command, tmp_
         assert mean(turns[-3:]) > mean(turns[:3])
 
 
-@pytest.mark.ci
 def test_a_verifiers_environment_trains_by_its_own_taskset_and_rewards(tmp_path):
     rows = train(
         tmp_path / "run",
@@ -153,7 +152,6 @@ def test_an_openenv_server_trains_by_its_own_rewards(tmp_path):
     assert_reward_rises(rows)
 
 
-@pytest.mark.ci
 def test_a_missing_package_of_an_environment_is_one_line_before_any_engine(tmp_path):
     """The interpreter of the run has no verifiers."""
     arguments = [

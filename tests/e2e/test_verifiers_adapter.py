@@ -18,7 +18,7 @@ from one_step_off.data.environment_rows import read_tasks
 from tests.agent_frameworks import venvs
 from tests.unit.agent_loop.openenv_server import serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.ci, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / "examples" / "environments"
@@ -46,6 +46,7 @@ def cfg(python: str, monkeypatch: pytest.MonkeyPatch) -> Config:
     return cfg
 
 
+@pytest.mark.ci
 def test_its_tasks_are_rows(cfg):
     cfg.data.val_size = 2
     rows = read_tasks(cfg, "train")
@@ -100,6 +101,7 @@ def answer(message: dict[str, Any]) -> web.Response:
     return web.json_response(content | {"choices": [choice], "usage": usage})
 
 
+@pytest.mark.ci
 def test_episodes_at_once_have_their_own_keys_and_rewards(python):
     policy = Policy()
     with serving([web.post("/v1/chat/completions", policy.answer)]) as url:
