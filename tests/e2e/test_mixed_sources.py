@@ -4,7 +4,6 @@ through real Ray, vLLM, FSDP2 and gloo on a tiny random model."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
