@@ -158,7 +158,7 @@ SETS = [
      ["TMP/*.jsonl", "no such file"]),
     ("a list", {}, ["data.train_files=[a.jsonl]"], ["train_files=[a.jsonl]", "must be text"]),
     ("a source with a loop that lacks tools", {},
-     ["data.train_files=[{files: 'generator:addition', agent_loop: tool}]", "model.path=tiny:qwen2"],
+     ["data.train_files=[{files: 'generator:addition', agent_loop: tool}]"],
      ["data.train_files, addition: agent_loop=tool", "agent.tools is empty; set it"]),
     ("a source with a loop of no module", {},
      ["data.train_files=[{files: 'generator:addition', agent_loop: 'nowhere:Loop'}]"],
