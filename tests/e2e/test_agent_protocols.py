@@ -128,8 +128,9 @@ def test_every_form_of_request_of_the_real_packages_is_served(tmp_path):
         output, _ = run.communicate(timeout=START_S)
         assert run.returncode == 0, output[-3000:]
     (row,) = read_rows(folder, "metrics.jsonl")
-    assert row["reward/mean"] == 0.25
+    assert 0.0 < row["reward/mean"] < 1.0
     assert row["agent/errors"] == 0
-    assert row["agent/turns/mean"] > 15
-    # Segments of many episodes' turns: the trainer's log-probs are those of the engine.
-    assert row["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+    assert row["samples"] > 20  # segments of the four episodes
+    # The trainer's log-probs of all turns are those of the engine.
+    assert row["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+    assert row["ratio/max"] == pytest.approx(1.0, abs=3e-4)

@@ -283,6 +283,21 @@ def test_a_failure_of_the_engine_reaches_the_agent_as_a_failure(serving: Any) ->
     assert episode.turns_done == []
 
 
+def test_a_turn_that_is_canceled_is_no_answer(serving: Any) -> None:
+    """vLLM's classes make an answer of it, in a stream and of other errors."""
+    episode = episode_with(serving)
+
+    async def cancel(*_: Any) -> None:
+        raise asyncio.CancelledError
+
+    episode.generate = cancel
+    for stream in (False, True):
+        body = {"model": "x", "messages": QUESTION, "stream": stream}
+        with pytest.raises(asyncio.CancelledError):
+            ask(serving, episode, requests.CHAT, body)
+    assert episode.turns_done == []
+
+
 @pytest.mark.parametrize(
     ("key", "name"), [("tool_parser", "hermess"), ("reasoning_parser", "qwen4")]
 )
