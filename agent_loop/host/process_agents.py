@@ -83,14 +83,19 @@ class ProcessAgents:
         signal.set_wakeup_fd(wakeup_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.selector.register(self.control, selectors.EVENT_READ, self._read_control)
-        self.selector.register(self.wakeup, selectors.EVENT_READ, self._reap)
+        self.selector.register(self.wakeup, selectors.EVENT_READ, self._read_wakeup)
         self.control.sendall(encode({"ready": "processes"}))
         try:
             while True:
-                for key, _ in self.selector.select():
-                    key.data()
+                self.handle_events()
         except (EOFError, ConnectionError):
             kill_all(lambda: descendants(self.pid))
+
+    def handle_events(self) -> None:
+        """Wait for messages, output, or ends of processes, and handle them."""
+        for key, _ in self.selector.select():
+            key.data()
+        self._reap()  # last, because it closes descriptors that the selector may have reported
 
     def _read_control(self) -> None:
         data = self.control.recv(1 << 20)
@@ -171,10 +176,13 @@ class ProcessAgents:
         agent.log.write(data)
         return True
 
-    def _reap(self) -> None:
-        """After a signal: all processes that have ended. Orphans of agents are among them."""
+    def _read_wakeup(self) -> None:
+        """A process has ended."""
         with contextlib.suppress(BlockingIOError):
             self.wakeup.recv(1 << 12)
+
+    def _reap(self) -> None:
+        """Take leave of all processes that have ended. Orphans of agents are among them."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

@@ -4,8 +4,12 @@ processes."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import selectors
 import signal
+import socket
+import tempfile
 import time
 from dataclasses import replace
 
@@ -14,6 +18,8 @@ import pytest
 
 from agent_loop import host_client
 from agent_loop.external import AgentFailed
+from agent_loop.host.output import Log
+from agent_loop.host.process_agents import Agent, ProcessAgents
 from agent_loop.host.process_tree import is_running
 from tests.unit.agent_loop.external_setting import (
     LIMITS,
@@ -228,3 +234,29 @@ def test_a_program_ends_with_its_host_where_the_replica_cannot_help(setting, tmp
         for pid in (replica, *others):  # in a run its cleanup finds these by their environment
             os.kill(pid, signal.SIGKILL)
         os.waitpid(replica, 0)
+
+
+def test_output_that_is_reported_with_the_end_of_its_process_is_read_once(tmp_path, monkeypatch):
+    """Whatever comes first, the program must not read what it has closed."""
+    control, replica = socket.socketpair()
+    wakeup, signals = socket.socketpair()
+    output, output_writer = os.pipe()
+    host = ProcessAgents(control, (0, 0), ["program"])
+    host.wakeup = wakeup
+    agent = Agent("1", "key", 1 << 22, output, Log(str(tmp_path / "log")), tempfile.TemporaryFile())
+    host.agents[agent.pid] = agent
+    host.selector.register(wakeup, selectors.EVENT_READ, host._read_wakeup)
+    host.selector.register(output, selectors.EVENT_READ, lambda: host._read_output(agent))
+    signals.send(b"x")
+    os.write(output_writer, b"done\n")
+    os.close(output_writer)
+    select = host.selector.select
+    monkeypatch.setattr(host.selector, "select", lambda: sorted(select(), key=is_output))
+    ended = iter([(agent.pid, 0), (0, 0)])
+    monkeypatch.setattr(os, "waitpid", lambda *_: next(ended))
+
+    def is_output(event: Any) -> bool:
+        return event[0].fd == output
+
+    host.handle_events()
+    assert json.loads(replica.recv(1000)) == {"ended": "1", "exit": 0, "log": "done"}
