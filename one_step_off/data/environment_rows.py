@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from one_step_off.config.data_checks import ENVIRONMENT_SOURCE as SOURCE
+from one_step_off.config.data_checks import EXTERNAL_LOOP
 from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.schema import Config
 
@@ -20,7 +21,6 @@ HELD_OUT_TASKS = 128
 """The first tasks are held out, this many or `data.val_size`, whether they are used or not: so a
 run is not trained on other tasks because it is evaluated."""
 
-EXTERNAL_LOOP = "external"
 LONGEST_START_S = 600.0
 MAX_REASON_CHARS = 800
 

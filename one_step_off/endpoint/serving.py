@@ -108,9 +108,6 @@ class Serving:
         Args:
             engine: the replica's `AsyncLLM`.
             tokenizer: the policy's.
-
-        Raises:
-            ConfigError: `agent.tool_parser` or `agent.reasoning_parser` names no parser of vLLM's.
         """
         self.records: WeakKeyDictionary[Episode, ConversationRecord] = WeakKeyDictionary()
         client = EpisodeEngine(engine, tokenizer)
