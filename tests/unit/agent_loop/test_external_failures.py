@@ -12,6 +12,7 @@ import socket
 import tempfile
 import time
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
