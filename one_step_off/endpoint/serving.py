@@ -110,6 +110,8 @@ class Serving:
             tokenizer: the policy's.
         """
         self.records: WeakKeyDictionary[Episode, ConversationRecord] = WeakKeyDictionary()
+        # A policy that learns writes many broken calls; each would be a traceback in the log.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         client = EpisodeEngine(engine, tokenizer)
         renderer = SplicingRenderer(engine.renderer, tokenizer)
         tool_parser = tool_parser_name(cfg, tokenizer)
@@ -204,9 +206,7 @@ class Serving:
             case RequestRefused():
                 return error_answer(path, STATUS_OF_REFUSAL, "invalid_request_error", str(error))
             case ValidationError():
-                first = error.errors()[0]
-                place = ".".join(str(part) for part in first["loc"])
-                line = f"{place}: {first['msg']}"
+                line = _validation_line(error)
                 return error_answer(path, STATUS_OF_REFUSAL, "invalid_request_error", line)
         response = create_error_response(error)
         status = int(response.error.code)
@@ -274,6 +274,14 @@ def _not_canceled(error: BaseException) -> BaseException:
     if isinstance(error, Exception):
         return error
     raise error
+
+
+def _validation_line(error: ValidationError) -> str:
+    """The first wrong field, and what it might have been: a field may have several types."""
+    faults = error.errors()
+    field = faults[0]["loc"][:1]
+    reasons = dict.fromkeys(fault["msg"] for fault in faults if fault["loc"][:1] == field)
+    return f"{'.'.join(map(str, field))}: {' or '.join(list(reasons)[:3])}"
 
 
 async def _json_or_events(result: Any, exclude_none: bool = False) -> Any:

@@ -191,6 +191,7 @@ REFUSALS = {
     "more than one log-prob": {"logprobs": True, "top_logprobs": 5},
     "allowed_token_ids": {"allowed_token_ids": [1]},
     "min_tokens": {"min_tokens": 3},
+    "stop": {"stop": ["a"] * 1000},
     "chat_template": {"chat_template": "{{ messages }}"},
 }
 
