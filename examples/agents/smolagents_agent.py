@@ -1,10 +1,13 @@
 """smolagents: a ToolCallingAgent. Its answer is what the tool said, and it gives the reward."""
 
+import asyncio
 import math
 
-import openai  # noqa: F401  once, and not in the process of each episode
+from openai import DefaultHttpx2Client
 from smolagents import REMOVE_PARAMETER, ChatMessage, OpenAIModel, ToolCallingAgent, tool
 from smolagents.agents import EMPTY_PROMPT_TEMPLATES
+
+HTTP = {"http_client": DefaultHttpx2Client()}  # of all episodes
 
 
 @tool
@@ -22,8 +25,10 @@ class Calculating(ToolCallingAgent):
         return ChatMessage(role="assistant", content=self.memory.steps[-1].observations)
 
 
-def run(row: dict, base_url: str, api_key: str) -> float:
+async def run(row: dict, base_url: str, api_key: str) -> float:
     # "required", which it would send, constrains the policy's tokens.
-    model = OpenAIModel("policy", base_url, api_key, tool_choice=REMOVE_PARAMETER)
+    options = {"tool_choice": REMOVE_PARAMETER, "client_kwargs": HTTP}
+    model = OpenAIModel("policy", base_url, api_key, **options)
     agent = Calculating([calculator], model, EMPTY_PROMPT_TEMPLATES, max_steps=1, verbosity_level=0)
-    return float(agent.run(row["messages"][-1]["content"]) == row["ground_truth"])
+    answer = await asyncio.to_thread(agent.run, row["messages"][-1]["content"])
+    return float(answer == row["ground_truth"])

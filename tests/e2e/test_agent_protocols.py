@@ -35,7 +35,7 @@ SETTINGS = {
     "data.val_files": "",
     "data.generator_size": 16,
     "data.max_prompt_length": 512,
-    "data.max_response_length": 256,
+    "data.max_response_length": 1024,
     "trainer.total_steps": 1,
     "trainer.test_freq": -1,
 }
