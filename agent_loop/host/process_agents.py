@@ -29,6 +29,7 @@ from agent_loop.host.process_tree import (
 )
 
 NO_PROGRAM = 127  # the exit code of shells for it
+CLOSED = -1  # no descriptor, while a number that was closed may be another agent's by now
 
 
 class Agent:
@@ -37,7 +38,7 @@ class Agent:
     def __init__(self, name: str, key: str, pid: int, output: int, log: Log, result: Any) -> None:
         """
         Args:
-            output: descriptor from which its stdout and stderr are read.
+            output: descriptor from which its stdout and stderr are read, or CLOSED.
             result: the file into which a function's process writes its outcome.
         """
         self.name = name
@@ -163,6 +164,8 @@ class ProcessAgents:
 
     def _read_output(self, agent: Agent) -> bool:
         """Into the log. Returns whether there may be more at once."""
+        if agent.output == CLOSED:  # its end was an earlier event of the same poll
+            return False
         try:
             data = os.read(agent.output, 1 << 16)
         except BlockingIOError:
@@ -198,6 +201,7 @@ class ProcessAgents:
         if agent.output in self.selector.get_map():
             self.selector.unregister(agent.output)
         os.close(agent.output)
+        agent.output = CLOSED
         agent.result.seek(0)
         returned = json.loads(agent.result.read() or b"{}")
         agent.result.close()

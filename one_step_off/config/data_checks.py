@@ -15,6 +15,7 @@ FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 # The names that other packages register. They are repeated here because importing their owners
 # takes long; a test keeps them equal.
 GENERATORS = ("word_problems", "addition", "products", "puzzles")
+ENVIRONMENT_SOURCE = "environment"
 BUILT_IN_REWARDS = ("gsm8k", "math")
 BUILT_IN_LOOPS = ("single_turn", "tool", "retry_with_feedback", "environment", "external")
 BUILT_IN_TOOLS = ("calculator", "python")
@@ -46,7 +47,7 @@ def check_data(cfg: Config) -> None:
 
 def _check_source(key: str, source: str) -> None:
     """Check one file, generator or hub id; empty: nothing."""
-    if not source:
+    if not source or source == ENVIRONMENT_SOURCE:
         return
     location = f"{key}={format_value(source)}"
     if source.startswith("generator:"):

@@ -5,15 +5,16 @@ format is one more parser beside `_parse_question` and `_parse_messages`.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from one_step_off.config.data_checks import FILE_ENDINGS
+from one_step_off.config.data_checks import ENVIRONMENT_SOURCE, FILE_ENDINGS
 from one_step_off.config.errors import ConfigError, first_line
 from one_step_off.config.schema import DataConfig
+from one_step_off.data.environment_rows import no_environment
 from one_step_off.data.plain_numbers import plain_number
 from one_step_off.data.samples import Prompt
 from one_step_off.data.word_problems import GENERATORS, default_test_size
@@ -23,6 +24,10 @@ HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 MAX_LISTED_ROWS = 5
 _UTF8_BOM = b"\xef\xbb\xbf"
 _NO_IDS = np.zeros(0, np.int32)
+
+
+ReadTasks = Callable[[str], list[dict[str, Any]]]
+"""The tasks of the run's environment for a split, as columns."""
 
 
 class BadRow(Exception):
@@ -139,8 +144,10 @@ def _read_hub(source: str, split: str) -> Iterator[tuple[int, Any]]:
     return enumerate(rows.to_list(), 1)
 
 
-def _read_source(source: str, split: str, cfg: DataConfig, seed: int) -> list[tuple[str, Any]]:
-    """All rows of one file, generator or hub set.
+def _read_source(
+    source: str, split: str, cfg: DataConfig, seed: int, read_tasks: ReadTasks
+) -> list[tuple[str, Any]]:
+    """All rows of one file, generator, environment or hub set.
 
     Returns:
         (location, columns) of each row. In place of the columns there may be anything that stands
@@ -160,12 +167,17 @@ def _read_source(source: str, split: str, cfg: DataConfig, seed: int) -> list[tu
             key = "generator_size" if split == "train" else "val_size"
             fix = f"change data.{key}={getattr(cfg, key)}"
             rows = list(_read_generator(generator, split, cfg, seed))
+        elif source == ENVIRONMENT_SOURCE:
+            fix = "change agent.environment"
+            rows = list(enumerate(read_tasks(split), 1))
         else:
             fix = (
                 "check the id and the network, run `hf auth login` for gated data, "
                 "or give a local .jsonl file"
             )
             rows = list(_read_hub(source, split))
+    except ConfigError:
+        raise
     except Exception as error:  # many libraries may raise here
         raise ConfigError(
             f"data source {location}: cannot be read: "
@@ -301,16 +313,24 @@ def _parse_row(columns: Any, instruction: str) -> dict[str, Any]:
 
 
 def load_rows(
-    spec: str, split: str, cfg: DataConfig, seed: int, report: DataReport, limit: int = -1
+    spec: str,
+    split: str,
+    cfg: DataConfig,
+    seed: int,
+    report: DataReport,
+    limit: int = -1,
+    read_tasks: ReadTasks = no_environment,
 ) -> list[Row]:
     """Read and check the rows of data sources.
 
     Args:
-        spec: files, `generator:NAME` or hub ids (`owner/name[:config]`), comma-separated.
+        spec: files, `generator:NAME`, `environment` or hub ids (`owner/name[:config]`),
+            comma-separated.
         split: "train" or "test"; chooses among the rows of generators and hub sets.
         seed: of generators.
         report: receives the counts and the bad rows.
         limit: only the first `limit` rows are read; -1: all.
+        read_tasks: gives the rows of the source `environment`.
 
     Raises:
         ConfigError: a source cannot be read, is empty or has only bad rows; or it has a bad row and
@@ -325,7 +345,7 @@ def load_rows(
     instruction = cfg.instruction if starts_with_blank else f" {cfg.instruction}"
     rows: list[Row] = []
     for source in sources:
-        raw_rows = _read_source(source, split, cfg, seed)
+        raw_rows = _read_source(source, split, cfg, seed, read_tasks)
         if limit >= 0:
             raw_rows = raw_rows[: max(0, limit - report.rows)]
         rows += _parse_source(source, raw_rows, instruction, cfg, report)

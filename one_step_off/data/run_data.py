@@ -1,13 +1,14 @@
 """The data of a run: its training stream, its held-out prompts, and the reports on both."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from one_step_off.config.data_sections import SourceConfig
 from one_step_off.config.errors import located_config_error
 from one_step_off.config.schema import Config
 from one_step_off.config.sources import curriculum, difficulty_filter, source_of, train_sources
+from one_step_off.data.environment_rows import read_tasks
 from one_step_off.data.evaluation import MAIN_SET, set_epoch
 from one_step_off.data.mixture import DrawRules, MixedStream, PromptSource
 from one_step_off.data.prompt_stream import PromptStream
@@ -71,7 +72,15 @@ def load_run_data(cfg: Config, tokenizer: Any, tools_of_loop: ToolsOfLoop = no_t
                 "held-out data" if name == MAIN_SET else f"held-out data {name}"
             )
             reports.append(set_report)
-            rows = load_rows(files, "test", cfg.data, HELD_OUT_SEED, set_report, cfg.data.val_size)
+            rows = load_rows(
+                files,
+                "test",
+                cfg.data,
+                HELD_OUT_SEED,
+                set_report,
+                cfg.data.val_size,
+                partial(read_tasks, cfg),
+            )
             rows = _rows_of_source(rows, source_of(cfg, name))
             set_prompts = tokenize_rows(
                 rows, tokenizer, cfg.data, set_epoch(index), set_report, tools_of_loop
@@ -100,7 +109,14 @@ def _training_sources(
             with located_config_error(f"{key}: "):
                 tools_of_loop(source.agent_loop)
         report = DataReport(f"training data {source.name}".rstrip())
-        rows = load_rows(source.files, "train", cfg.data, cfg.trainer.seed, report)
+        rows = load_rows(
+            source.files,
+            "train",
+            cfg.data,
+            cfg.trainer.seed,
+            report,
+            read_tasks=partial(read_tasks, cfg),
+        )
         rows = [replace(row, id=(0, first_row + row.id[1])) for row in rows]
         rows = _rows_of_source(rows, source)
         prompts = tokenize_rows(rows, tokenizer, cfg.data, 0, report, tools_of_loop)

@@ -7,6 +7,7 @@ a request behind another one's.
 """
 
 import asyncio
+import errno
 import os
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -42,6 +43,11 @@ PASSED_HEADERS = (
     "x-stainless-retry-count",
     "Idempotency-Key",
 )
+GONE_ERRORS = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
+"""Why a connection to a replica fails whose process or node is gone. Anything else, as too many
+open files, is a problem of this process."""
+
+BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
 RETURNED_HEADERS = ("Retry-After", "x-should-retry", "Allow", "Cache-Control")
 
 
@@ -159,10 +165,9 @@ class Gateway:
         replica = await self.known_replica(index, route.path)
         try:
             return await self._exchange(request, route, replica, body)
-        except aiohttp.ClientConnectorError:
-            self.forget(index, replica)
-            raise replica_gone(route.path) from None
-        except aiohttp.ClientConnectionError as error:
+        except aiohttp.ClientConnectorError as error:
+            raise self._no_connection(index, replica, route.path, error) from None
+        except BROKEN as error:
             if isinstance(error.__cause__, Refused):  # of the client's body
                 raise error.__cause__ from None
             # An idle connection that has just been closed, or a death. The replica gives the answer
@@ -171,9 +176,19 @@ class Gateway:
                 raise _interrupted(route.path) from None
         try:
             return await self._exchange(request, route, replica, body)
-        except aiohttp.ClientConnectionError:
-            self.forget(index, replica)
-            raise replica_gone(route.path) from None
+        except aiohttp.ClientConnectorError as error:
+            raise self._no_connection(index, replica, route.path, error) from None
+        except BROKEN:
+            raise _interrupted(route.path) from None
+
+    def _no_connection(
+        self, index: int, replica: KnownReplica, path: str, error: aiohttp.ClientConnectorError
+    ) -> Refused:
+        """The answer where a replica cannot be reached."""
+        if error.os_error.errno not in GONE_ERRORS:
+            return _interrupted(path)
+        self.forget(index, replica)
+        return replica_gone(path)
 
     async def known_replica(self, index: int, path: str) -> KnownReplica:
         """The replica, when it has reported its address. Raises Refused: it has not in time."""
@@ -211,7 +226,7 @@ class Gateway:
         """Send a request to a replica, and its answer to the client.
 
         Raises:
-            aiohttp.ClientConnectionError: the connection to the replica broke before the answer.
+            aiohttp.ClientError: the connection to the replica broke before the client got a byte.
             Refused: another process has taken the replica's place, or it does not answer.
         """
         task = asyncio.current_task()

@@ -12,7 +12,7 @@ import logging
 import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
@@ -26,6 +26,7 @@ BACKLOG = 4096
 RESERVED_FILES = 256  # file descriptors for what is no connection of a client
 FILES_PER_CONNECTION = 2  # the gateway has one to the replica, too
 SWEEP_S = 1.0
+CONNECTIONS_PER_EPISODE = 4
 CLOSE_S = 2.0
 """Seconds for the requests in progress at the end of the server."""
 OVERLOADED = (
@@ -63,6 +64,14 @@ class HttpLimits:
     all_bodies_bytes: int = 1024 * MIB
     body_s: float = 60.0
     write_s: float = 60.0
+
+
+def limits_for(episodes: int) -> HttpLimits:
+    """The limits of a server with at most so many episodes at once, whose agents may have several
+    connections each."""
+    default = HttpLimits()
+    connections = max(default.connections, CONNECTIONS_PER_EPISODE * episodes)
+    return replace(default, connections=connections)
 
 
 def raise_file_limit() -> int:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from one_step_off.endpoint.answers import Answer
 
 MOST_KEPT = 8
+MOST_KEPT_BYTES = 1 << 18
+"""Bytes of an episode's delivered answers, without the newest."""
 
 
 @dataclass(eq=False)
@@ -30,6 +32,18 @@ class KeptAnswer:
     making: asyncio.Task[Answer]
     clients: int = 0
     delivered: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is neither being made nor sent."""
+        return self.making.done() and not self.clients
+
+    @property
+    def size(self) -> int:
+        """Bytes; 0: it is not made yet, or was canceled."""
+        if not self.making.done() or self.making.cancelled() or self.making.exception():
+            return 0
+        return sum(map(len, self.making.result().chunks))
 
     @property
     def refused(self) -> bool:
@@ -66,11 +80,18 @@ class KeptAnswers:
         return None
 
     def add(self, answer: KeptAnswer) -> None:
-        """Keep one more; the oldest that is finished and has no client goes."""
-        self._answers.append(answer)
-        for old in self._answers[:-MOST_KEPT]:
-            if old.making.done() and not old.clients:
+        """Keep one more. What is finished and has no client goes, oldest first, where there are too
+        many, or delivered ones are too large together."""
+        for old in self._answers[: 1 - MOST_KEPT]:
+            if old.idle:
                 self._answers.remove(old)
+        delivered = [old for old in self._answers if old.delivered and old.idle]
+        size = sum(old.size for old in delivered)
+        for old in delivered[:-1]:
+            if size > MOST_KEPT_BYTES:
+                size -= old.size
+                self._answers.remove(old)
+        self._answers.append(answer)
 
     @property
     def in_progress(self) -> list[KeptAnswer]:
@@ -80,7 +101,7 @@ class KeptAnswers:
     @property
     def busy(self) -> bool:
         """Whether an answer is being made or sent."""
-        return any(answer.clients or not answer.making.done() for answer in self._answers)
+        return not all(answer.idle for answer in self._answers)
 
 
 def request_digest(path: str, body: bytes, headers: Mapping[str, str]) -> bytes:

@@ -11,6 +11,7 @@ import shutil
 import socket
 import tempfile
 import threading
+import time
 
 from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
 from one_step_off.config.errors import ConfigError
@@ -20,6 +21,8 @@ MAX_PATH_CHARS = 100
 """The kernel's limit for the path of a local socket is 107."""
 
 LEND_TIMEOUT_S = 10.0
+FORMER_ENDS_S = 3.0
+RETRY_S = 0.1
 
 
 class KeptPort:
@@ -34,7 +37,8 @@ class KeptPort:
         """
         Args:
             port: 0: a free one.
-            preferred_port: to use instead of a free one, where it is free.
+            preferred_port: that the attempt before had, to use instead of any free one. It is
+                waited for if it is in use.
 
         Raises:
             ConfigError: this machine cannot listen there.
@@ -89,9 +93,14 @@ def borrow_port(path: str) -> socket.socket:
 
 def _listen(host: str, port: int, preferred_port: int) -> socket.socket:
     """A socket that listens. Raises ConfigError."""
-    if not port and preferred_port:
-        with contextlib.suppress(OSError):
-            return open_listener(host, preferred_port)
+    wanted = port or preferred_port
+    if wanted and wanted == preferred_port:
+        # The processes of the attempt before may not have ended yet.
+        deadline = time.monotonic() + FORMER_ENDS_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                return open_listener(host, wanted)
+            time.sleep(RETRY_S)
     try:
         return open_listener(host, port)
     except OSError as error:

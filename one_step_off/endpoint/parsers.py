@@ -18,21 +18,28 @@ MARKS = (
 DEFAULT_TOOL_PARSER = "hermes"
 
 
-def tool_parser_name(cfg: Config, tokenizer: Any) -> str | None:
-    """vLLM's name of the parser of tool calls; None: there is none.
+def check_parsers(cfg: Config) -> None:
+    """Check `agent.tool_parser` and `agent.reasoning_parser`.
 
     Raises:
         ConfigError: vLLM has no such parser.
     """
-    from vllm.reasoning import ReasoningParserManager
-    from vllm.tool_parsers import ToolParserManager
+    # vLLM is slow to import, so only where a parser is named.
+    if cfg.agent.tool_parser not in ("auto", "none"):
+        from vllm.tool_parsers import ToolParserManager
 
-    name = cfg.agent.tool_parser
-    if name not in ("auto", "none"):
-        _check(cfg, "agent.tool_parser", name, ToolParserManager.list_registered())
+        known = ToolParserManager.list_registered()
+        _check(cfg, "agent.tool_parser", cfg.agent.tool_parser, known)
     if cfg.agent.reasoning_parser:
+        from vllm.reasoning import ReasoningParserManager
+
         known = ReasoningParserManager.list_registered()
         _check(cfg, "agent.reasoning_parser", cfg.agent.reasoning_parser, known)
+
+
+def tool_parser_name(cfg: Config, tokenizer: Any) -> str | None:
+    """vLLM's name of the parser of tool calls; None: there is none."""
+    name = cfg.agent.tool_parser
     if name == "none":
         return None
     return parser_of_template(str(tokenizer.chat_template)) if name == "auto" else name

@@ -264,6 +264,7 @@ class ReplicaServer:
             answer = error_answer(path, 503, "engine_failed", message)
             asking.episode.end("engine")
             asking.ended.set()
+        answer.chunks = [b"".join(answer.chunks)]  # hundreds of events take many times their bytes
         return answer
 
     async def _stream(

@@ -108,9 +108,6 @@ class Serving:
         Args:
             engine: the replica's `AsyncLLM`.
             tokenizer: the policy's.
-
-        Raises:
-            ConfigError: `agent.tool_parser` or `agent.reasoning_parser` names no parser of vLLM's.
         """
         self.records: WeakKeyDictionary[Episode, ConversationRecord] = WeakKeyDictionary()
         client = EpisodeEngine(engine, tokenizer)
@@ -165,14 +162,12 @@ class Serving:
             call.max_tokens = requests.take_max_tokens(path, content)
             content = requests.prepare(path, content, MODEL, record)
             answer = await self._answer(path, content, call)
-        except BaseException as e:
-            if not isinstance(e, Exception):
-                raise
-            return self._failure(path, call.error or e, episode)
+        except Exception as e:
+            return self._failure(path, _not_canceled(call.error or e), episode)
         finally:
             CURRENT_CALL.reset(token)
-        if call.error is not None:  # in a stream the error has become an event
-            return self._failure(path, call.error, episode)
+        if call.error is not None:  # the error has become an event, or an answer
+            return self._failure(path, _not_canceled(call.error), episode)
         if answer.status == 200:
             call.remember()
         answer.turns = call.turns
@@ -272,6 +267,13 @@ class Serving:
         call.answer = plain_messages(construct_chat_messages_with_tool_call(response.output))
         output = [item.model_dump(mode="json", exclude_none=True) for item in response.output]
         call.record.responses[response.id] = [*requests.input_items(content), *output]
+
+
+def _not_canceled(error: BaseException) -> BaseException:
+    """The error. Raises it if it is a cancellation, of which vLLM's classes make an answer."""
+    if isinstance(error, Exception):
+        return error
+    raise error
 
 
 async def _json_or_events(result: Any, exclude_none: bool = False) -> Any:

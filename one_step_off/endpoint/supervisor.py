@@ -22,7 +22,7 @@ from one_step_off.cluster.remote_calls import (
 )
 from one_step_off.config.schema import Config
 from one_step_off.endpoint.gateway import Gateway
-from one_step_off.endpoint.guarded_server import url_host
+from one_step_off.endpoint.guarded_server import limits_for, url_host
 from one_step_off.endpoint.kept_port import KeptPort
 from one_step_off.endpoint.keys import FLEET_PREFIX, make_fleet_key
 from one_step_off.endpoint.replica_server import EndpointAccess
@@ -54,10 +54,11 @@ class GatewaySupervisor:
         on_metrics: receives metrics that every row repeats from then on.
     """
 
-    def __init__(self, cfg: Config, one_machine: bool, spawn: Spawn) -> None:
+    def __init__(self, cfg: Config, replicas: int, one_machine: bool, spawn: Spawn) -> None:
         """Open the port, write `endpoint.json`, and create the process.
 
         Args:
+            replicas: how many there are.
             one_machine: whether all processes are on this machine.
             spawn: starts `Gateway` with these arguments.
 
@@ -75,7 +76,8 @@ class GatewaySupervisor:
         self.base_url = f"http://{url_host(reachable)}:{self.port.port}"
         _write_file(self.file, {"base_url": self.base_url, "fleet_key": fleet_key})
         answer_s = ANSWER_FACTOR * cfg.agent.timeout_s
-        self.gateway = spawn(Gateway, (self.port.path, fleet_key, answer_s))
+        limits = limits_for(replicas * cfg.agent.max_concurrency)
+        self.gateway = spawn(Gateway, (self.port.path, fleet_key, answer_s, limits))
         is_local_only = not one_machine and _is_loopback(reachable)
         self.access = EndpointAccess(
             base_url="" if is_local_only else self.base_url,
@@ -155,9 +157,11 @@ class GatewaySupervisor:
         """Stop watching, and close the port. The caller ends the process."""
         if self._watching is not None:
             self._watching.cancel()
-        with contextlib.suppress(Exception):
+        try:
             async with asyncio.timeout(STOP_S):
                 await self.gateway.stop.remote()
+        except Exception:
+            self._kill()  # the next attempt needs its port
         self.port.close()
 
 

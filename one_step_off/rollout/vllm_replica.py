@@ -25,6 +25,7 @@ from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedSamples
 from one_step_off.data.samples import Prompt, Sample, Stamp
+from one_step_off.endpoint.guarded_server import limits_for
 from one_step_off.endpoint.replica_server import EndpointAccess, ReplicaServer
 from one_step_off.rollout.concurrency import ConcurrencyLimiter
 from one_step_off.rollout.engine_args import engine_args
@@ -105,7 +106,8 @@ class RolloutReplica(UsageProbe):
         if self.endpoint_access is not None:
             data = self.cfg.data
             max_sequence = data.max_prompt_length + data.max_response_length
-            self.endpoint = ReplicaServer(self.index, self.endpoint_access, max_sequence)
+            limits = limits_for(self.cfg.agent.max_concurrency)
+            self.endpoint = ReplicaServer(self.index, self.endpoint_access, max_sequence, limits)
         for name in self.loop_names:  # now, because all trajectories would wait for them later
             self.loops.get(name)
         arguments = engine_args(self.cfg, self.device, self.seed)

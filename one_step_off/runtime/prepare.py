@@ -16,12 +16,12 @@ from agent_loop.processes import run_to_completion
 from one_step_off import checkpoint
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
-from one_step_off.config.data_checks import EXTERNAL_LOOP
 from one_step_off.config.engine_checks import check_engine_names
 from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.placement import resolved_device
 from one_step_off.config.schema import Config
 from one_step_off.data import run_data
+from one_step_off.endpoint.parsers import check_parsers
 from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
 from one_step_off.models.torch_packages import check_torch_companions
 from one_step_off.models.weight_checks import check_weights
@@ -186,8 +186,10 @@ def _check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> 
     for prompt in [*data.stream.prompts, *(data.val or ())]:
         loop_name = prompt.agent_loop or loops.cfg.agent.loop
         first_prompts.setdefault(loop_name, prompt)
-    external = [name for name in first_prompts if _is_external(loops, name)]
+    external = [name for name in first_prompts if loops.get(name).needs_endpoint]
     _check_reward_model_of_loops(loops.cfg, external)
+    if external:
+        check_parsers(loops.cfg)
     for loop_name, prompt in first_prompts.items():
         run_to_completion(loops.get(loop_name).check(prompt))
     for loop_name in loops.cfg.agent.loop_kwargs:
@@ -202,17 +204,12 @@ def _check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> 
         )
     for key in ("command", "environment"):
         agent = getattr(loops.cfg.agent, key)
-        if agent and not any(loops.get(loop_name).needs_endpoint for loop_name in first_prompts):
+        if agent and not external:
             print_line(
                 f"warning: agent.{key}={agent}: no row of this run uses external agents; "
                 "set agent.loop=external"
             )
     return list(first_prompts)
-
-
-def _is_external(loops: Loops, loop_name: str) -> bool:
-    """Whether the episodes of a loop are those of agents outside of the replica."""
-    return loop_name == EXTERNAL_LOOP or getattr(loops.get(loop_name), "needs_endpoint", False)
 
 
 def _check_reward_model_of_loops(cfg: Config, external: list[str]) -> None:

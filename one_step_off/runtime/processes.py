@@ -168,7 +168,8 @@ class RunProcesses:
             log = f"{self.log_folder}/endpoint.log"
             return spawn(cls, args, None, self.device, env=self.env, log=log)
 
-        return GatewaySupervisor(self.cfg, bool(self.host), spawn_beside_driver)
+        replicas = len(self.pools[self.cfg.placement.roles["rollout"]])
+        return GatewaySupervisor(self.cfg, replicas, bool(self.host), spawn_beside_driver)
 
     def _create_replicas(self) -> list[Any]:
         slots = self.pools[self.cfg.placement.roles["rollout"]]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 
+import aiohttp
 import pytest
 
 from agent_loop.trajectory import Limits
@@ -139,6 +141,52 @@ def test_requests_to_a_replica_that_hangs_end_when_its_successor_is_there():
     asyncio.run(check())
 
 
+def test_a_connection_that_breaks_in_mid_answer_is_tried_again():
+    """The replica sends half of an answer, and resets the connection."""
+
+    async def check() -> None:
+        async with endpoint(registers=False) as running:
+            heads = 0
+
+            async def half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                nonlocal heads
+                await reader.readuntil(b"\r\n\r\n")
+                heads += 1
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+                await writer.drain()
+                writer.close()
+
+            async with await asyncio.start_server(half, "127.0.0.1", 0) as server:
+                port = server.sockets[0].getsockname()[1]
+                await running.gateway.register(0, f"127.0.0.1:{port}")
+                status, answer = await running.post(running.open().key)
+                assert heads == 2
+                assert (status, answer["error"]["type"]) == (503, "interrupted")
+                await running.register()
+                assert (await running.post(running.open().key))[0] == 200
+
+    asyncio.run(check())
+
+
+def test_a_problem_of_the_gateway_does_not_end_episodes(monkeypatch):
+    async def check() -> None:
+        async with endpoint() as running:
+            episode = running.open()
+            problem = OSError(errno.EMFILE, "Too many open files")
+
+            def refuse(*args: object, **kwargs: object) -> None:
+                key = running.gateway.session._connector
+                raise aiohttp.ClientConnectorError(key, problem)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(running.gateway.session, "_request", refuse)
+                status, answer = await running.post(episode.key)
+            assert (status, answer["error"]["type"]) == (503, "interrupted")
+            assert (await running.post(episode.key))[0] == 200
+
+    asyncio.run(check())
+
+
 def test_an_idle_connection_that_the_replica_has_closed_is_replaced():
     async def check() -> None:
         async with endpoint() as running:
@@ -160,9 +208,16 @@ async def ask_for_work(running: Endpoint, wait: float = 5.0) -> tuple[int, dict]
 
 
 async def offered(running: Endpoint, replica: int, limits: Limits | None = None):
-    """An episode, and the task that offers it."""
+    """An episode, and the task that offers it, and closes it then, as a loop does."""
     episode = running.open(replica, limits or Limits(1000, 100, None, 60.0))
-    offering = asyncio.create_task(running.replicas[replica].offer(episode))
+
+    async def offer() -> None:
+        try:
+            await running.replicas[replica].offer(episode)
+        finally:
+            running.replicas[replica].close(episode)
+
+    offering = asyncio.create_task(offer())
     await asyncio.sleep(0)
     return episode, offering
 
@@ -229,6 +284,50 @@ def test_work_that_its_agent_did_not_take_goes_to_another_one():
             assert taken == {episode.key for episode, _ in offers}
             for _, offering in offers:
                 offering.cancel()
+
+    asyncio.run(check())
+
+
+def test_work_that_could_not_be_sent_goes_to_another_agent(monkeypatch):
+    async def check() -> None:
+        async with endpoint() as running:
+            episode, offering = await offered(running, 0)
+            server = running.gateway.server
+            send = server.send
+
+            async def lose(*args: object) -> tuple:
+                response, _ = await send(*args)
+                return response, False
+
+            with monkeypatch.context() as patched:
+                patched.setattr(server, "send", lose)
+                await ask_for_work(running)
+            assert (await ask_for_work(running))[1]["key"] == episode.key
+            await running.post(episode.key)
+            # It is at work: it is not given away again.
+            path = f"http://{running.replicas[0].address}/v1/episodes/{episode.key}/return"
+            headers = {"x-api-key": running.gateway.keys.fleet_key}
+            async with running.client.post(path, headers=headers) as answer:
+                assert await answer.json() == {"offered": False}
+            offering.cancel()
+
+    asyncio.run(check())
+
+
+def test_work_is_given_to_nobody_without_the_fleet_key():
+    async def check() -> None:
+        async with endpoint() as running:
+            episode, offering = await offered(running, 0)
+            replica = f"http://{running.replicas[0].address}"
+            ways = [("GET", NEXT), ("POST", f"/v1/episodes/{episode.key}/return")]
+            for method, path in ways:
+                for key in ("", episode.key, "ose-fleet-" + "a" * 32):
+                    headers = {"x-api-key": key}
+                    url = replica + path
+                    async with running.client.request(method, url, headers=headers) as answer:
+                        assert answer.status == 401
+            assert (await ask_for_work(running))[0] == 200
+            offering.cancel()
 
     asyncio.run(check())
 

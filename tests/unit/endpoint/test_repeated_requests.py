@@ -122,6 +122,20 @@ def test_few_answers_are_kept():
     asyncio.run(check())
 
 
+def test_large_answers_are_kept_until_there_are_too_many_of_them():
+    async def check() -> None:
+        async with endpoint() as running:
+            episode = running.open()
+            for number in range(5):
+                content = {"messages": [], "answer_chars": 200_000, "number": number}
+                await running.post(episode.key, content)
+            kept = running.replicas[0].episodes.of(episode).answers._answers
+            assert [answer.size > 200_000 for answer in kept] == [True, True]
+            assert (await running.post(episode.key, content, **RETRY))[1]["turn"] == 5
+
+    asyncio.run(check())
+
+
 def test_an_error_is_not_kept():
     async def check() -> None:
         async with endpoint() as running:

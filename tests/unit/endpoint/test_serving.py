@@ -14,6 +14,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.endpoint import requests
 from one_step_off.endpoint.answers import Answer
+from one_step_off.endpoint.parsers import check_parsers
 from one_step_off.models import tiny_qwen
 from tests.unit.endpoint.scripted_policy import PROMPT, ScriptedPolicy, make_serving
 from tests.unit.endpoint.simulated_agents import TOOL_SCHEMA, events_of
@@ -283,15 +284,29 @@ def test_a_failure_of_the_engine_reaches_the_agent_as_a_failure(serving: Any) ->
     assert episode.turns_done == []
 
 
+def test_a_turn_that_is_canceled_is_no_answer(serving: Any) -> None:
+    """vLLM's classes make an answer of it, in a stream and of other errors."""
+    episode = episode_with(serving)
+
+    async def cancel(*_: Any) -> None:
+        raise asyncio.CancelledError
+
+    episode.generate = cancel
+    for stream in (False, True):
+        body = {"model": "x", "messages": QUESTION, "stream": stream}
+        with pytest.raises(asyncio.CancelledError):
+            ask(serving, episode, requests.CHAT, body)
+    assert episode.turns_done == []
+
+
 @pytest.mark.parametrize(
     ("key", "name"), [("tool_parser", "hermess"), ("reasoning_parser", "qwen4")]
 )
-def test_a_parser_that_vllm_has_not_is_refused(model_path: str, key: str, name: str) -> None:
+def test_a_parser_that_vllm_has_not_is_refused(key: str, name: str) -> None:
     cfg = Config()
-    cfg.model.path = model_path
     setattr(cfg.agent, key, name)
     with pytest.raises(ConfigError, match=f"agent.{key}={name}"):
-        make_serving(cfg)
+        check_parsers(cfg)
 
 
 def test_thoughts_are_parsed_where_a_parser_is_named(model_path: str) -> None:

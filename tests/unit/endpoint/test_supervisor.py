@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import psutil
@@ -23,6 +25,9 @@ from one_step_off.endpoint import supervisor as supervisor_module
 from one_step_off.endpoint.kept_port import KeptPort, borrow_port
 from one_step_off.endpoint.supervisor import GatewaySupervisor, uses_endpoint
 from tests.unit.stand_ins import ActorMethod, StandInActor
+
+spawned: list[tuple] = []
+"""The arguments of the gateways that tests have started."""
 
 
 class OutsideLoop(AgentLoop):
@@ -40,10 +45,16 @@ def cfg(tmp_path: Path) -> Config:
 def make(cfg: Config) -> Iterator[Callable[..., GatewaySupervisor]]:
     """make(alive, one_machine): a supervisor whose gateway answers `alive` with that."""
     made: list[GatewaySupervisor] = []
+    spawned.clear()
 
     def make_one(alive: Any = (1, 0.0), one_machine: bool = True) -> GatewaySupervisor:
         actor = StandInActor(alive=alive, stop=None)
-        made.append(GatewaySupervisor(cfg, one_machine, lambda cls, args: actor))
+
+        def spawn(cls: type, args: tuple) -> StandInActor:
+            spawned.append(args)
+            return actor
+
+        made.append(GatewaySupervisor(cfg, 8, one_machine, spawn))
         return made[-1]
 
     yield make_one
@@ -79,7 +90,8 @@ def test_the_file_of_the_run_holds_the_fleet_key_and_only_its_user_may_read_it(m
     assert content["fleet_key"] not in line
 
 
-def test_the_next_attempt_has_the_same_port_and_the_same_fleet_key(make):
+def test_the_next_attempt_has_the_same_port_and_the_same_fleet_key(make, monkeypatch):
+    monkeypatch.setattr("one_step_off.endpoint.kept_port.FORMER_ENDS_S", 0.1)
     first = make()
     first.port.close()
     second = make()
@@ -106,6 +118,20 @@ def test_a_key_that_others_could_have_read_is_not_used_again(make):
     assert stat.S_IMODE(second.file.stat().st_mode) == 0o600
 
 
+def test_the_next_attempt_waits_for_the_end_of_the_former_one(make, cfg: Config):
+    former = make()
+    cfg.agent.endpoint_port = former.port.port
+    Timer(0.2, former.port.close).start()
+    assert make().base_url == former.base_url
+
+
+def test_a_large_run_may_have_more_connections(make, cfg: Config):
+    make().port.close()
+    cfg.agent.max_concurrency = 16
+    make()
+    assert [args[3].connections for args in spawned] == [8 * 1024 * 4, 4096]
+
+
 def test_a_port_that_is_taken_is_an_error_that_names_the_keys(make, cfg: Config):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -120,8 +146,9 @@ def test_a_port_that_is_taken_is_an_error_that_names_the_keys(make, cfg: Config)
 
 
 def test_agents_beside_replicas_of_other_nodes_do_not_use_this_nodes_loopback(make, cfg: Config):
-    access = make(one_machine=False).access
-    assert (access.base_url, access.host) == ("", "")
+    first = make(one_machine=False)
+    assert (first.access.base_url, first.access.host) == ("", "")
+    first.port.close()
     cfg.agent.endpoint_host = "0.0.0.0"
     supervisor = make(one_machine=True)
     assert supervisor.access.base_url == f"http://127.0.0.1:{supervisor.port.port}"
@@ -171,8 +198,12 @@ def test_a_gateway_that_hangs_is_killed(make, monkeypatch):
                 await asyncio.sleep(60)
             return process if calls == 1 else (os.getpid(), 1.0)
 
-        reported = asyncio.run(watched(make(ActorMethod(alive)), 1))
-        assert hanging.wait(5) == -9
+        try:
+            reported = asyncio.run(watched(make(ActorMethod(alive)), 1))
+        finally:
+            code = hanging.poll()
+            hanging.kill()
+    assert code == -signal.SIGKILL
     assert reported[-1] == {"restarts/endpoint": 1.0}
 
 

@@ -22,6 +22,7 @@ def processes(*overrides: str, **attributes: Any) -> Any:
     run: Any = object.__new__(RunProcesses)
     run.cfg = load_config(["model.path=tiny:qwen2", *overrides])
     run.kv_cache_bytes = {}
+    run.endpoint = None
     for name, value in attributes.items():
         setattr(run, name, value)
     return run

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from one_step_off.cluster.errors import RoleError
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch
-from one_step_off.runtime.prepare import _check_reward_model_of_loops, _is_external
+from one_step_off.runtime.prepare import _check_reward_model_of_loops
 from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.reward_models import mix
 from one_step_off.training.trainer_group import put_batch, put_slices
@@ -124,15 +123,3 @@ def test_external_agents_and_a_reward_model_are_refused_together():
     cfg.reward_model.url = "http://judge"
     with pytest.raises(ConfigError, match=r"reward_model.url=http://judge: .*=external"):
         _check_reward_model_of_loops(cfg, ["external"])
-
-
-def test_a_loop_of_the_user_s_own_may_serve_external_agents():
-    class Loops:
-        def get(self, name):
-            return SimpleNamespace(needs_endpoint=name == "mine:Loop")
-
-    assert [_is_external(Loops(), name) for name in ("external", "mine:Loop", "tool")] == [
-        True,
-        True,
-        False,
-    ]

@@ -1,0 +1,1 @@
+"""Frameworks that external agents are written with: real packages, each in a venv of its own."""
