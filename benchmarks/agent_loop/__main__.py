@@ -5,8 +5,9 @@ against the bare engine.
 
 First with a stand-in for the engine that has a fixed number of slots and a fixed time per token, so
 that nothing but the loop differs. Then with vLLM: conversations of tiny:tools with its calculator,
-and single turns of a more usual length. For comparison the same requests go to the engine alone,
-each after the one that it builds on. The arms alternate. Writes result.json and result.md into DIR.
+and single turns of a more usual length, these through the endpoint, too. For comparison the same
+requests go to the engine alone, each after the one that it builds on. The arms alternate. Writes
+result.json and result.md into DIR.
 """
 
 from __future__ import annotations

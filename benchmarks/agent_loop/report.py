@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.agent_loop.vllm_workloads import BARE_VLLM
+from benchmarks.agent_loop.vllm_workloads import AGENT_LOOP, BARE_VLLM, ENDPOINT
 from benchmarks.common.report import markdown_table, spread, with_range
 
 
@@ -51,7 +51,19 @@ def _vllm_lines(workloads: dict[str, dict[str, list[float]]]) -> list[str]:
         "Median (range); the throughput is relative to that of the bare engine in the same repeat.",
         "",
         *markdown_table(headings, rows),
+        *_endpoint_line(workloads),
     ]
+
+
+def _endpoint_line(workloads: dict[str, dict[str, list[float]]]) -> list[str]:
+    """The endpoint against the loop that needs none."""
+    for arms in workloads.values():
+        if ENDPOINT in arms:
+            pairs = zip(arms[AGENT_LOOP], arms[ENDPOINT], strict=True)
+            ratios = [built_in / endpoint for built_in, endpoint in pairs]
+            share = with_range(spread(ratios), "{:.3f}")
+            return ["", f"Through the endpoint: {share} of the agent loop's throughput."]
+    return []
 
 
 def table(result: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from tests.unit.agent_loop.stand_ins import ScriptedEngine, make_prompt
 LIMITS = Limits(tokens=800, turns=8, seconds=60.0)
 PROGRAM = f"{sys.executable} {agents.__file__}"
 MODULE = agents.__name__
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 class EndlessEngine(ScriptedEngine):

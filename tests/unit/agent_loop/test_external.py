@@ -17,6 +17,8 @@ from agent_loop.external import AgentFailed
 from one_step_off.cluster.core_binding import pin_process
 from one_step_off.config.agent_checks import ENVIRONMENT_KINDS
 from one_step_off.config.errors import ConfigError
+from one_step_off.rollout.sampling import Sampling
+from one_step_off.rollout.vllm_replica import RolloutReplica
 from tests.unit.agent_loop import agents
 from tests.unit.agent_loop.external_setting import (
     LIMITS,
@@ -104,6 +106,35 @@ def test_500_episodes_are_open_at_once_in_little_memory(setting):
 
     episodes = asyncio.run(main())
     assert all(len(episode.segments()) == 1 and episode.turns == 2 for episode in episodes)
+
+
+def test_max_concurrency_bounds_the_open_episodes(setting, monkeypatch):
+    run = setting(command=f"{MODULE}:two_turns", max_concurrency=3)
+    replica = RolloutReplica(run.loop.cfg, 0, "cpu", [])
+    replica.tokenizer = run.tokenizer
+    replica.stamp = (0, 0)
+    replica.endpoint = run.endpoint
+    engine = EndlessEngine(run.tokenizer)
+    most_open = 0
+
+    async def generate(ids: Any, max_tokens: int, *_: Any) -> Any:
+        nonlocal most_open
+        most_open = max(most_open, len(run.endpoint.by_key))
+        await asyncio.sleep(0.02)
+        return await engine(ids, max_tokens)
+
+    monkeypatch.setattr(replica, "_generate", generate)
+    replica.loops.loaded["external"] = run.loop
+
+    async def main() -> list[Any]:
+        async with run.endpoint.serving():
+            samples = await replica.rollout([make_prompt(run.tokenizer)], Sampling(12, 1.0, None))
+            await run.close()
+            return list(samples)
+
+    samples = asyncio.run(main())
+    assert [sample.reward for sample in samples] == [1.0] * 12
+    assert most_open == 3
 
 
 def test_agents_elsewhere_ask_for_work(setting):
