@@ -193,6 +193,9 @@ class ExternalLoop(AgentLoop):
         self._end_log(episode, failed)
         if end.get("value") is not None:
             episode.reward = end["value"]
+        exit_code = end["exit"] or 0
+        if exit_code < 0 and not episode.limit_reached:
+            raise AgentDied(f"it was killed by signal {-exit_code}")
         if failed and not _met_a_limit(episode):
             self._raise_failure(episode, end)
 
@@ -201,15 +204,12 @@ class ExternalLoop(AgentLoop):
         Args:
             end: the last message about the agent.
         """
-        exit_code = end["exit"] or 0
-        if exit_code < 0:
-            raise AgentDied(f"it was killed by signal {-exit_code}")
         if "error" in end:
             reason = f"{end['error']}{self._log_note(episode)}"
             raise failure_of_environment(self.name, reason, end.get("traceback", ""))
         lines = end["log"].splitlines()
         shown = f"; its last line: {lines[-1]}" if lines else ""
-        error = AgentFailed(f"{self.name}: exit code {exit_code}{self._log_note(episode)}{shown}")
+        error = AgentFailed(f"{self.name}: exit code {end['exit']}{self._log_note(episode)}{shown}")
         error.add_note(end["log"])
         raise error
 
