@@ -60,8 +60,9 @@ class DataConfig:
 
     train_files: str | list[dict[str, Any]] = path_key(
         "",
-        "jsonl or parquet files (comma-separated), hub id, or generator:NAME; or a list of "
-        "sources with weights (docs/tutorials/reward_and_data.md)",
+        "jsonl or parquet files (comma-separated), hub id, generator:NAME, or environment: the "
+        "tasks of agent.environment; or a list of sources with weights "
+        "(docs/tutorials/reward_and_data.md)",
         entries=SourceConfig,
     )
     val_files: str = path_key(

@@ -16,9 +16,9 @@ from typing import Any
 from one_step_off import checkpoint
 from one_step_off.algorithms import schedule
 from one_step_off.cluster.ray_cluster import cleanup_after_run, require_cluster, start_ray
-from one_step_off.config.data_checks import EXTERNAL_LOOP
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import LOG_FOLDER
+from one_step_off.endpoint.supervisor import uses_endpoint
 from one_step_off.monitoring import report
 from one_step_off.monitoring.callbacks import StepCallback, StepCallbacks
 from one_step_off.monitoring.console import RunConsole, quiet_libraries
@@ -150,7 +150,7 @@ def _count_parameters_and_set_meter(prepared: Prepared, tracker: Tracker) -> int
     tracker.meter = Meter(cfg, shape)
     tracker.val_names = prepared.data.val_names
     tracker.passes_at = cfg.rollout.val_passes_at
-    tracker.has_external_agents = EXTERNAL_LOOP in prepared.loop_names
+    tracker.has_external_agents = uses_endpoint(cfg, prepared.loop_names)
     return num_parameters
 
 
