@@ -6,6 +6,10 @@ from smolagents import OpenAIModel, ToolCallingAgent, tool
 from smolagents.agents import EMPTY_PROMPT_TEMPLATES
 
 
+FAULTS_OF_THE_MODEL = (None, "AgentParsingError", "AgentToolCallError", "AgentMaxStepsError")
+"""The tiny model writes broken calls, and may not come to an end in two steps."""
+
+
 @tool
 def calculator(expression: str) -> str:
     """Work out a product.
@@ -33,7 +37,7 @@ def main() -> None:
             assert "Error in generating" not in str(answer), answer
             for step in agent.memory.steps[1:]:
                 error = step.error and type(step.error).__name__
-                assert error in (None, "AgentParsingError", "AgentToolCallError"), step.error
+                assert error in FAULTS_OF_THE_MODEL, step.error
 
 
 if __name__ == "__main__":
