@@ -5,7 +5,6 @@ import sys
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 from smolagents.agents import EMPTY_PROMPT_TEMPLATES
 
-
 FAULTS_OF_THE_MODEL = (None, "AgentParsingError", "AgentToolCallError", "AgentMaxStepsError")
 """The tiny model writes broken calls, and may not come to an end in two steps."""
 
