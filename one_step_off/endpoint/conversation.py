@@ -118,8 +118,9 @@ class ConversationRecord:
 
     def __init__(self) -> None:
         self.by_messages: dict[bytes, Turn] = {}
-        self.by_text: dict[tuple[int, bytes], Turn] = {}
-        """(characters, digest) of prompt and answer -> the turn. Texts grow with every turn."""
+        self.by_text: dict[tuple[int, bytes], tuple[Turn, str]] = {}
+        """(characters, digest) of prompt and answer -> the turn and its answer. Texts grow with
+        every turn."""
         self.responses: dict[str, list[Any]] = {}
         """Id of an answer of the Responses API -> all items up to it, for
         `previous_response_id`."""
@@ -165,16 +166,17 @@ class ConversationRecord:
     def add_text(self, prompt: str, answer: str, turn: Turn) -> None:
         """Record the policy's answer to a prompt in plain text."""
         text = prompt + answer
-        self.by_text[len(text), _text_digest(text)] = turn
+        self.by_text[len(text), _text_digest(text)] = (turn, answer)
 
-    def find_text(self, prompt: str) -> tuple[Turn, str] | None:
-        """The latest turn whose prompt and answer this prompt begins with, and the text after
-        it."""
+    def find_text(self, prompt: str) -> tuple[Turn, str, str] | None:
+        """The latest turn whose prompt and answer this prompt begins with, its answer as the client
+        received it, and the text after it."""
         lengths = {length for length, _ in self.by_text if length <= len(prompt)}
         for length in sorted(lengths, reverse=True):
-            turn = self.by_text.get((length, _text_digest(prompt[:length])))
-            if turn is not None:
-                return turn, prompt[length:]
+            known = self.by_text.get((length, _text_digest(prompt[:length])))
+            if known is not None:
+                turn, answer = known
+                return turn, answer, prompt[length:]
         return None
 
 

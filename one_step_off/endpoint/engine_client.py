@@ -57,6 +57,7 @@ class EpisodeEngine:
         self._engine = engine
         self._tokenizer = tokenizer
         self._special_ids = TurnEncoder(tokenizer).special_ids
+        self._vocabulary_size = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -73,18 +74,37 @@ class EpisodeEngine:
         call = CURRENT_CALL.get()
         try:
             check_sampling(sampling_params)
-            context_ids = np.asarray(prompt["prompt_token_ids"], np.int32)
             stop = sampling_params.stop or ()
             stops = (stop,) if isinstance(stop, str) else tuple(stop)
+            given_ids = list(prompt["prompt_token_ids"])
+            self._check_content(given_ids, stops)
+            context_ids = np.asarray(given_ids, np.int32)
             limit = call.max_tokens or call.episode.max_sequence
             turn = await call.episode.turn(context_ids, limit, stops)
         except BaseException as e:
             call.error = e
             raise
         call.turns.append(turn)
-        given_ids = list(prompt["prompt_token_ids"])
         for output in self._outputs(turn, given_ids, sampling_params, stops, request_id):
             yield output
+
+    def _check_content(self, ids: list[int], stops: tuple[str, ...]) -> None:
+        """Refuse what the engine would fail on: its failures are not taken for the agent's.
+
+        Raises:
+            RequestRefused: names the fault.
+        """
+        if not ids:
+            raise RequestRefused("the prompt is empty: send at least one token")
+        unknown = [token for token in ids if not 0 <= token < self._vocabulary_size]
+        if unknown:
+            raise RequestRefused(
+                f"token {unknown[0]} is not in the vocabulary of {self._vocabulary_size} tokens"
+            )
+        try:
+            "".join(stops).encode()
+        except UnicodeEncodeError:
+            raise RequestRefused("stop: is not valid Unicode") from None
 
     def _outputs(
         self,

@@ -15,6 +15,7 @@ import numpy as np
 from vllm.inputs.engine import tokens_input
 
 from agent_loop.chat_template import TurnEncoder
+from agent_loop.episode import Turn
 from one_step_off.config.errors import ConfigError
 from one_step_off.endpoint.call import CURRENT_CALL, Call
 from one_step_off.endpoint.conversation import PlainMessage, RequestRefused, plain_messages
@@ -89,11 +90,28 @@ class SplicingRenderer:
         if text is not None:
             call.text = text
             found = call.record.find_text(text)
-            if found is not None:
-                turn, new_text = found
+            known = self._text_after(*found) if found else None
+            if known is not None:
+                ids, new_text = known
                 new_ids = self._tokenizer(new_text, add_special_tokens=False)["input_ids"]
-                return [tokens_input([*turn.ids.tolist(), *new_ids])]
+                return [tokens_input([*ids.tolist(), *new_ids])]
         return await self._renderer.render_cmpl_async(prompts, *args, **kwargs)
+
+    def _text_after(self, turn: Turn, answer: str, text: str) -> tuple[np.ndarray, str] | None:
+        """The recorded tokens of which the agent has the text, and the text behind them; None:
+        these tokens cannot be told apart.
+
+        The recorded tokens may hold more than the client received: the end of the turn, or what
+        came after a stop text. Where the agent writes the same, it is theirs.
+        """
+        ids = turn.generated.ids
+        whole = self._tokenizer.decode(ids)
+        hidden = whole[len(answer) :] if whole.startswith(answer) else ""
+        if text.startswith(hidden) and answer + hidden == whole:
+            return turn.ids, text[len(hidden) :]
+        if self._tokenizer.decode(ids[:-1]) == answer:
+            return turn.ids[:-1], text
+        return None
 
 
 def _as_message(message: PlainMessage) -> dict[str, str]:

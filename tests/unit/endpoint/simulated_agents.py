@@ -237,9 +237,13 @@ class TextAgent(SimulatedAgent):
 
     def begin(self) -> None:
         self.prompt = "Question: " + self.words()
+        self.template = self.rng.random() < 0.3
+        self.stops = [" so", "12"] if self.rng.random() < 0.3 else []
+        self.sent: list[str] = []
 
     def content(self) -> dict[str, Any]:
-        return {"prompt": self.prompt, "max_tokens": 40}
+        self.sent.append(self.prompt)
+        return {"prompt": self.prompt, "max_tokens": 40, "stop": self.stops}
 
     def hear(self, answer: Answer) -> None:
         if self.streams:
@@ -248,7 +252,10 @@ class TextAgent(SimulatedAgent):
             )
         else:
             self.prompt += json.loads(answer.chunks[0])["choices"][0]["text"]
-        self.prompt += "\n" + self.words()
+        # What the client did not receive of a turn is not in its next prompt: another context.
+        self.edited = True
+        self.prompt += "<|im_end|>\n" if self.template else "\n"
+        self.prompt += self.words()
 
     def edit(self) -> None:
         self.edited = True

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agent_loop.base import Limits
@@ -401,3 +402,42 @@ def test_other_tools_or_settings_of_the_template_begin_a_new_segment(
     assert ask(serving, episode, requests.CHAT, again).status == 200
     (_, second) = episode.turns_done
     assert second.parent is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        (requests.COMPLETIONS, {"prompt": [10, 999_999]}, "999999"),
+        (requests.GENERATE, {"token_ids": [10, 999_999], "sampling_params": {}}, "999999"),
+        (requests.GENERATE, {"token_ids": [10, -1], "sampling_params": {}}, ""),
+        (requests.GENERATE, {"token_ids": [], "sampling_params": {}}, ""),
+        (requests.COMPLETIONS, {"prompt": []}, ""),
+        (requests.COMPLETIONS, {"prompt": ""}, ""),
+        (requests.COMPLETIONS, {"prompt": ["a", "b"]}, ""),
+        (requests.CHAT, {"messages": QUESTION, "stop": ["\ud800"]}, ""),
+        (requests.CHAT, {"messages": []}, ""),
+        (requests.CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, ""),
+    ],
+)
+def test_content_that_the_engine_would_fail_on_never_reaches_it(
+    serving: Any, path: str, body: dict[str, Any], says: str
+) -> None:
+    """A failure of the engine ends the run; one agent's request must not cause it."""
+    episode = episode_with(serving, " 12<|im_end|>")
+    contexts: list[np.ndarray] = []
+    generate = episode.generate
+
+    async def recording(ids: np.ndarray, most: int, stop: tuple[str, ...] = ()) -> Any:
+        contexts.append(ids)
+        return await generate(ids, most, stop)
+
+    episode.generate = recording
+    answer = ask(serving, episode, path, {"model": "x"} | body)
+    assert says in b"".join(answer.chunks).decode()
+    if answer.status == 200:  # what can be encoded in some way may be served
+        (context,) = contexts
+        assert len(context) > 0
+        assert context.max() < len(serving.chat.renderer.tokenizer)
+    else:
+        assert answer.status == 400
+        assert contexts == []

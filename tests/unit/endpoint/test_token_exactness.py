@@ -15,7 +15,7 @@ from agent_loop.episode import Episode
 from one_step_off.config.schema import Config
 from one_step_off.models import tiny_qwen
 from tests.unit.endpoint.scripted_policy import PROMPT, ScriptedPolicy, make_serving
-from tests.unit.endpoint.simulated_agents import AGENTS, SimulatedAgent
+from tests.unit.endpoint.simulated_agents import AGENTS, SimulatedAgent, TextAgent
 
 # Like Qwen3's: thoughts of earlier turns are stripped, and calls are written anew.
 THINKING_TEMPLATE = (
@@ -89,5 +89,8 @@ def test_each_turn_is_trained_once_under_its_own_context(
     agent = kind(seed, edits)
     episode = converse(serving, agent, policy, turns)
     assert_trains_what_was_sampled(episode, policy)
+    if isinstance(agent, TextAgent):
+        contexts = [serving.chat.renderer.tokenizer.decode(context) for context, *_ in policy.seen]
+        assert contexts == agent.sent, "the policy saw another text than the agent sent"
     if not agent.edited:
         assert len(episode.segments()) == 1, "what the policy said was tokenized again"
