@@ -54,7 +54,7 @@ from one_step_off.endpoint.streams import StreamedMessage, event_of_response, te
 log = logging.getLogger(__name__)
 
 MODEL = "policy"
-"""The name under which `GET /v1/models` lists the policy; requests may use any other."""
+"""The name under which vLLM serves the policy; requests may use any other."""
 
 EVENTS = "text/event-stream"
 TOO_LONG = "context_length_exceeded"  # OpenAI's name: some agents shorten their history then
@@ -143,11 +143,6 @@ class Serving:
             requests.COUNT_TOKENS: self._count_tokens,
             requests.GENERATE: self._generate,
         }
-
-    def model_list(self) -> dict[str, Any]:
-        """The answer to `GET /v1/models`."""
-        card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "one_step_off"}
-        return {"object": "list", "data": [card]}
 
     async def answer(self, episode: Episode, path: str, body: bytes) -> Answer:
         """The answer to one request. It is whole: a request for a stream gets all its events.

@@ -6,13 +6,12 @@ import ipaddress
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from agent_loop.base import LOOPS
 from one_step_off.cluster.errors import PhaseTimeout
 from one_step_off.cluster.network import reachable_host
 from one_step_off.cluster.remote_calls import (
@@ -35,14 +34,6 @@ ANSWER_FACTOR = 4
 
 Spawn = Callable[..., Any]
 """`cluster.placement.spawn`, but for the environment variables."""
-
-
-def uses_endpoint(cfg: Config, loop_names: Iterable[str]) -> bool:
-    """Whether a run has an endpoint: by `agent.endpoint`, or because of one of its loops."""
-    if cfg.agent.endpoint:
-        return True
-    loops = [LOOPS.find(name or cfg.agent.loop).function for name in loop_names]
-    return any(getattr(loop, "needs_endpoint", False) for loop in loops)
 
 
 class GatewaySupervisor:

@@ -25,8 +25,6 @@ from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedSamples
 from one_step_off.data.samples import Prompt, Sample, Stamp
-from one_step_off.endpoint.guarded_server import limits_for
-from one_step_off.endpoint.replica_server import EndpointAccess, ReplicaServer
 from one_step_off.rollout.concurrency import ConcurrencyLimiter
 from one_step_off.rollout.engine_args import engine_args
 from one_step_off.rollout.engine_output import generated_tokens
@@ -58,7 +56,7 @@ class RolloutReplica(UsageProbe):
         mcp_schemas: Any = (),
         loops: Sequence[str] = ("",),
         seed: int = 0,
-        endpoint: EndpointAccess | None = None,
+        endpoint: Any = None,
     ) -> None:
         """
         Args:
@@ -68,7 +66,8 @@ class RolloutReplica(UsageProbe):
             mcp_schemas: the driver's `agent_loop.tools.MCP_SCHEMAS`.
             loops: the names of the agent loops that the data uses.
             seed: of the engine, see `sampling.engine_seed`.
-            endpoint: where external agents find the run; None: it has no endpoint.
+            endpoint: an `EndpointAccess`, where external agents find the run; None: it has no
+                endpoint.
         """
         self.cfg = cfg
         self.index = index
@@ -86,7 +85,7 @@ class RolloutReplica(UsageProbe):
         self.finished_requests = 0
         self.engine_processes: list[psutil.Process] = []
         self.endpoint_access = endpoint
-        self.endpoint: ReplicaServer | None = None
+        self.endpoint: Any = None  # a `ReplicaServer`
 
     async def start(self, former: Sequence[ProcessId] = ()) -> tuple[int, list[ProcessId]]:
         """Load the engine.
@@ -104,10 +103,7 @@ class RolloutReplica(UsageProbe):
 
         self.tokenizer = load_section_tokenizer(self.cfg, "model")
         if self.endpoint_access is not None:
-            data = self.cfg.data
-            max_sequence = data.max_prompt_length + data.max_response_length
-            limits = limits_for(self.cfg.agent.max_concurrency)
-            self.endpoint = ReplicaServer(self.index, self.endpoint_access, max_sequence, limits)
+            self.endpoint = self._create_endpoint()
         for name in self.loop_names:  # now, because all trajectories would wait for them later
             self.loops.get(name)
         arguments = engine_args(self.cfg, self.device, self.seed)
@@ -123,7 +119,17 @@ class RolloutReplica(UsageProbe):
         max_sequences = self.engine.vllm_config.scheduler_config.max_num_seqs
         return max_sequences, [(child.pid, child.create_time()) for child in children]
 
-    async def _start_endpoint(self, endpoint: ReplicaServer) -> None:
+    def _create_endpoint(self) -> Any:
+        # An HTTP server is slow to import, and most runs need none.
+        from one_step_off.endpoint.guarded_server import limits_for
+        from one_step_off.endpoint.replica_server import ReplicaServer
+
+        data = self.cfg.data
+        max_sequence = data.max_prompt_length + data.max_response_length
+        limits = limits_for(self.cfg.agent.max_concurrency)
+        return ReplicaServer(self.index, self.endpoint_access, max_sequence, limits)
+
+    async def _start_endpoint(self, endpoint: Any) -> None:
         """Serve external agents from now on."""
         from one_step_off.endpoint.serving import Serving
 

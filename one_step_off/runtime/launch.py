@@ -18,7 +18,7 @@ from one_step_off.algorithms import schedule
 from one_step_off.cluster.ray_cluster import cleanup_after_run, require_cluster, start_ray
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import LOG_FOLDER
-from one_step_off.endpoint.supervisor import uses_endpoint
+from one_step_off.endpoint.usage import uses_endpoint
 from one_step_off.monitoring import report
 from one_step_off.monitoring.callbacks import StepCallback, StepCallbacks
 from one_step_off.monitoring.console import RunConsole, quiet_libraries

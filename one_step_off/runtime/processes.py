@@ -21,7 +21,7 @@ from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.sources import source_rewards
 from one_step_off.config.user_code import LOG_FOLDER
-from one_step_off.endpoint.supervisor import GatewaySupervisor, uses_endpoint
+from one_step_off.endpoint.usage import uses_endpoint
 from one_step_off.ray_trainer import Roles
 from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.replica_group import RolloutGroup
@@ -160,9 +160,12 @@ class RunProcesses:
             for index in range(self.cfg.reward.workers)
         ]
 
-    def _create_endpoint(self) -> GatewaySupervisor | None:
+    def _create_endpoint(self) -> Any:
+        """The supervisor of the gateway; None: the run has no endpoint."""
         if not uses_endpoint(self.cfg, self.prepared.loop_names):
             return None
+        # An HTTP server is slow to import, and most runs need none.
+        from one_step_off.endpoint.supervisor import GatewaySupervisor
 
         def spawn_beside_driver(cls: type, args: tuple) -> Any:
             log = f"{self.log_folder}/endpoint.log"

@@ -9,6 +9,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Timer
@@ -23,7 +24,8 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.endpoint import supervisor as supervisor_module
 from one_step_off.endpoint.kept_port import KeptPort, borrow_port
-from one_step_off.endpoint.supervisor import GatewaySupervisor, uses_endpoint
+from one_step_off.endpoint.supervisor import GatewaySupervisor
+from one_step_off.endpoint.usage import uses_endpoint
 from tests.unit.stand_ins import ActorMethod, StandInActor
 
 spawned: list[tuple] = []
@@ -234,3 +236,13 @@ def test_the_port_stays_open_from_one_borrower_to_the_next():
         socket.create_connection(("127.0.0.1", port.port))
     with pytest.raises(OSError):
         borrow_port(port.path)
+
+
+def test_a_run_without_agents_imports_no_server():
+    code = (
+        "import sys, one_step_off.runtime.launch, one_step_off.rollout.vllm_replica; "
+        "print([name for name in sys.modules if name == 'one_step_off.endpoint.gateway' "
+        "or name.startswith('aiohttp.web')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
