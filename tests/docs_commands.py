@@ -17,6 +17,7 @@ OWN_PACKAGES = ("one_step_off", "benchmarks", "tests", "docs")
 OTHER_PROGRAMS = (
     "pip install",
     "pip wheel",
+    "python3 -m venv",
     "ray start",
     "ray stop",
     "ray status",

@@ -161,6 +161,15 @@ PROGRAM = [
         "agent.command=python3 my_agent.py",
         "agent.max_concurrency=16",
     ),
+    run(
+        "external_tools",
+        "config=config/external_agent.yaml",
+        *SMALL,
+        "agent.command=python3 my_agent.py",
+        "agent.max_concurrency=8",
+        "actor.ppo_mini_batch_size=4",
+        "data.val_size=16",
+    ),
     run("mixed_sources", "config=config/mixed_sources.yaml", *SMALL),
     SmokeCase(
         "gpu_check",
@@ -286,7 +295,7 @@ CASES = {case.name: case for case in [*BENCHMARKS, *PROGRAM]}
 
 NOT_IN_CI = (
     *("exposed", "long_tail", "update_phase", "backends", "lora", "mismatch", "learning"),
-    *("overhead_ray", "planner", "plan_runs"),
+    *("overhead_ray", "planner", "plan_runs", "external_tools"),
 )
 """Cases that run on demand (marker "slow"): each takes about a minute, and other tests cover most
 of their code."""
