@@ -108,6 +108,7 @@ class Episode:
         over_message: the same in a line for the agent.
         limit_reached: the first limit that refused a turn, as a finish reason; "": none did. After
             "room" the agent may go on with a shorter context.
+        refusal: the last error that a request got, for the message if the agent fails.
         begin: in seconds of `time.monotonic`.
     """
 
@@ -118,7 +119,9 @@ class Episode:
     ) -> None:
         self.key = key
         self.prompt = prompt
-        self.name = f"{prompt.id[0]}_{prompt.id[1]}_{key[-6:]}"
+        epoch, row = prompt.id
+        data = f"val{-epoch}" if epoch < 0 else str(epoch)  # a file's name must not begin with "-"
+        self.name = f"{data}_{row}_{key[-6:]}"
         self.generate = generate
         self.limits = limits
         self.max_sequence = max_sequence
@@ -132,6 +135,7 @@ class Episode:
         self.over = ""
         self.over_message = ""
         self.limit_reached = ""
+        self.refusal = ""
         self.begin = time.monotonic()
 
     @property

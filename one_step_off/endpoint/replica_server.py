@@ -433,7 +433,10 @@ def _mark_sent(kept: KeptAnswer, answer: Answer, sent: bool) -> None:
 
 
 def _reward_of(value: Any, path: str) -> Reward:
-    """A reward that an agent sent. Raises Refused."""
+    """A reward that an agent sent: a number, or parts by name; either may be under "reward".
+    Raises Refused."""
+    if isinstance(value, dict) and isinstance(value.get("reward"), dict):
+        value = value["reward"]
     reward = Reward.of(value)
     if reward is None:
         message = (

@@ -58,7 +58,10 @@ def route_of(request: web.BaseRequest) -> Route:
     else:
         match = _EPISODE_PATH.fullmatch(path)
         if match is None:
-            raise Refused(404, "not_found", f"{path[:100]!r}: there is no such path", path)
+            message = f"{path[:100]!r}: there is no such path"
+            if path.startswith("/v1/v1/"):
+                message += "; the base URL has /v1 already, and Anthropic's has none"
+            raise Refused(404, "not_found", message, path)
         key, action = match[1], match[2] or ""
         name, method = action or "state", _EPISODE_METHODS[action]
     if request.method != method:

@@ -151,6 +151,12 @@ class Serving:
             path: one of `requests.PATHS`.
             body: of the request.
         """
+        answer = await self._serve(episode, path, body)
+        if answer.status >= STATUS_OF_REFUSAL:
+            episode.refusal = json.loads(answer.chunks[0])["error"]["message"]
+        return answer
+
+    async def _serve(self, episode: Episode, path: str, body: bytes) -> Answer:
         record = self.records.setdefault(episode, ConversationRecord())
         call = Call(episode, record)
         token = CURRENT_CALL.set(call)

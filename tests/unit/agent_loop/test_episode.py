@@ -244,3 +244,10 @@ def test_each_token_is_trained_once_under_the_context_in_which_it_was_sampled(
             assert tokens[:position] == context_of[token]
             assert sample.log_probs[i] == np.float32(-token)
     assert sorted(trained) == sorted(context_of)
+
+
+def test_its_name_is_that_of_a_file() -> None:
+    held_out = Prompt((-2, 5), np.array([1], np.int32), "q", "a")
+    episode = Episode("ose-0-abcdef", held_out, CountingPolicy().generate, LIMITS, 100)
+    assert episode.name == "val2_5_abcdef"
+    assert make_episode().name == "2_5_abcdef"

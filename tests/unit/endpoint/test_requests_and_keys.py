@@ -186,6 +186,7 @@ def test_other_paths_and_methods_are_refused_with_and_without_a_key(
         (0.5, 0.5, {}),
         (True, 1.0, {}),
         ({"right": 1, "form": -0.5}, 0.5, {"right": 1.0, "form": -0.5}),
+        ({"reward": {"right": 1, "form": -0.5}}, 0.5, {"right": 1.0, "form": -0.5}),
         ({"reward": 2}, 2.0, {}),
     ],
 )

@@ -208,6 +208,7 @@ def test_what_would_change_the_distribution_is_refused_by_name(
     assert answer.status == 400
     assert name in error_of(answer)
     assert episode.turns_begun == 0
+    assert episode.refusal == error_of(answer), "for the message where the agent fails"
 
 
 def test_the_runs_sampling_settings_hold_whatever_an_agent_asks_for(serving: Any) -> None:
