@@ -14,7 +14,6 @@ import shlex
 import shutil
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,17 +123,17 @@ class ExternalLoop(AgentLoop):
         """See `AgentLoop.run`."""
         if self.endpoint is None:
             raise ConfigError("agent.loop=external: this run has no endpoint; see agent.endpoint")
-        deadline = time.monotonic() + limits.seconds
+        begin = time.monotonic()
         restarts = 0
         while True:
-            left = replace(limits, seconds=deadline - time.monotonic())
-            episode = self.endpoint.open(prompt, generate, left)
+            episode = self.endpoint.open(prompt, generate, limits)
+            episode.begin = begin  # a restart has what is left of the time
             episode.facts = {"restarts": restarts, "killed": 0}
             try:
                 await self._drive(episode)
                 return episode
             except AgentDied as e:
-                if restarts == MAX_RESTARTS or deadline <= time.monotonic():
+                if restarts == MAX_RESTARTS or episode.seconds_left == 0:
                     raise AgentFailed(f"{self.name}: {e}, {restarts + 1} times") from e
                 restarts += 1
             finally:
@@ -165,14 +164,14 @@ class ExternalLoop(AgentLoop):
             async with asyncio.timeout(episode.seconds_left):
                 await self._run_agent(hosts, episode)
         except TimeoutError:
-            episode.end("time", f"agent.timeout_s={self.cfg.agent.timeout_s:g} is over")
+            episode.end("time", f"agent.timeout_s={episode.limits.seconds:g} is over")
             episode.limit_reached = episode.limit_reached or "time"
             episode.facts["killed"] = 1
             self._end_log(episode, failed=True)
 
     def _why_no_turn(self, episode: Episode) -> str:
         if episode.facts["killed"]:
-            seconds = f"agent.timeout_s={self.cfg.agent.timeout_s:g}"
+            seconds = f"agent.timeout_s={episode.limits.seconds:g}"
             return f"{self.name}: killed at {seconds}, before the first turn of the policy"
         agent = self.name or "an agent that asked for work"
         return f"{agent}: ended without a turn of the policy{self._log_note(episode)}"

@@ -79,6 +79,10 @@ async def hangs(row: dict, base_url: str, api_key: str) -> None:
     await asyncio.sleep(3600)
 
 
+async def asks_nobody(row: dict, base_url: str, api_key: str) -> None:
+    await asyncio.sleep(3600)
+
+
 async def stubborn(row: dict, base_url: str, api_key: str) -> float:
     """The first time it ignores its cancellation, and blocks the process."""
     marker = row["extra"]["pids"]

@@ -79,6 +79,15 @@ def test_a_coroutine_that_hangs_ends_at_the_time_limit_with_what_it_has(setting)
     assert sample_of(episode).extra["agent"]["killed"] == 1
 
 
+def test_a_time_limit_is_named_as_the_episode_has_it(setting):
+    """A data source may have another one than the config's agent.timeout_s."""
+    run = setting(command=f"{MODULE}:hangs")
+    episode = run.run(replace(LIMITS, seconds=1.5))
+    assert episode.over_message == "agent.timeout_s=1.5 is over"
+    with pytest.raises(AgentFailed, match=r"killed at agent\.timeout_s=1\.5, before"):
+        setting(command=f"{MODULE}:asks_nobody").run(replace(LIMITS, seconds=1.5))
+
+
 @pytest.mark.parametrize("command", [f"{PROGRAM} hangs", f"{MODULE}:plain_hangs"])
 def test_all_processes_of_an_agent_end_when_its_time_is_over(setting, tmp_path, command):
     """A time limit cancels the loop's wait, as this does."""
@@ -116,7 +125,9 @@ def test_a_program_that_was_killed_begins_again(setting, tmp_path):
     run = setting(command=f"{PROGRAM} 'killed once'")
     limits = replace(LIMITS, turn_tokens=3)  # an answer that is cut off explains no kill
     episode = run.run(limits, marker=str(tmp_path / "marker"))
-    assert len(run.endpoint.opened) == 2
+    first, second = run.endpoint.opened
+    assert second.begin == first.begin, "it has the time that is left"
+    assert second.limits.seconds == limits.seconds, "messages name the whole limit"
     assert run.endpoint.opened[0].over == "ended"
     assert sample_of(episode).extra["agent"]["restarts"] == 1
 
