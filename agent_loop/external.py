@@ -187,11 +187,11 @@ class ExternalLoop(AgentLoop):
             end = await hosts.run(message)
         except HostFailed as e:
             raise AgentFailed(f"{self.name}: {e}") from e
+        if end.get("value") is not None:
+            episode.reward = end["value"]  # now: the time may be over in the next wait
         await _settle(episode)
         failed = bool(end["exit"] or "error" in end)
         self._end_log(episode, failed)
-        if end.get("value") is not None:
-            episode.reward = end["value"]
         exit_code = end["exit"] or 0
         if exit_code < 0 and not episode.limit_reached:
             raise AgentDied(f"it was killed by signal {-exit_code}")

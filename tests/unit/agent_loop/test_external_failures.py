@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agent_loop import host_client
+from agent_loop import external, host_client
 from agent_loop.external import AgentFailed
 from agent_loop.host.output import Log
 from agent_loop.host.process_agents import Agent, ProcessAgents
@@ -66,6 +66,15 @@ def test_an_agent_may_end_before_its_answer_is_recorded_as_received(setting):
     run = setting(command=f"{PROGRAM} rewards")
     run.endpoint.record_s = 0.5
     assert run.run().turns == 1
+
+
+def test_a_returned_reward_is_kept_where_the_time_ends_with_the_agent(setting, monkeypatch):
+    monkeypatch.setattr(external, "SETTLE_S", 30.0)
+    run = setting(command=f"{MODULE}:two_turns")
+    run.endpoint.record_s = 30.0
+    episode = run.run(replace(LIMITS, seconds=2.5))
+    assert episode.over == "time"
+    assert episode.reward == 1.0
 
 
 def test_an_agent_without_a_turn_is_an_error(setting):
