@@ -223,9 +223,12 @@ class ExternalLoop(AgentLoop):
 
 
 def _met_a_limit(episode: Episode) -> bool:
-    """Whether the agent was refused a turn, or got one that was cut off. Many frameworks raise
-    then, and the policy is to learn from it."""
-    is_cut = [turn.generated.finish_reason == "length" for turn in episode.turns_done]
+    """Whether the agent was refused a turn, or its last one was cut off at a limit of the run. Many
+    frameworks raise then, and the policy is to learn from it."""
+    is_cut = [
+        turn.generated.finish_reason == "length" and not turn.cut_by_agent
+        for turn in episode.turns_done[-1:]
+    ]
     return bool(episode.limit_reached) or any(is_cut)
 
 

@@ -62,6 +62,26 @@ def test_an_agent_that_fails_after_an_answer_that_was_cut_off_is_scored(setting)
     assert run.log("*.failed.log") == "about to fail\n"
 
 
+class FirstCutEngine(EndlessEngine):
+    """Its first answer is cut off."""
+
+    async def __call__(self, ids: Any, max_tokens: int, stop: tuple[str, ...] = ()) -> Any:
+        generated = await super().__call__(ids, max_tokens)
+        return replace(generated, finish_reason="stop" if len(self.requests) > 1 else "length")
+
+
+@pytest.mark.parametrize(
+    ("agent", "engine"),
+    [("fails_after_its_own_limit", EndlessEngine), ("fails_twice_asked", FirstCutEngine)],
+)
+def test_an_answer_that_no_limit_of_the_run_cut_off_at_last_excuses_no_failure(
+    setting, agent, engine
+):
+    run = setting(command=f"{MODULE}:{agent}")
+    with pytest.raises(RuntimeError, match="KeyError: 'no such city'"):
+        run.run(engine=engine(run.tokenizer))
+
+
 def test_an_agent_may_end_before_its_answer_is_recorded_as_received(setting):
     run = setting(command=f"{PROGRAM} rewards")
     run.endpoint.record_s = 0.5
