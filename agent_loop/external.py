@@ -83,7 +83,8 @@ class ExternalLoop(AgentLoop):
     """An agent that talks to the run's endpoint, in any framework and any language.
 
     Its reward is what its function returns, what it has sent to the endpoint, or that of the run's
-    reward function for the policy's last turn. An agent that ends with an error is an error of its
+    reward function for the policy's last turn. With `agent.environment` it is always that of the
+    environment. An agent that ends with an error is an error of its
     sample, unless its episode had reached a limit. One that was killed from outside begins again.
     """
 
@@ -131,6 +132,8 @@ class ExternalLoop(AgentLoop):
             episode.facts = {"restarts": restarts, "killed": 0}
             try:
                 await self._drive(episode)
+                if self.cfg.agent.environment:
+                    _settle_reward(episode)
                 return episode
             except AgentDied as e:
                 if restarts == MAX_RESTARTS or episode.seconds_left == 0:
@@ -230,6 +233,14 @@ def _met_a_limit(episode: Episode) -> bool:
         for turn in episode.turns_done[-1:]
     ]
     return bool(episode.limit_reached) or any(is_cut)
+
+
+def _settle_reward(episode: Episode) -> None:
+    """Where the environment gave no reward, which only a limit excuses: 0.0. The run's reward
+    function knows nothing of the environment's tasks."""
+    episode.facts["lost_rewards"] = float(episode.reward is None)
+    if episode.reward is None:
+        episode.reward = 0.0
 
 
 async def _settle(episode: Episode) -> None:
