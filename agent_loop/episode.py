@@ -45,7 +45,10 @@ class Turn:
         continues: whether it belongs to the segment of its parent.
         delivered: whether the agent received the answer. The policy learns nothing from an answer
             that no agent has seen.
-        cut_by_agent: the answer was cut off at the agent's own limit of tokens.
+        cut_by_agent: the answer was cut off at the agent's own limit of tokens, which is below
+            those of the run.
+        cut_within_segment: it was cut off where its segment had room for more: by the agent or at
+            agent.max_turn_tokens.
         tool_calls: that the endpoint read in it, as {"name": ..., "arguments": ...}.
     """
 
@@ -55,6 +58,7 @@ class Turn:
     continues: bool
     delivered: bool = False
     cut_by_agent: bool = False
+    cut_within_segment: bool = False
     tool_calls: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -201,7 +205,9 @@ class Episode:
         self._check_incarnation(generated)
         new_ids = np.array(context_ids[parent.length if parent else 0 :], np.int32)
         turn = Turn(parent, new_ids, generated, continues)
-        turn.cut_by_agent = len(generated.ids) < tokens_left
+        if generated.finish_reason == "length":
+            turn.cut_by_agent = max_tokens <= len(generated.ids) < limit
+            turn.cut_within_segment = len(generated.ids) < tokens_left
         if parent is not None:
             parent.delivered = True  # the agent has built on it
         self.turns_done.append(turn)
@@ -328,10 +334,7 @@ class Episode:
 
     def _finish_reason(self, turn: Turn) -> str:
         """Of a segment that ends with this turn."""
-        reason = turn.generated.finish_reason
-        if reason == "length" and turn.cut_by_agent:
-            return "turn_length"
-        return reason
+        return "turn_length" if turn.cut_within_segment else turn.generated.finish_reason
 
 
 def _observation(ids: np.ndarray, incarnation: int) -> Generated:

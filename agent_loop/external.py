@@ -14,7 +14,6 @@ import shlex
 import shutil
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,8 @@ class ExternalLoop(AgentLoop):
     """An agent that talks to the run's endpoint, in any framework and any language.
 
     Its reward is what its function returns, what it has sent to the endpoint, or that of the run's
-    reward function for the policy's last turn. An agent that ends with an error is an error of its
+    reward function for the policy's last turn. With `agent.environment` it is always that of the
+    environment. An agent that ends with an error is an error of its
     sample, unless its episode had reached a limit. One that was killed from outside begins again.
     """
 
@@ -124,17 +124,19 @@ class ExternalLoop(AgentLoop):
         """See `AgentLoop.run`."""
         if self.endpoint is None:
             raise ConfigError("agent.loop=external: this run has no endpoint; see agent.endpoint")
-        deadline = time.monotonic() + limits.seconds
+        begin = time.monotonic()
         restarts = 0
         while True:
-            left = replace(limits, seconds=deadline - time.monotonic())
-            episode = self.endpoint.open(prompt, generate, left)
+            episode = self.endpoint.open(prompt, generate, limits)
+            episode.begin = begin  # a restart has what is left of the time
             episode.facts = {"restarts": restarts, "killed": 0}
             try:
                 await self._drive(episode)
+                if self.cfg.agent.environment:
+                    _settle_reward(episode)
                 return episode
             except AgentDied as e:
-                if restarts == MAX_RESTARTS or deadline <= time.monotonic():
+                if restarts == MAX_RESTARTS or episode.seconds_left == 0:
                     raise AgentFailed(f"{self.name}: {e}, {restarts + 1} times") from e
                 restarts += 1
             finally:
@@ -165,14 +167,14 @@ class ExternalLoop(AgentLoop):
             async with asyncio.timeout(episode.seconds_left):
                 await self._run_agent(hosts, episode)
         except TimeoutError:
-            episode.end("time", f"agent.timeout_s={self.cfg.agent.timeout_s:g} is over")
+            episode.end("time", f"agent.timeout_s={episode.limits.seconds:g} is over")
             episode.limit_reached = episode.limit_reached or "time"
             episode.facts["killed"] = 1
             self._end_log(episode, failed=True)
 
     def _why_no_turn(self, episode: Episode) -> str:
         if episode.facts["killed"]:
-            seconds = f"agent.timeout_s={self.cfg.agent.timeout_s:g}"
+            seconds = f"agent.timeout_s={episode.limits.seconds:g}"
             return f"{self.name}: killed at {seconds}, before the first turn of the policy"
         agent = self.name or "an agent that asked for work"
         return f"{agent}: ended without a turn of the policy{self._log_note(episode)}"
@@ -188,11 +190,11 @@ class ExternalLoop(AgentLoop):
             end = await hosts.run(message)
         except HostFailed as e:
             raise AgentFailed(f"{self.name}: {e}") from e
+        if end.get("value") is not None:
+            episode.reward = end["value"]  # now: the time may be over in the next wait
         await _settle(episode)
         failed = bool(end["exit"] or "error" in end)
         self._end_log(episode, failed)
-        if end.get("value") is not None:
-            episode.reward = end["value"]
         exit_code = end["exit"] or 0
         if exit_code < 0 and not episode.limit_reached:
             raise AgentDied(f"it was killed by signal {-exit_code}")
@@ -224,10 +226,21 @@ class ExternalLoop(AgentLoop):
 
 
 def _met_a_limit(episode: Episode) -> bool:
-    """Whether the agent was refused a turn, or got one that was cut off. Many frameworks raise
-    then, and the policy is to learn from it."""
-    is_cut = [turn.generated.finish_reason == "length" for turn in episode.turns_done]
+    """Whether the agent was refused a turn, or its last one was cut off at a limit of the run. Many
+    frameworks raise then, and the policy is to learn from it."""
+    is_cut = [
+        turn.generated.finish_reason == "length" and not turn.cut_by_agent
+        for turn in episode.turns_done[-1:]
+    ]
     return bool(episode.limit_reached) or any(is_cut)
+
+
+def _settle_reward(episode: Episode) -> None:
+    """Where the environment gave no reward, which only a limit excuses: 0.0. The run's reward
+    function knows nothing of the environment's tasks."""
+    episode.facts["lost_rewards"] = float(episode.reward is None)
+    if episode.reward is None:
+        episode.reward = 0.0
 
 
 async def _settle(episode: Episode) -> None:

@@ -216,6 +216,14 @@ async def _ask_policy(
         return content["choices"][0]["message"]["content"] or ""
 
 
+async def _post_reward(session: ClientSession, base_url: str, key: str, reward: float) -> None:
+    """Send the reward so far: the agent may be killed at a limit of the run."""
+    url = f"{base_url}/episodes/{key}/reward"
+    async with session.post(url, json=reward, headers={"Authorization": f"Bearer {key}"}) as answer:
+        if answer.status not in EPISODE_OVER:
+            answer.raise_for_status()
+
+
 async def run(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """Play the episode of a row. Returns the sum of its steps' rewards."""
     timeout = ClientTimeout(total=None)  # the run limits the time of an episode
@@ -235,6 +243,7 @@ async def run(row: dict[str, Any], base_url: str, api_key: str) -> float:
                 break  # what the policy wrote is no action
             result = await _ask(ws, "step", action)
             reward += float(result.get("reward") or 0.0)
+            await _post_reward(session, base_url, api_key, reward)
     return reward
 
 

@@ -29,12 +29,18 @@ class TaskAgents:
         async for line in reader:
             message = json.loads(line)
             if "start" in message:
-                task = asyncio.create_task(self._run(message))
-                self.tasks[message["start"]] = task
+                self._start(message)
             elif message["end"] in self.tasks:
                 self.tasks[message["end"]].cancel()
 
-    async def _run(self, message: dict[str, Any]) -> None:
+    def _start(self, message: dict[str, Any]) -> None:
+        name = message["start"]
+        self.tasks[name] = asyncio.create_task(self._run(message))
+        # Not in the task: one that is canceled before it begins runs none of its code.
+        self.tasks[name].add_done_callback(lambda task: self._send_end(name, task))
+
+    async def _run(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Run the function. Returns what the last message says of it."""
         log = Log(message["log"])
         CURRENT_LOG.set(log)
         try:
@@ -42,7 +48,12 @@ class TaskAgents:
             result = outcome(await self.function(*arguments))
         except BaseException as e:  # SystemExit too: it is the agent's
             result = failure(e)
-        name = message["start"]
+        return {"log": log.close()} | result
+
+    def _send_end(self, name: str, task: asyncio.Task) -> None:
         del self.tasks[name]
-        text = log.close()
-        self.writer.write(encode({"ended": name, "exit": 0, "log": text} | result))
+        if task.cancelled():
+            result = {"log": ""} | failure(asyncio.CancelledError("before it began"))
+        else:
+            result = task.result()
+        self.writer.write(encode({"ended": name, "exit": 0} | result))

@@ -39,6 +39,11 @@ class KeptAnswer:
         return self.making.done() and not self.clients
 
     @property
+    def finished(self) -> bool:
+        """Whether a client has taken it, or none is there to take it."""
+        return self.making.done() and (self.delivered or not self.clients)
+
+    @property
     def size(self) -> int:
         """Bytes; 0: it is not made yet, or was canceled."""
         if not self.making.done() or self.making.cancelled() or self.making.exception():
@@ -97,6 +102,11 @@ class KeptAnswers:
     def in_progress(self) -> list[KeptAnswer]:
         """Those that are being made."""
         return [answer for answer in self._answers if not answer.making.done()]
+
+    @property
+    def unfinished(self) -> list[KeptAnswer]:
+        """Those that are being made, or sent for the first time."""
+        return [answer for answer in self._answers if not answer.finished]
 
     @property
     def busy(self) -> bool:

@@ -179,7 +179,8 @@ class ReplicaServer:
                 raise TimeoutError(f"no agent asked the endpoint for work within {seconds}")
             while not offered.ended.is_set() and episode.seconds_left > 0:
                 await happens(offered.ended, episode.seconds_left)
-            while offered.answers.busy and not offered.ended.is_set():  # a turn begun in time
+            begun = offered.answers.unfinished  # not what the agent asks for from now on
+            while not (offered.ended.is_set() or all(turn.finished for turn in begun)):
                 await asyncio.sleep(POLL_S)
         finally:
             offered.ended.set()

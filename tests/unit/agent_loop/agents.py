@@ -69,6 +69,17 @@ async def fails(row: dict, base_url: str, api_key: str) -> None:
     raise KeyError("no such city")
 
 
+async def fails_after_its_own_limit(row: dict, base_url: str, api_key: str) -> None:
+    content = {"messages": [{"role": "user", "content": row["prompt"]}], "max_tokens": 3}
+    await asyncio.to_thread(post, base_url, api_key, "chat/completions", content)
+    raise KeyError("no such city")
+
+
+async def fails_twice_asked(row: dict, base_url: str, api_key: str) -> None:
+    await asyncio.to_thread(ask, base_url, api_key, row["prompt"])
+    await fails(row, base_url, api_key)
+
+
 async def asks_for_ever(row: dict, base_url: str, api_key: str) -> None:
     while True:
         await asyncio.to_thread(ask, base_url, api_key, row["prompt"])
@@ -76,6 +87,10 @@ async def asks_for_ever(row: dict, base_url: str, api_key: str) -> None:
 
 async def hangs(row: dict, base_url: str, api_key: str) -> None:
     await asyncio.to_thread(ask, base_url, api_key, row["prompt"])
+    await asyncio.sleep(3600)
+
+
+async def asks_nobody(row: dict, base_url: str, api_key: str) -> None:
     await asyncio.sleep(3600)
 
 

@@ -78,7 +78,9 @@ class StandInEndpoint:
         return web.json_response({"choices": [{"message": message}]})
 
     async def _reward(self, request: web.Request) -> web.Response:
-        self._episode(request).reward = (await request.json())["reward"]
+        content = await request.json()
+        reward = content["reward"] if isinstance(content, dict) else content
+        self._episode(request).reward = reward
         return web.json_response({})
 
     async def _next(self, request: web.Request) -> web.Response:
@@ -97,10 +99,10 @@ class StandInEndpoint:
         """On a free port, during the block."""
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/episodes/KEY/reward", self._reward)
+        app.router.add_post("/v1/episodes/{key}/reward", self._reward)
         app.router.add_post("/v1/episodes/KEY/end", self._end)
         app.router.add_get("/v1/episodes/next", self._next)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()

@@ -161,8 +161,20 @@ def test_a_sequence_is_no_longer_than_the_engine_takes() -> None:
 
 def test_an_answer_cut_at_the_agents_own_limit_is_not_overlong() -> None:
     episode = make_episode()
-    say(episode, [1, 2], most=2)
+    assert say(episode, [1, 2], most=2).cut_by_agent
     assert episode.samples(PROMPT, 0)[0].finish_reason == "turn_length"
+
+
+@pytest.mark.parametrize("most", [2, 100])
+def test_an_answer_cut_at_the_runs_limit_of_a_turn_is_not_cut_by_its_agent(most: int) -> None:
+    episode = make_episode(Limits(tokens=1000, turns=100, turn_tokens=2))
+    assert not say(episode, [1, 2], most=most).cut_by_agent
+    assert episode.samples(PROMPT, 0)[0].finish_reason == "turn_length"
+
+
+def test_a_whole_answer_is_cut_by_nobody() -> None:
+    turn = say(make_episode(), [1, 2], most=5)
+    assert not (turn.cut_by_agent or turn.cut_within_segment)
 
 
 @pytest.mark.parametrize(

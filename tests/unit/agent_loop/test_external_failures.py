@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agent_loop import host_client
+from agent_loop import external, host_client
 from agent_loop.external import AgentFailed
 from agent_loop.host.output import Log
 from agent_loop.host.process_agents import Agent, ProcessAgents
@@ -62,10 +62,39 @@ def test_an_agent_that_fails_after_an_answer_that_was_cut_off_is_scored(setting)
     assert run.log("*.failed.log") == "about to fail\n"
 
 
+class FirstCutEngine(EndlessEngine):
+    """Its first answer is cut off."""
+
+    async def __call__(self, ids: Any, max_tokens: int, stop: tuple[str, ...] = ()) -> Any:
+        generated = await super().__call__(ids, max_tokens)
+        return replace(generated, finish_reason="stop" if len(self.requests) > 1 else "length")
+
+
+@pytest.mark.parametrize(
+    ("agent", "engine"),
+    [("fails_after_its_own_limit", EndlessEngine), ("fails_twice_asked", FirstCutEngine)],
+)
+def test_an_answer_that_no_limit_of_the_run_cut_off_at_last_excuses_no_failure(
+    setting, agent, engine
+):
+    run = setting(command=f"{MODULE}:{agent}")
+    with pytest.raises(RuntimeError, match="KeyError: 'no such city'"):
+        run.run(engine=engine(run.tokenizer))
+
+
 def test_an_agent_may_end_before_its_answer_is_recorded_as_received(setting):
     run = setting(command=f"{PROGRAM} rewards")
     run.endpoint.record_s = 0.5
     assert run.run().turns == 1
+
+
+def test_a_returned_reward_is_kept_where_the_time_ends_with_the_agent(setting, monkeypatch):
+    monkeypatch.setattr(external, "SETTLE_S", 30.0)
+    run = setting(command=f"{MODULE}:two_turns")
+    run.endpoint.record_s = 30.0
+    episode = run.run(replace(LIMITS, seconds=2.5))
+    assert episode.over == "time"
+    assert episode.reward == 1.0
 
 
 def test_an_agent_without_a_turn_is_an_error(setting):
@@ -77,6 +106,15 @@ def test_a_coroutine_that_hangs_ends_at_the_time_limit_with_what_it_has(setting)
     episode = setting(command=f"{MODULE}:hangs").run(replace(LIMITS, seconds=3.0))
     assert episode.over == "time"
     assert sample_of(episode).extra["agent"]["killed"] == 1
+
+
+def test_a_time_limit_is_named_as_the_episode_has_it(setting):
+    """A data source may have another one than the config's agent.timeout_s."""
+    run = setting(command=f"{MODULE}:hangs")
+    episode = run.run(replace(LIMITS, seconds=1.5))
+    assert episode.over_message == "agent.timeout_s=1.5 is over"
+    with pytest.raises(AgentFailed, match=r"killed at agent\.timeout_s=1\.5, before"):
+        setting(command=f"{MODULE}:asks_nobody").run(replace(LIMITS, seconds=1.5))
 
 
 @pytest.mark.parametrize("command", [f"{PROGRAM} hangs", f"{MODULE}:plain_hangs"])
@@ -116,7 +154,9 @@ def test_a_program_that_was_killed_begins_again(setting, tmp_path):
     run = setting(command=f"{PROGRAM} 'killed once'")
     limits = replace(LIMITS, turn_tokens=3)  # an answer that is cut off explains no kill
     episode = run.run(limits, marker=str(tmp_path / "marker"))
-    assert len(run.endpoint.opened) == 2
+    first, second = run.endpoint.opened
+    assert second.begin == first.begin, "it has the time that is left"
+    assert second.limits.seconds == limits.seconds, "messages name the whole limit"
     assert run.endpoint.opened[0].over == "ended"
     assert sample_of(episode).extra["agent"]["restarts"] == 1
 

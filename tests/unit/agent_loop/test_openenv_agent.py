@@ -39,6 +39,7 @@ class Policy:
         self.texts = list(texts)
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
+        self.rewards: list[float] = []
         self.over = over
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -49,10 +50,20 @@ class Policy:
         message = {"role": "assistant", "content": self.texts.pop(0)}
         return web.json_response({"choices": [{"message": message}]})
 
+    async def take_reward(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == f"Bearer {request.match_info['key']}"
+        self.rewards.append(await request.json())
+        return web.json_response({})
+
+    def routes(self) -> list[Any]:
+        return [
+            web.post("/v1/chat/completions", self.answer),
+            web.post("/v1/episodes/{key}/reward", self.take_reward),
+        ]
+
 
 def play(monkeypatch: Any, game: Game, policy: Policy, task: int = 7, settings: str = "") -> float:
-    routes = [web.post("/v1/chat/completions", policy.answer)]
-    with serving(game.routes()) as url, serving(routes) as endpoint:
+    with serving(game.routes()) as url, serving(policy.routes()) as endpoint:
         module = adapter(monkeypatch, url + settings)
         row = {"extra": {"task": task}}
         return asyncio.run(module.run(row, f"{endpoint}/v1", "ose-0-key"))
@@ -62,6 +73,7 @@ def test_the_policys_texts_are_actions_and_the_rewards_are_summed(monkeypatch):
     game = Game()
     policy = Policy("5", "7")
     assert play(monkeypatch, game, policy) == 0.75
+    assert policy.rewards == [-0.25, 0.75], "the sum so far, after each step"
     assert game.resets == [{"seed": 7}]
     assert policy.keys == ["Bearer ose-0-key"] * 2
     assert policy.requests[1]["messages"] == [
@@ -108,8 +120,7 @@ def test_named_fields_are_used(monkeypatch):
 def test_episodes_wait_for_a_free_session(monkeypatch):
     game = Game(sessions=2)
     policy = Policy(*["7"] * 6)
-    routes = [web.post("/v1/chat/completions", policy.answer)]
-    with serving(game.routes()) as url, serving(routes) as endpoint:
+    with serving(game.routes()) as url, serving(policy.routes()) as endpoint:
         module = adapter(monkeypatch, url)
 
         async def play_all() -> list[float]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+from typing import Any
 
 import aiohttp
 import pytest
 
 from agent_loop.trajectory import Limits
 from one_step_off.endpoint import gateway as gateway_module
+from one_step_off.endpoint.answers import Answer
 from tests.unit.endpoint.stand_ins import CHAT, Endpoint, Serving, endpoint
 
 NEXT = "/v1/episodes/next"
@@ -328,6 +330,33 @@ def test_work_is_given_to_nobody_without_the_fleet_key():
                         assert answer.status == 401
             assert (await ask_for_work(running))[0] == 200
             offering.cancel()
+
+    asyncio.run(check())
+
+
+def test_work_ends_at_its_time_limit_also_if_its_agent_goes_on_asking(monkeypatch):
+    """Its requests overlap: at each moment one is being read, before it is refused."""
+
+    async def check() -> None:
+        async with endpoint() as running:
+            _, offering = await offered(running, 0, Limits(1000, 100, None, 0.3))
+            _, given = await ask_for_work(running)
+            answer = running.servings[0].answer
+
+            async def slow_answer(*request: Any) -> Answer:
+                await asyncio.sleep(0.2)
+                return await answer(*request)
+
+            monkeypatch.setattr(running.servings[0], "answer", slow_answer)
+            async with asyncio.TaskGroup() as asking:
+                for number in range(40):
+                    content = {"messages": [], "number": number}
+                    asking.create_task(running.post(given["key"], content))
+                    await asyncio.sleep(0.05)
+                    if offering.done():
+                        break
+            assert number < 30
+            await offering
 
     asyncio.run(check())
 
