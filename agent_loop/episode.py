@@ -20,6 +20,9 @@ from agent_loop.trajectory import Generate, Generated, Limits
 from one_step_off.data.samples import NOT_GENERATED, Prompt, Sample
 from one_step_off.rewards.reward import Reward
 
+LIMITS = ("turns", "time")
+"""Reasons for which no turn may begin, while those that have begun may end."""
+
 
 class EpisodeOver(Exception):
     """A limit of the episode refuses a turn, or it has ended.
@@ -201,7 +204,10 @@ class Episode:
             if continues:
                 self.claimed.discard(parent)
             raise
-        self._raise_if_ended()
+        if self.over not in LIMITS:  # a limit that refused another request leaves this turn
+            self._raise_if_ended()
+        if self.limit_reached == "room":  # the agent has shortened its context
+            self.limit_reached = ""
         self._check_incarnation(generated)
         new_ids = np.array(context_ids[parent.length if parent else 0 :], np.int32)
         turn = Turn(parent, new_ids, generated, continues)

@@ -263,3 +263,26 @@ def test_its_name_is_that_of_a_file() -> None:
     episode = Episode("ose-0-abcdef", held_out, CountingPolicy().generate, LIMITS, 100)
     assert episode.name == "val2_5_abcdef"
     assert make_episode().name == "2_5_abcdef"
+
+
+def test_a_request_beyond_the_limit_costs_no_turn_that_had_begun() -> None:
+    episode = make_episode(Limits(tokens=100, turns=2))
+
+    async def main() -> list[object]:
+        contexts = [np.array([token], np.int32) for token in (1, 2, 3)]
+        turns = (episode.turn(context, 5) for context in contexts)
+        return await asyncio.gather(*turns, return_exceptions=True)
+
+    *turns, refused = asyncio.run(main())
+    assert all(isinstance(turn, Turn) for turn in turns)
+    assert isinstance(refused, EpisodeOver)
+    assert len(episode.turns_done) == 2
+
+
+def test_a_shorter_context_makes_good_for_one_that_was_too_long() -> None:
+    episode = make_episode(max_sequence=6)
+    with pytest.raises(EpisodeOver, match="no room"):
+        say(episode, [1, 2, 3, 4, 5, 6])
+    assert episode.limit_reached == "room"
+    say(episode, [1, 2])
+    assert episode.limit_reached == ""
