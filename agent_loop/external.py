@@ -177,7 +177,7 @@ class ExternalLoop(AgentLoop):
             seconds = f"agent.timeout_s={episode.limits.seconds:g}"
             return f"{self.name}: killed at {seconds}, before the first turn of the policy"
         agent = self.name or "an agent that asked for work"
-        return f"{agent}: ended without a turn of the policy{self._log_note(episode)}"
+        return f"{agent}: ended without a turn of the policy{self._notes(episode)}"
 
     async def _run_agent(self, hosts: AgentHosts, episode: Episode) -> None:
         message = {
@@ -207,11 +207,11 @@ class ExternalLoop(AgentLoop):
             end: the last message about the agent.
         """
         if "error" in end:
-            reason = f"{end['error']}{self._log_note(episode)}"
+            reason = f"{end['error']}{self._notes(episode)}"
             raise failure_of_environment(self.name, reason, end.get("traceback", ""))
         lines = end["log"].splitlines()
         shown = f"; its last line: {lines[-1]}" if lines else ""
-        error = AgentFailed(f"{self.name}: exit code {end['exit']}{self._log_note(episode)}{shown}")
+        error = AgentFailed(f"{self.name}: exit code {end['exit']}{self._notes(episode)}{shown}")
         error.add_note(end["log"])
         raise error
 
@@ -220,9 +220,13 @@ class ExternalLoop(AgentLoop):
         if path:
             episode.extra["agent_log"] = path
 
-    def _log_note(self, episode: Episode) -> str:
+    def _notes(self, episode: Episode) -> str:
+        """Where the agent's log is, and what the endpoint refused it."""
         path = episode.extra.get("agent_log")
-        return f" ({path})" if path else ""
+        notes = f" ({path})" if path else ""
+        if episode.refusal:  # most clients show the status alone
+            notes += f"; the endpoint last refused: {episode.refusal}"
+        return notes
 
 
 def _met_a_limit(episode: Episode) -> bool:

@@ -30,6 +30,7 @@ from tests.unit.agent_loop.external_setting import (
     wait_for,
     wait_for_file,
 )
+from tests.unit.agent_loop.stand_in_endpoint import StandInEndpoint
 
 # --- failures -------------------------------------------------------------------------------------
 
@@ -41,6 +42,20 @@ def test_an_exit_code_is_an_error_with_the_last_line_and_the_log(setting):
     ):
         run.run()
     assert run.log("*.failed.log") == "the policy said  #### 156\nsomething is wrong\n"
+
+
+def test_what_the_endpoint_refused_is_in_the_message(setting, monkeypatch):
+    """Most clients show the status of an error, and not its reason."""
+    opened = StandInEndpoint.open
+
+    def open_refusing(*arguments):
+        episode = opened(*arguments)
+        episode.refusal = "message 0 has a part of type 'image_url'"
+        return episode
+
+    monkeypatch.setattr(StandInEndpoint, "open", open_refusing)
+    with pytest.raises(AgentFailed, match=r"the endpoint last refused: message 0 has a part"):
+        setting(command=f"{PROGRAM} 'exits 3'").run()
 
 
 def test_an_exception_is_an_error_with_the_line_of_the_agent(setting):
