@@ -1,4 +1,4 @@
-"""The addresses by which other nodes and machines reach this one, and the network interface that gloo uses."""
+"""The addresses by which others reach this machine, and the network interface that gloo uses."""
 
 import ipaddress
 import os
