@@ -156,3 +156,4 @@ def test_an_agents_episode_that_spans_syncs_is_recorded_per_token(models, tmp_pa
         assert row["agent/turns/mean"] == 3
         assert row["staleness/max"] <= 2
         assert 0.5 < row["ratio/mean"] < 2
+        assert row["ratio/max"] < 100
