@@ -4,7 +4,10 @@ share."""
 from collections.abc import Sequence
 from copy import copy
 from fractions import Fraction
-from math import lcm
+from math import floor, lcm
+
+MOST_DRAWN = 1 << 16
+"""Turns that are drawn to find where the prompts of an epoch end."""
 
 
 class SourceTurns:
@@ -24,6 +27,7 @@ class SourceTurns:
         total = sum(fractions)
         self.shares = [fraction / total for fraction in fractions]
         self.counts = [0] * len(weights)
+        self._parts = max(1, 2 * len(weights) - 2)
         self._period = lcm(*(share.denominator for share in self.shares))
         self._per_period = [int(share * self._period) for share in self.shares]
 
@@ -34,7 +38,7 @@ class SourceTurns:
         1 - 1/(2n - 2) behind.
         """
         chosen = 0
-        parts = max(1, 2 * len(self.counts) - 2)
+        parts = self._parts
         prompts = sum(self.counts) + 1
         least_slack: int | None = None
         for i, (share, count) in enumerate(zip(self._per_period, self.counts, strict=True)):
@@ -49,12 +53,26 @@ class SourceTurns:
         return chosen
 
     def prompts_until(self, needed: Sequence[int]) -> int:
-        """How many prompts in all, from the first, give each source at least `needed` ones."""
+        """How many prompts in all, from the first, give each source at least `needed` ones.
+
+        It is the fewest, unless finding that would take more than MOST_DRAWN turns: with a very
+        small share. Then it may be more by less than 1 / share.
+        """
         turns = copy(self)
         # After a whole period each count is its share exactly, and the order begins again.
         pairs = zip(needed, self._per_period, strict=True)
         whole = max(0, max(count // share for count, share in pairs) - 1)
         turns.counts = [whole * share for share in self._per_period]
+        enough = self._surely_enough(needed)
+        if enough - sum(turns.counts) > MOST_DRAWN:
+            return enough
         while any(count < least for count, least in zip(turns.counts, needed, strict=True)):
             turns.next()
         return sum(turns.counts)
+
+    def _surely_enough(self, needed: Sequence[int]) -> int:
+        """Prompts that give each source at least `needed` ones, from how far a source may be
+        behind: 1 - 1/(2n - 2). So its share of them must be above `needed` - 1/(2n - 2)."""
+        tolerance = Fraction(1, self._parts)
+        pairs = zip(needed, self.shares, strict=True)
+        return max(floor((count - tolerance) / share) + 1 for count, share in pairs)

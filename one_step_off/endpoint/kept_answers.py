@@ -2,11 +2,13 @@
 
 A client that repeats a request because it has not received the answer gets the answer that was made
 for it. So nothing is sampled twice, and the policy is trained on what the agent has seen. A client
-that asks the same again gets another answer.
+that asks the same again gets another answer, and so does one that repeats a request that was
+refused: no answer was made for it, and those of equal requests belong to others.
 """
 
 import asyncio
 import hashlib
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,22 +18,56 @@ MOST_KEPT = 8
 MOST_KEPT_BYTES = 1 << 18
 """Bytes of an episode's delivered answers, without the newest."""
 
+MOST_REFUSED = 1024
+"""Refused requests of an episode that are remembered."""
+
+COUNTED_RETRIES = "x-stainless-retry-count"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What a request says of itself.
+
+    Attributes:
+        digest: what identical requests have in common.
+        retries: how often the client has sent this request before, as it counts.
+        named: whether the client has named the request, so that all with this name are one.
+    """
+
+    digest: bytes
+    retries: int = 0
+    named: bool = False
+
+    @classmethod
+    def of(cls, path: str, body: bytes, headers: Mapping[str, str]) -> "Attempt":
+        """The SDKs of OpenAI and Anthropic count their retries, and others name each request."""
+        counted = headers.get(COUNTED_RETRIES, "").strip() or "0"
+        retries = int(counted) if counted.isascii() and counted.isdigit() else 1
+        return cls(request_digest(path, body, headers), retries, "Idempotency-Key" in headers)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it is the same request as an earlier one, and not only equal to it."""
+        return self.named or self.retries > 0
+
 
 @dataclass(eq=False)
 class KeptAnswer:
     """An answer that is being made, or was made.
 
     Attributes:
-        digest: of the request.
+        digest: of the request; see `Attempt`.
         making: the task that makes it. It goes on when the client has gone.
         clients: that wait for it, or are being sent it.
         delivered: whether a client has taken all of it.
+        retries: the highest count of retries among the requests that it was given to.
     """
 
     digest: bytes
     making: asyncio.Task[Answer]
     clients: int = 0
     delivered: bool = False
+    retries: int = 0
 
     @property
     def idle(self) -> bool:
@@ -65,24 +101,38 @@ class KeptAnswers:
 
     def __init__(self) -> None:
         self._answers: list[KeptAnswer] = []
+        self._refused: deque[tuple[bytes, int]] = deque(maxlen=MOST_REFUSED)
 
-    def find(self, digest: bytes, repeated: bool) -> KeptAnswer | None:
-        """The answer that a request should get; None: a new one.
-
-        Args:
-            repeated: whether the client says that it sent this request before.
-        """
-        same = [answer for answer in self._answers if answer.digest == digest]
+    def take(self, attempt: Attempt) -> KeptAnswer | None:
+        """The answer that a request should get; None: a new one."""
+        same = [answer for answer in self._answers if answer.digest == attempt.digest]
         same = [answer for answer in same if not answer.refused]
         # One that a client waits for is not given to another one, which may ask for a second
-        # opinion: only to one that says that it repeats.
+        # opinion: only to one that repeats.
         abandoned = [answer for answer in same if not answer.delivered and not answer.clients]
         if abandoned:
             return abandoned[0]
-        if repeated and same:
-            undelivered = [answer for answer in same if not answer.delivered]
-            return (undelivered or same)[-1]
-        return None
+        if not attempt.repeats or self._was_refused(attempt) or not same:
+            return None
+        # Of several clients that repeat equal requests each gets another answer.
+        others = [answer for answer in same if answer.retries < attempt.retries] or same
+        undelivered = [answer for answer in others if not answer.delivered]
+        taken = (undelivered or others)[-1]
+        taken.retries = max(taken.retries, attempt.retries)
+        return taken
+
+    def refuse(self, attempt: Attempt) -> None:
+        """No answer is made for a request: its next retry is not to get that of an equal one."""
+        if not attempt.named:
+            self._refused.append((attempt.digest, attempt.retries))
+
+    def _was_refused(self, attempt: Attempt) -> bool:
+        """Whether a retry is of a refused request. Each refused one has one such retry."""
+        former = (attempt.digest, attempt.retries - 1)
+        if attempt.named or former not in self._refused:
+            return False
+        self._refused.remove(former)
+        return True
 
     def add(self, answer: KeptAnswer) -> None:
         """Keep one more. What is finished and has no client goes, oldest first, where there are too
@@ -122,10 +172,3 @@ def request_digest(path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         digest.update(part)
     digest.update(body)
     return digest.digest()
-
-
-def says_repeated(headers: Mapping[str, str]) -> bool:
-    """Whether a request says that it is the same as an earlier one with the same content: the SDKs
-    of OpenAI and Anthropic count their retries, and others name each request."""
-    retries = headers.get("x-stainless-retry-count", "0")
-    return "Idempotency-Key" in headers or retries.strip() not in ("", "0")

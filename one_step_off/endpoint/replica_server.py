@@ -27,7 +27,7 @@ from one_step_off.endpoint.guarded_server import (
     open_listener,
     url_host,
 )
-from one_step_off.endpoint.kept_answers import KeptAnswer, request_digest, says_repeated
+from one_step_off.endpoint.kept_answers import Attempt, KeptAnswer
 from one_step_off.endpoint.keys import EpisodeKeys
 from one_step_off.endpoint.open_episodes import REASONS, OpenEpisode, OpenEpisodes
 from one_step_off.endpoint.refusals import (
@@ -218,10 +218,10 @@ class ReplicaServer:
         if self.serving is None:
             raise Refused(503, "starting", "the engine is starting", route.path, RETRY_SOON)
         async with self._server.body(request) as body:
-            digest = request_digest(route.path, body, request.headers)
-            kept = asking.answers.find(digest, says_repeated(request.headers))
+            attempt = Attempt.of(route.path, body, request.headers)
+            kept = asking.answers.take(attempt)
             if kept is None:
-                kept = self._begin(asking, route.path, body, digest)
+                kept = self._begin(asking, route.path, body, attempt)
             kept.clients += 1
             try:
                 done, _ = await asyncio.wait([kept.making], timeout=KEEP_ALIVE_S)
@@ -236,12 +236,14 @@ class ReplicaServer:
             finally:
                 kept.clients -= 1
 
-    def _begin(self, asking: OpenEpisode, path: str, body: bytes, digest: bytes) -> KeptAnswer:
+    def _begin(self, asking: OpenEpisode, path: str, body: bytes, attempt: Attempt) -> KeptAnswer:
         """Begin to make an answer. Raises Refused: too many are being made."""
         if len(asking.answers.in_progress) >= MOST_AT_ONCE:
+            asking.answers.refuse(attempt)
             message = f"{MOST_AT_ONCE} requests of this episode are in progress; wait for one"
             raise Refused(429, "too_many_requests", message, path, RETRY_SOON)
-        kept = KeptAnswer(digest, asyncio.create_task(self._make(asking, path, body)))
+        making = asyncio.create_task(self._make(asking, path, body))
+        kept = KeptAnswer(attempt.digest, making, retries=attempt.retries)
         asking.answers.add(kept)
         return kept
 

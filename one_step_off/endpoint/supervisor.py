@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from one_step_off.cluster.errors import PhaseTimeout
-from one_step_off.cluster.network import reachable_host
+from one_step_off.cluster.network import address_in_network, reachable_host
 from one_step_off.cluster.remote_calls import (
     LIVENESS_TIMEOUT_S,
     name_failures,
@@ -61,9 +61,11 @@ class GatewaySupervisor:
         host = cfg.agent.endpoint_host
         self.port = KeptPort(host, cfg.agent.endpoint_port, former.get("port", 0))
         fleet_key = former.get("fleet_key") or make_fleet_key()
-        reachable = reachable_host("") if _is_any_address(host) and not one_machine else host
-        if _is_any_address(reachable):
-            reachable = "127.0.0.1"
+        reachable = host
+        if _is_any_address(
+            host
+        ):  # for agents elsewhere, which the loopback would send to themselves
+            reachable = address_in_network() if one_machine else reachable_host("")
         self.base_url = f"http://{url_host(reachable)}:{self.port.port}"
         _write_file(self.file, {"base_url": self.base_url, "fleet_key": fleet_key})
         answer_s = ANSWER_FACTOR * cfg.agent.timeout_s

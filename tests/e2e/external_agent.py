@@ -13,6 +13,7 @@ from pathlib import Path
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 TRIES = 60
 PAUSE_S = 0.2  # between two turns, so that a fault finds episodes open
+LONG_PAUSE_S = 1.5  # longer than a step of a tiny model
 
 
 def post(url: str, key: str, content: dict) -> dict:
@@ -60,6 +61,19 @@ def converse(row: dict, base_url: str, api_key: str) -> float:
 async def in_task(row: dict, base_url: str, api_key: str) -> float:
     """The same as a coroutine."""
     return await asyncio.to_thread(converse, row, base_url, api_key)
+
+
+async def over_several_steps(row: dict, base_url: str, api_key: str) -> float:
+    """Three turns. Every fourth row waits between them while the others fill steps. The reward is
+    the share of letters."""
+    messages = list(row["messages"])
+    text = await asyncio.to_thread(chat, base_url, api_key, messages)
+    for _ in range(2):
+        if row["id"][1] % 4 == 0:
+            await asyncio.sleep(LONG_PAUSE_S)
+        messages.append({"role": "user", "content": "Again."})
+        text += await asyncio.to_thread(chat, base_url, api_key, messages)
+    return sum(map(str.isalpha, text)) / max(1, len(text))
 
 
 async def some_hang(row: dict, base_url: str, api_key: str) -> float:

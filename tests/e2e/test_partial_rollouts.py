@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from one_step_off.data.samples import Sample
+from one_step_off.data.samples import NOT_GENERATED, Sample
 from tests.conftest import tiny_config
+from tests.e2e import external_agent
 from tests.e2e.rewards import LETTER_SHARE
 from tests.e2e.run_folder import read_rows, used_prompts
 
@@ -47,15 +48,17 @@ class LogProbDifferences:
     newest_after_interruption: int = 0
 
     def add(self, step: int, sample: Sample, log_probs: np.ndarray) -> None:
-        """Take the tokens of a sample. Fails if the versions of its tokens are out of range."""
-        assert max(0, step - 2) <= sample.versions.min()
-        assert sample.versions.max() <= step
-        assert (np.diff(sample.versions) >= 0).all()
-        differences = np.abs(sample.log_probs - log_probs)
-        is_newest = sample.versions == step
+        """Take the policy's tokens of a sample. Fails if their versions are out of range."""
+        is_generated = sample.versions != NOT_GENERATED
+        versions = sample.versions[is_generated]
+        assert max(0, step - 2) <= versions.min()
+        assert versions.max() <= step
+        assert (np.diff(versions) >= 0).all()
+        differences = np.abs(sample.log_probs - log_probs)[is_generated]
+        is_newest = versions == step
         self.newest += differences[is_newest].tolist()
-        self.older += differences[sample.versions < step].tolist()
-        if sample.versions[0] < step:
+        self.older += differences[versions < step].tolist()
+        if versions[0] < step:
             self.newest_after_interruption += int(is_newest.sum())
 
 
@@ -109,3 +112,48 @@ def test_interrupted_samples_continue_with_the_new_weights_and_none_is_dropped(
     assert max(row["carry/groups"] for row in metrics) > 0
     for row in metrics:
         assert row["staleness/max"] <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_an_agents_episode_that_spans_syncs_is_recorded_per_token(models, tmp_path, scored_batches):
+    """Agents that pause between their turns for longer than a step: the turns of an episode come
+    from several versions, and each token has the version and the log-prob of the weights that made
+    it, though the sample is one conversation."""
+    from one_step_off.runtime import launch
+
+    settings = {
+        "pipeline.partial_rollout": True,
+        "rollout.oversample": 1.5,
+        "data.max_response_length": 128,
+        "algorithm.old_log_probs": "recompute",
+        "trainer.total_steps": 8,
+        "actor.lr": 3e-3,
+        "agent.loop": "external",
+        "agent.command": f"{external_agent.__name__}:over_several_steps",
+        "agent.timeout_s": 60.0,
+    }
+    assert launch.run(tiny_config(models("qwen2", True), str(tmp_path), **settings)) == 0
+    differences = LogProbDifferences()
+    turns_of_versions = set()
+    for batch in scored_batches:
+        for sample, log_probs in zip(batch.samples, batch.log_probs, strict=True):
+            differences.add(batch.step, sample, log_probs)
+            is_generated = sample.versions != NOT_GENERATED
+            assert (sample.loss_mask == is_generated).all()
+            turns_of_versions.add(len(np.unique(sample.versions[is_generated])))
+    assert max(turns_of_versions) >= 2
+    assert differences.newest_after_interruption > 50, (
+        "too few tokens after a sync to tell anything"
+    )
+    assert max(differences.newest) < 2e-4
+    assert np.mean(differences.older) > 5e-3
+    assert len(used_prompts(tmp_path)) == 8 * 4
+    metrics = read_rows(tmp_path, "metrics.jsonl")
+    assert max(row["carry/interrupted"] for row in metrics) > 0
+    for row in metrics:
+        assert row["agent/errors"] == 0
+        assert row["agent/turns/mean"] == 3
+        assert row["staleness/max"] <= 2
+        assert 0.5 < row["ratio/mean"] < 2
+        assert row["ratio/max"] < 100

@@ -10,7 +10,8 @@ import aiohttp
 import pytest
 
 from one_step_off.endpoint import replica_server
-from one_step_off.endpoint.kept_answers import MOST_KEPT
+from one_step_off.endpoint.answers import Answer, json_answer
+from one_step_off.endpoint.kept_answers import MOST_KEPT, Attempt, KeptAnswer, KeptAnswers
 from tests.unit.endpoint.stand_ins import CHAT, Endpoint, endpoint
 
 RETRY = {"x_stainless_retry_count": "1"}
@@ -163,6 +164,81 @@ def test_too_many_requests_of_one_episode_are_refused():
             assert (await running.post(running.open().key, b"{"))[0] == 400, "another episode's"
             running.engine.gate.set()
             assert {status for status, _ in await asyncio.gather(*asking)} == {200}
+
+    asyncio.run(check())
+
+
+async def answer_as_sdk(running: Endpoint, key: str, content: dict) -> int:
+    """The turn that a client receives for a request that it repeats after 429, as SDKs do."""
+    for retries in range(20):
+        headers = {"x_stainless_retry_count": str(retries)}
+        status, answer = await running.post(key, content, **headers)
+        if status == 200:
+            return answer["turn"]
+        assert status == 429
+        await asyncio.sleep(0.02)
+    raise AssertionError("refused every time")
+
+
+@pytest.mark.parametrize("delay", [0.03, 0.2])  # the retries come after the answers, or before
+def test_the_best_of_forty_equal_requests_at_once_is_of_forty_answers(delay: float):
+    """Some are refused at first. A refused one has no answer, so its retry gets one of its own."""
+
+    async def check() -> None:
+        async with endpoint() as running:
+            episode = running.open()
+            running.engine.delay = delay
+            content = {"messages": []}
+            asking = [answer_as_sdk(running, episode.key, content) for _ in range(40)]
+            assert sorted(await asyncio.gather(*asking)) == list(range(1, 41))
+            assert episode.turns == 40
+            again = {"x_stainless_retry_count": "9"}  # the last one, whose answer was lost
+            assert (await running.post(episode.key, content, **again))[1]["turn"] == 40
+            assert episode.turns == 40
+
+    asyncio.run(check())
+
+
+def test_a_lost_answer_is_found_beside_retries_of_refused_requests():
+    async def made(turn: int) -> Answer:
+        return json_answer(200, turn)
+
+    async def check() -> None:
+        answers = KeptAnswers()
+
+        def add(attempt: Attempt) -> KeptAnswer:
+            kept = KeptAnswer(attempt.digest, asyncio.create_task(made(0)), 0, True)
+            kept.retries = attempt.retries
+            answers.add(kept)
+            return kept
+
+        first, retry, second_retry = (Attempt(b"a", retries) for retries in range(3))
+        lost = add(first)
+        answers.refuse(first)
+        await asyncio.sleep(0)
+        assert answers.take(retry) is None, "the refused one's"
+        add(retry)
+        await asyncio.sleep(0)
+        assert answers.take(retry) is lost
+        assert answers.take(second_retry) in answers._answers, "lost again"
+        answers.refuse(Attempt(b"b"))
+        assert answers.take(Attempt(b"b", 1)) is None
+        other = add(Attempt(b"b"))
+        await asyncio.sleep(0)
+        assert answers.take(Attempt(b"b", 1)) is other, "each refusal counts for one retry"
+
+    asyncio.run(check())
+
+
+def test_two_lost_answers_of_equal_requests_go_to_two_retries():
+    async def check() -> None:
+        async with endpoint() as running:
+            episode = running.open()
+            for _ in range(2):
+                await running.post(episode.key)
+            retries = [await running.post(episode.key, **RETRY) for _ in range(2)]
+            assert sorted(answer["turn"] for _, answer in retries) == [1, 2]
+            assert episode.turns == 2
 
     asyncio.run(check())
 

@@ -150,10 +150,24 @@ def test_a_port_that_is_taken_is_an_error_that_names_the_keys(make, cfg: Config)
 def test_agents_beside_replicas_of_other_nodes_do_not_use_this_nodes_loopback(make, cfg: Config):
     first = make(one_machine=False)
     assert (first.access.base_url, first.access.host) == ("", "")
-    first.port.close()
-    cfg.agent.endpoint_host = "0.0.0.0"
-    supervisor = make(one_machine=True)
-    assert supervisor.access.base_url == f"http://127.0.0.1:{supervisor.port.port}"
+    assert make(one_machine=True).access.base_url.startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_agents_elsewhere_get_an_address_of_this_machine_that_they_can_reach(
+    make, cfg: Config, monkeypatch, host: str
+):
+    """Not the loopback, where they would call themselves, nor the address of no machine."""
+    monkeypatch.setattr(supervisor_module, "address_in_network", lambda: "192.0.2.7")
+    cfg.agent.endpoint_host = host
+    try:
+        supervisor = make(one_machine=True)
+    except ConfigError:
+        pytest.skip("this machine has no IPv6")
+    url = f"http://192.0.2.7:{supervisor.port.port}"
+    assert supervisor.access.base_url == url
+    assert json.loads(supervisor.file.read_text())["base_url"] == url
+    assert supervisor.access.host == "127.0.0.1", "the replicas' own servers stay on the loopback"
 
 
 async def watched(supervisor: GatewaySupervisor, restarts: int) -> list[Any]:
