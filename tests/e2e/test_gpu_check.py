@@ -35,6 +35,7 @@ def run(command: list[str], folder: Path, timeout_s: float) -> dict[str, dict]:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # one of all checks is in continuous integration
 def test_the_fast_checks_pass(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "one_step_off.gpu_check", "--only", *FAST]
     results = run(command, tmp_path, 90)

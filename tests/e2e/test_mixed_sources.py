@@ -41,6 +41,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow  # tests/unit/ray_trainer/test_mixed_sources.py has it without processes
+@pytest.mark.ci
 def test_each_source_has_its_loop_reward_and_limits(models, tmp_path):
     settings = SETTINGS | {"trainer.total_steps": 5, "trainer.save_freq": 4}
     assert launch.run(tiny_config(models(), str(tmp_path), **settings)) == 0
