@@ -57,7 +57,8 @@ class EpisodeEngine:
         self._engine = engine
         self._tokenizer = tokenizer
         self._special_ids = TurnEncoder(tokenizer).special_ids
-        self._vocabulary_size = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+        # The model may have more tokens than the tokenizer, and the policy samples these, too.
+        self._vocabulary_size = max(engine.model_config.get_vocab_size(), len(tokenizer))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -99,7 +100,7 @@ class EpisodeEngine:
         unknown = [token for token in ids if not 0 <= token < self._vocabulary_size]
         if unknown:
             raise RequestRefused(
-                f"token {unknown[0]} is not in the vocabulary of {self._vocabulary_size} tokens"
+                f"token {unknown[0]}: the model has {self._vocabulary_size} tokens"
             )
         try:
             "".join(stops).encode()

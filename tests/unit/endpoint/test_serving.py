@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -438,7 +439,31 @@ def test_content_that_the_engine_would_fail_on_never_reaches_it(
     if answer.status == 200:  # what can be encoded in some way may be served
         (context,) = contexts
         assert len(context) > 0
-        assert context.max() < len(serving.chat.renderer.tokenizer)
+        assert context.max() < serving.chat.model_config.get_vocab_size()
     else:
         assert answer.status == 400
         assert contexts == []
+
+
+def test_tokens_that_only_the_model_has_are_sampled_and_continued(tmp_path: Path) -> None:
+    """Models are padded to more tokens than their tokenizers have, and the policy may sample any of
+    them."""
+    cfg = Config()
+    cfg.model.path = tiny_qwen.build("qwen2", str(tmp_path), vocab_size=400)
+    serving = make_serving(cfg)
+    vocabulary_size = serving.chat.model_config.get_vocab_size()
+    assert vocabulary_size > len(serving.chat.renderer.tokenizer)
+    episode = episode_with(serving, " 12<|im_end|>", " 13<|im_end|>")
+    generate = episode.generate
+
+    async def sampling_padding(ids: np.ndarray, most: int, stop: tuple[str, ...] = ()) -> Any:
+        generated = await generate(ids, most, stop)
+        generated.ids[0] = vocabulary_size - 1
+        return generated
+
+    episode.generate = sampling_padding
+    body = {"model": "x", "messages": QUESTION}
+    message = content_of(ask(serving, episode, requests.CHAT, body))["choices"][0]["message"]
+    again = [*QUESTION, message, {"role": "user", "content": "And?"}]
+    assert ask(serving, episode, requests.CHAT, body | {"messages": again}).status == 200
+    assert len(episode.segments()) == 1
