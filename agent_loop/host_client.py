@@ -21,7 +21,7 @@ from one_step_off.cluster.core_binding import usable_cores
 PROGRAM = Path(__file__).with_name("host") / "__main__.py"
 LONGEST_START_S = 600.0  # for the imports of large libraries
 KILL_S = 2.0  # that a cancellation waits for its agent's end
-END_S = 10.0  # for an agent to end after it was told to
+END_S = 10.0  # for an agent to end after it was asked to
 
 
 # openai-agents would send what the agents do to OpenAI, and name a model of OpenAI's.
@@ -62,7 +62,7 @@ class Running:
     Attributes:
         ended: receives the program's last message about it.
         pid: its process, which leads a group; 0: it has none of its own.
-        abandoned: nobody waits for it any more.
+        abandoned: no trajectory waits for it any more.
     """
 
     ended: asyncio.Future
@@ -151,7 +151,7 @@ class HostProcess:
                     os.killpg(agent.pid, signal.SIGKILL)
             if not agent.ended.done():
                 agent.ended.set_exception(AgentDied("the program that ran it was killed"))
-                agent.ended.exception()  # else Python reports it where nobody waits any more
+                agent.ended.exception()  # else Python reports it where no trajectory waits any more
         self.running.clear()
 
     def start(self, name: str, message: dict[str, Any]) -> asyncio.Future:
@@ -191,7 +191,7 @@ class HostProcess:
             self._close_if_idle()
 
     def _close_if_idle(self) -> None:
-        """A retired program ends when nobody waits for any of its agents."""
+        """A retired program ends when no trajectory waits for any of its agents."""
         if self.retired and all(agent.abandoned for agent in self.running.values()):
             self._close()
 

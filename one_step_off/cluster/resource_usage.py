@@ -113,7 +113,9 @@ def _sample_gpus(samples: list[tuple[float, int]]) -> None:
     """
     import torch
 
-    with contextlib.suppress(Exception):  # any error of NVML: the run goes on without these metrics
+    with contextlib.suppress(
+        Exception
+    ):  # any error of NVML: the run continues without these metrics
         while True:
             gpus = range(torch.cuda.device_count())
             share = fmean(torch.cuda.utilization(gpu) / 100 for gpu in gpus)

@@ -26,7 +26,7 @@ COUNTED_RETRIES = "x-stainless-retry-count"
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a request says of itself.
+    """What the headers of a request declare.
 
     Attributes:
         digest: what identical requests have in common.
@@ -57,7 +57,7 @@ class KeptAnswer:
 
     Attributes:
         digest: of the request; see `Attempt`.
-        making: the task that makes it. It goes on when the client has gone.
+        making: the task that makes it. It continues when the client disconnects.
         clients: that wait for it, or are being sent it.
         delivered: whether a client has taken all of it.
         retries: the highest count of retries among the requests that it was given to.

@@ -1,7 +1,7 @@
 """Requests that are refused, as errors that the SDKs of OpenAI and Anthropic read.
 
 These SDKs repeat a request after 408, 409, 429 and every status from 500 on. So what no repetition
-helps against has another status, or says "x-should-retry: false".
+helps against has another status, or has the header "x-should-retry: false".
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ def unknown_key(path: str, has_key: bool) -> Refused:
     message = (
         f"{problem}: send the episode's key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
     )
-    # The body is left unread: whoever has no key cannot make us read one.
+    # The body is left unread: a client without a key cannot make the server read one.
     return Refused(401, "unknown_key", message, path, close=True)
 
 

@@ -226,7 +226,10 @@ def test_a_gateway_that_hangs_is_killed(make, monkeypatch):
 def test_another_process_with_the_same_id_is_not_killed(make, monkeypatch):
     supervisor = make()
     supervisor._process = (os.getpid(), 12345.0)
-    supervisor._kill()  # this test goes on
+    killed: list[int] = []
+    monkeypatch.setattr(psutil.Process, "kill", lambda process: killed.append(process.pid))
+    supervisor._kill()
+    assert killed == []
 
 
 def test_the_port_stays_open_from_one_borrower_to_the_next():
