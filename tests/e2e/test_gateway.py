@@ -42,6 +42,14 @@ def wait_for_step(command: Command, step: int, limit_s: float = STEPS_S) -> None
         time.sleep(0.05)
 
 
+def wait_for_message(command: Command, message: str) -> None:
+    deadline = time.monotonic() + STEPS_S
+    while message not in command.log.read_text():
+        assert command.process.poll() is None, command.log.read_text()[-3000:]
+        assert time.monotonic() < deadline, f"no '{message}': {command.log.read_text()[-3000:]}"
+        time.sleep(0.05)
+
+
 def process_of(command: Command, title: str) -> psutil.Process:
     """The first of the run's processes with that title."""
     children = psutil.Process(command.process.pid).children(recursive=True)
@@ -105,8 +113,9 @@ def test_agents_go_on_while_gateway_and_replicas_are_killed(start):
     assert json.loads(file.read_text())["base_url"] == url
 
 
-async def work(folder: Path, agents: int) -> None:
-    """Agents elsewhere, which know `endpoint.json` and nothing else."""
+async def work(folder: Path, agents: int, ask: asyncio.Event) -> None:
+    """Agents elsewhere, which know `endpoint.json` and nothing else. They ask for the next
+    episode only while `ask` is set."""
     endpoint = json.loads((folder / "endpoint.json").read_text())
     headers = {"Authorization": f"Bearer {endpoint['fleet_key']}"}
     url = f"{endpoint['base_url']}/v1/episodes/next?wait=2"
@@ -115,6 +124,7 @@ async def work(folder: Path, agents: int) -> None:
         timeout = aiohttp.ClientTimeout(total=60)
         async with aiohttp.ClientSession(timeout=timeout) as client:
             while True:
+                await ask.wait()
                 try:
                     async with client.get(url, headers=headers) as reply:
                         given = await reply.json() if reply.status == 200 else None
@@ -138,10 +148,15 @@ def test_agents_elsewhere_ask_for_work_while_the_gateway_is_killed(tmp_path: Pat
         deadline = time.monotonic() + START_S
         while not (command.folder / "endpoint.json").exists() and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
-        working = asyncio.create_task(work(command.folder, 40))
+        ask = asyncio.Event()
+        ask.set()
+        working = asyncio.create_task(work(command.folder, 40, ask))
         try:
             await asyncio.to_thread(wait_for_step, command, 0, START_S)
             process_of(command, GATEWAY).kill()
+            ask.clear()  # or the run could end before its watcher has looked
+            await asyncio.to_thread(wait_for_message, command, "the endpoint is back")
+            ask.set()
             await asyncio.to_thread(command.process.wait, STEPS_S)
         finally:
             working.cancel()
