@@ -35,6 +35,8 @@ from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.in_place import InPlaceModel, NotInPlace
+from one_step_off.weight_sync.kept_blocks import plain_kept
+from one_step_off.weight_sync.kept_layout import KeptLayout
 from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
@@ -46,6 +48,35 @@ logger = init_logger("vllm.one_step_off")  # below "vllm", so that its messages 
 class OneStepOffTransferEngine(base.WeightTransferEngine):
     """Receives tensors by their Hugging Face names and loads them, by vLLM's layerwise reload or in
     place."""
+
+    kept_layout: KeptLayout | None = None
+    """What this worker keeps of every tensor. None: not learned, or whole tensors must travel."""
+    layout_is_proved = False
+    """An ordinary load has shown that `kept_layout` is right."""
+
+    def learn_kept(self, shapes: dict[str, Any]) -> dict[str, Any]:
+        """Learn which boxes of the tensors this worker keeps; the next ordinary update proves it.
+
+        Plain data only, since it crosses process borders.
+
+        Args:
+            shapes: name of a tensor -> [name of its dtype, its shape], of all that are sent.
+
+        Returns:
+            "kept": name -> [[start, stop] of each box], as `kept_from_plain` reads it; None: whole
+            tensors must travel, because of "reason".
+        """
+        self.kept_layout = None
+        self.layout_is_proved = False
+        named_shapes = {name: (dtype, tuple(shape)) for name, (dtype, shape) in shapes.items()}
+        try:
+            if self.model_config.enable_sleep_mode:
+                raise NotInPlace("a sleeping engine releases its weights")
+            self.kept_layout = KeptLayout.learn(self.model, named_shapes)
+        except NotInPlace as error:
+            _log_whole_tensors(error)
+            return {"kept": None, "reason": str(error)}
+        return {"kept": plain_kept(self.kept_layout.kept), "reason": ""}
 
     def init_transfer_engine(  # ty: ignore[incompatible-method-override]  (only connect_sync calls it)
         self,
@@ -127,6 +158,7 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         else:
             finalize_layerwise_reload(self.model, self.model_config)
             self._pack_tied_head()
+            self._prove_layout()
         if self.receiver.mirror and not self.in_place_tried:
             self._switch_to_in_place()
         if self.receiver.in_place or self.receiver.mirror:
@@ -179,16 +211,34 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
             )
             receiver.mirror.pin()
 
+    def _prove_layout(self) -> None:
+        """After an ordinary update: compare what the learned layout finds in the parameters with
+        what was loaded. A layout that is wrong is dropped."""
+        if not self.kept_layout or self.layout_is_proved:
+            return
+        try:
+            self.kept_layout.prove()
+            self.layout_is_proved = True
+        except NotInPlace as error:
+            self.kept_layout = None
+            _log_whole_tensors(error)
+
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Load the tensors of a bucket, and copy what the reload still refers to.
 
         The reload processes a fused layer (qkv, gate and up) when its last part has come. Parts
         that came earlier wait as references into the bucket, whose buffer is about to be reused.
         """
+        if self.kept_layout and not self.layout_is_proved:
+            self.kept_layout.note_loaded(tensors)
         self.loaded_names |= self.model.load_weights(tensors)
         if len(self.receiver.plan.buckets) > 1:
             for layer in self.model.modules():
                 _copy_waiting_parts(layer)
+
+
+def _log_whole_tensors(error: NotInPlace) -> None:
+    logger.info("weight sync: whole tensors travel, because %s", error)
 
 
 def _weight_pieces(fields_of_pieces: list) -> list[WeightPiece]:
@@ -230,6 +280,10 @@ class SyncWorkerExtension:
         memory."""
         given = self.vllm_config.cache_config.kv_cache_memory_bytes
         return given or self.available_kv_cache_memory_bytes
+
+    def learn_kept(self, shapes: dict[str, Any]) -> dict[str, Any]:
+        """What this worker keeps of every tensor; see `OneStepOffTransferEngine.learn_kept`."""
+        return self.weight_transfer_engine.learn_kept(shapes)
 
     def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the groups of a new epoch; see `init_transfer_engine`."""
