@@ -122,6 +122,9 @@ class DriverTraffic:
         return remote
 
 
+NOT_LEARNED = [{"kept": None, "reason": "stand-ins have no model"}]
+
+
 def connect(pieces: Pieces, cfg: Config, traffic: DriverTraffic) -> float:
     """The driver's `connect` and the first groups, with stand-ins. Returns its seconds."""
     address = SenderAddress(("10.0.0.1", 40000), ("10.0.0.1", 40001, "0" * 32))
@@ -130,7 +133,10 @@ def connect(pieces: Pieces, cfg: Config, traffic: DriverTraffic) -> float:
         answers = {"weight_plan": owned, "open_sender": address}
         ranks.append(traffic.actor(answers | {"connect_sync": None, "join_leader": None}))
     replica_count = max(1, len(pieces) // WORKERS_PER_REPLICA)
-    replicas = [traffic.actor({"connect_sync": None}) for _ in range(replica_count)]
+    replicas = [
+        traffic.actor({"connect_sync": None, "learn_kept": NOT_LEARNED})
+        for _ in range(replica_count)
+    ]
     actor: Any = SimpleNamespace(ranks=ranks, cfg=cfg)
     rollout: Any = SimpleNamespace(replicas=replicas, cfg=cfg)
     no_shared_devices: list[list[int]] = [[] for _ in ranks]

@@ -127,19 +127,21 @@ class DedicatedGroup:
         host: str,
         timeout_s: float,
         connect_timeout_s: float,
+        name: str = "",
     ) -> None:
         """Create the group. Blocks until all ranks have joined.
 
         NCCL may block longer than any limit, so call this on a thread that can be abandoned.
 
         Args:
-            store: used by this group only; it also carries the group's abort signal.
+            store: of the sender; it also carries the abort signal.
             rank: 0 sends, all others receive.
             world_size: number of members.
             device: of the tensors; its type selects the backend.
             host: the address at which gloo listens.
             timeout_s: for one message later.
             connect_timeout_s: for all members to join.
+            name: tells groups with the same store apart.
 
         Raises:
             TimeoutError: not all members joined within `connect_timeout_s`.
@@ -149,7 +151,8 @@ class DedicatedGroup:
         self.device = device
         self.timeout_s = timeout_s
         self.rank = rank
-        self.members = range(world_size)
+        # What each member has announced; the key is there when the member is.
+        self.ready_keys = [f"{name}ready{member}" for member in range(world_size)]
         self.announced = 0  # broadcasts that this receiver has announced, or this sender awaited
         self.abort_signal = AbortSignal(store)
         # A separate connection: while one thread waits in a store, no second thread can use it.
@@ -158,7 +161,8 @@ class DedicatedGroup:
         self.work: Any = None
         try:
             self._meet(connect_timeout_s)
-            self.group = _create_group(store, rank, world_size, device, host, connect_timeout_s)
+            own_store = dist.PrefixStore(name, store) if name else store
+            self.group = _create_group(own_store, rank, world_size, device, host, connect_timeout_s)
             # NCCL connects at the first transfer, which belongs to this phase and not to the first
             # sync.
             self.start_send(torch.zeros(1, device=device))
@@ -170,15 +174,16 @@ class DedicatedGroup:
     def _meet(self, connect_timeout_s: float) -> None:
         """Wait for all members before any enters the backend. NCCL would wait in C++ for one that
         is missing, without a limit and deaf to an abort, and cannot be interrupted there."""
-        self.ready_store.set(_ready_key(self.rank), b"0")
-        keys = [_ready_key(rank) for rank in self.members]
+        self.ready_store.set(self.ready_keys[self.rank], b"0")
         try:
-            poll_for_keys(keys, connect_timeout_s, self.abort_signal)
+            poll_for_keys(self.ready_keys, connect_timeout_s, self.abort_signal)
         except TimeoutError as error:
             if self.rank != 0:
                 raise
             missing = [
-                rank for rank in self.members if not self.abort_signal.contains([keys[rank]])
+                rank
+                for rank, key in enumerate(self.ready_keys)
+                if not self.abort_signal.contains([key])
             ]
             raise TimeoutError(f"{error}; group members missing: {missing}") from None
         self.abort_signal.check()  # one that was there may have failed
@@ -192,13 +197,13 @@ class DedicatedGroup:
         """
         self.announced += 1
         # The store does not answer, so this does not wait for a sender that is stopped.
-        self.ready_store.set(_ready_key(self.rank), str(self.announced).encode())
+        self.ready_store.set(self.ready_keys[self.rank], str(self.announced).encode())
 
     def await_receivers(self) -> None:
         """Wait until every receiver has announced the next broadcast. Raises as `wait`."""
         self.announced += 1
-        expected = [str(self.announced).encode()] * (len(self.members) - 1)
-        keys = [_ready_key(rank) for rank in self.members[1:]]
+        keys = self.ready_keys[1:]
+        expected = [str(self.announced).encode()] * len(keys)
         begin = time.monotonic()
         next_check = begin + POLL_INTERVAL_S
         pause_s = FIRST_READY_POLL_S
@@ -267,7 +272,7 @@ class DedicatedGroup:
         self.group = None
         self.work = None
         with suppress(RuntimeError):  # the sender's process is gone, and its store with it
-            self.ready_store.set(_ready_key(self.rank), LEFT)
+            self.ready_store.set(self.ready_keys[self.rank], LEFT)
         self.abort_signal.close()
         if may_block:
             # Not on this thread: gloo's destructor waits for pending work, and NCCL's abort waits
@@ -306,12 +311,6 @@ class DedicatedGroup:
             self.abort_signal.check()  # as for gloo
             raise
         return True
-
-
-def _ready_key(rank: int) -> str:
-    """The group's key for how many broadcasts a member has announced; it is there when the member
-    is."""
-    return f"ready{rank}"
 
 
 def _create_group(

@@ -29,7 +29,9 @@ from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.coordinator import WeightSync
+from one_step_off.weight_sync.kept_blocks import Block, plain_kept
 from one_step_off.weight_sync.receiver import WeightReceiver
+from one_step_off.weight_sync.routes import KeptByReceivers
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
@@ -128,6 +130,37 @@ class LightTrainer(FaultInjector, WeightSenderMixin):
             rows.zero_()
 
 
+class LightLayout:
+    """Where a `LightReplica` keeps its weights: each tensor whole."""
+
+    version = 0
+
+    def __init__(self, replica: LightReplica, shapes: dict[str, Any]) -> None:
+        self.replica = replica
+        self.kept = {name: (Block.whole(tuple(shape)),) for name, (_, shape) in shapes.items()}
+
+    def bind(self, cells: list[tuple[str, Block, torch.Tensor]]) -> LightCells:
+        return LightCells(self, cells)
+
+
+class LightCells:
+    """Blocks in a buffer, and the replica's weights."""
+
+    def __init__(self, layout: LightLayout, cells: list[tuple[str, Block, torch.Tensor]]) -> None:
+        self.layout = layout
+        self.cells = cells
+
+    def write(self) -> None:
+        replica = self.layout.replica
+        replica.pass_place("load", self.layout.version)
+        for name, block, view in self.cells:
+            block.slice_of(replica.weights[name]).copy_(view)
+
+    def read(self) -> None:
+        for name, block, view in self.cells:
+            view.copy_(block.slice_of(self.layout.replica.weights[name]))
+
+
 class LightReplica(FaultInjector):
     """A replica whose engine is a thread that receives weights and samples nothing real."""
 
@@ -139,6 +172,7 @@ class LightReplica(FaultInjector):
         self.index = index
         self.stamp: tuple[int, int] | None = None
         self.receiver: WeightReceiver | None = None
+        self.layout: LightLayout | None = None
         self.engine = ThreadPoolExecutor(1)
         self.weights: dict[str, torch.Tensor] = {}
 
@@ -156,6 +190,10 @@ class LightReplica(FaultInjector):
         await self._in_engine(lambda: None)  # the engine itself must answer
         return 0, 0
 
+    async def learn_kept(self, shapes: dict[str, Any]) -> list[dict[str, Any]]:
+        self.layout = LightLayout(self, shapes)
+        return [{"kept": plain_kept(self.layout.kept), "reason": ""}]
+
     async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:
         await self._in_engine(self._connect, info, first_receiver)
 
@@ -167,23 +205,31 @@ class LightReplica(FaultInjector):
             self.receiver = WeightReceiver(plan, index, CPU, HOST, info["timeout_s"])
         self.receiver.index = index
         self.receiver.connect(
-            info["epoch"], info["addresses"], info["receivers"], info["same_device"]
+            info["epoch"],
+            info["addresses"],
+            info["receivers"],
+            info["same_device"],
+            self.layout and KeptByReceivers.by_kind([self.layout.kept] * info["receivers"]),
         )
 
-    async def sync(self, stamp: tuple[int, int]) -> list[dict[str, Any]]:
+    async def sync(self, stamp: tuple[int, int], only_kept: bool = False) -> list[dict[str, Any]]:
         self.stamp = None
         _, version = stamp
-        report = await self._in_engine(self._receive, version)
+        report = await self._in_engine(self._receive, version, only_kept)
         self.stamp = stamp
         return [report]
 
-    def _receive(self, version: int) -> dict[str, Any]:
+    def _receive(self, version: int, only_kept: bool) -> dict[str, Any]:
+        self.receiver.layout = self.layout
+        self.layout.version = version
+
         def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
             self.pass_place("load", version)
             for name, tensor in tensors:
                 self.weights[name] = tensor.clone()
 
-        report = self.receiver.receive(load, version)
+        report = self.receiver.receive(load, version, only_kept)
+        report |= {"layout_proved": 1.0, "in_place": float(only_kept)}
         self.pass_place("finish", version)
         if self.fault == Fault("canary", version, "corrupt"):
             self.weights["a"] += 1

@@ -125,7 +125,7 @@ class Replica:
         return samples
 
     @staticmethod
-    def _sync(cell: Cell, _: Any) -> list[dict[str, Any]]:
+    def _sync(cell: Cell, *_: Any) -> list[dict[str, Any]]:
         report = sync_report(cell, ("wait", "apply", "load"), bucket_s=0.001)
         return [report | {"bytes": 1e9, "bare_wire": 0.01}]
 
@@ -186,6 +186,6 @@ class Rank:
         return metrics | {"ratio/mean": 1.0, "actor/sync_wait_s": 0.0}
 
     @staticmethod
-    def _send(cell: Cell, _: Any) -> dict[str, Any]:
+    def _send(cell: Cell, *_: Any) -> dict[str, Any]:
         report = sync_report(cell, ("gather", "checksum", "wire"), bucket_s=0.002)
         return report | {"bytes": 1e9 / cell.ranks, "changed": 1.0}

@@ -75,8 +75,8 @@ class AdapterActor(ActorWorker):
 class AdapterExtension(SyncWorkerExtension):
     """In vLLM's worker: puts what arrives into the engine's LoRA manager, from memory."""
 
-    def sync_weights(self, version: int) -> dict[str, float]:
-        """One whole update."""
+    def sync_weights(self, version: int, only_kept: bool = False) -> dict[str, float]:
+        """One whole update. `only_kept`: never, since the model has no such tensors."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 

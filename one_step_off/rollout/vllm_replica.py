@@ -144,6 +144,14 @@ class RolloutReplica(UsageProbe):
         """The size of each worker's KV cache."""
         return min(await self._call_workers("kv_cache_bytes"))
 
+    async def learn_kept(self, shapes: dict[str, Any]) -> list[dict[str, Any]]:
+        """Which blocks of the tensors each worker keeps; see `OneStepOffTransferEngine.learn_kept`.
+
+        Args:
+            shapes: name -> [dtype, shape].
+        """
+        return await self._call_workers("learn_kept", shapes)
+
     async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:
         """Join the weight-sync groups of a new epoch.
 
@@ -165,10 +173,14 @@ class RolloutReplica(UsageProbe):
             message = lines[-1].removeprefix("Call to collective_rpc method failed: ")
             raise SyncError(message) from e
 
-    async def sync(self, stamp: Stamp) -> list[dict[str, Any]]:
+    async def sync(self, stamp: Stamp, only_kept: bool = False) -> list[dict[str, Any]]:
         """Receive the weights `stamp`: pause, stream, verify, resume with empty caches.
 
         With partial rollouts unfinished requests resume then, and their KV cache is computed again.
+
+        Args:
+            stamp: (incarnation, version).
+            only_kept: each worker gets what it keeps, in place of whole tensors.
 
         Returns:
             Per worker the seconds per phase (pause, wait, load, verify, ...), bytes, and what
@@ -188,7 +200,7 @@ class RolloutReplica(UsageProbe):
         pause_s = time.perf_counter() - begin
         if self.asleep:
             await self.engine.wake_up(["weights"])
-        reports = await self._call_workers("sync_weights", version)
+        reports = await self._call_workers("sync_weights", version, only_kept)
         if self.asleep:
             await self.engine.wake_up(["kv_cache"])
             self.asleep = False

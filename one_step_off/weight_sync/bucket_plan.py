@@ -48,7 +48,7 @@ class Slot:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the piece."""
-        return math.prod(self.piece.block_shape) * self._dtype.itemsize
+        return math.prod(self.piece.block_shape) * self.dtype.itemsize
 
     @property
     def padded_bytes(self) -> int:
@@ -56,13 +56,14 @@ class Slot:
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:
+        """Of the piece, on the wire."""
         return getattr(torch, self.piece.dtype)
 
     def view(self, part: torch.Tensor) -> torch.Tensor:
         """The piece as a tensor with its shape and dtype, inside `part` (uint8 [n])."""
         flat = part[self.offset : self.offset + self.nbytes]
-        return flat.view(self._dtype).view(self.piece.block_shape)
+        return flat.view(self.dtype).view(self.piece.block_shape)
 
     def zero_padding(self, part: torch.Tensor) -> None:
         """Zero the bytes up to the next slot in `part`: they travel and count in the checksum, so

@@ -38,6 +38,8 @@ from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync import report
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.canary import Canary
+from one_step_off.weight_sync.replica_layouts import ReplicaLayouts, plain_kept_by_receivers
+from one_step_off.weight_sync.routes import KeptByReceivers
 from one_step_off.weight_sync.sender_groups import SenderGroup, form_groups
 from one_step_off.weight_sync.sync_calls import (
     ABORT_NOTICE_S,
@@ -147,6 +149,10 @@ class WeightSync:
         """The ranks that give their pieces to a sender: each with the rank of that sender."""
         self.connected_replicas: list[Any] = []
         """The actor handles that the groups were created for; empty: there are no groups."""
+        self.layouts = ReplicaLayouts([], self.cfg.timeout_s)
+        """What the replicas' workers keep of the model."""
+        self.kept: KeptByReceivers | None = None
+        """What all workers of the epoch keep; None: only whole tensors can be sent."""
         self.last_sent: tuple[Stamp, LogProbs] | None = None
         """What replicas must hold, and the trainer's log-probs of the canary."""
         self.failed_syncs: dict[int, int] = {}
@@ -181,6 +187,7 @@ class WeightSync:
         self.sending_ranks = [ranks[rank] for rank in sending_ranks]
         self.same_device = [self.same_device[group.leader] for group in groups]
         pieces_of_sender = [group.pieces for group in groups]
+        self.layouts = ReplicaLayouts(pieces_of_sender, timeout_s)
         self.total_bytes = BucketPlan.build(pieces_of_sender, bucket_bytes).total_bytes
         self.member_addresses = [address and address.for_members for address in addresses]
         self.connect_info = {
@@ -302,6 +309,7 @@ class WeightSync:
             metrics["time/canary_s"] = time.perf_counter() - begin
         except BrokenSync as broken:
             self.connected_replicas = []
+            self.layouts.forget_proofs()
             await self._handle_broken_sync(broken, stamp, replicas, is_restore)
             return {}
         except SyncError:
@@ -320,10 +328,17 @@ class WeightSync:
         workers_per_replica = self.rollout.cfg.rollout.tensor_parallel_size
         receivers = len(numbers) * workers_per_replica
         same_device = self._same_device_receivers(numbers)
+        replicas = [self.rollout.replicas[number] for number in numbers]
+        await self.layouts.learn(dict(zip(numbers, replicas, strict=True)), self._abort)
+        self.kept = self.layouts.kept_by(replicas)
+        if self.kept is not None and len(self.kept.blocks) > 1 and any(same_device):
+            self.kept = None  # in shared memory all read the same bucket
+        shared_kept = store_once(self.kept)
         connect_info = self.connect_info | {
             "epoch": self.epoch,
             "receivers": receivers,
             "same_device": same_device,
+            "kept": plain_kept_by_receivers(self.kept),
         }
         shared_info = store_once(connect_info)
         calls = []
@@ -331,9 +346,8 @@ class WeightSync:
             answer = member.join_leader.remote(self.epoch, self.member_addresses[leader])
             calls.append(SyncCall(self._rank_name(member), member, answer))
         for i, sender in enumerate(self.senders):
-            answer = sender.connect_sync.remote(self.epoch, receivers, same_device[i])
+            answer = sender.connect_sync.remote(self.epoch, receivers, same_device[i], shared_kept)
             calls.append(SyncCall(self._rank_name(sender), sender, answer))
-        replicas = [self.rollout.replicas[number] for number in numbers]
         for position, (number, replica) in enumerate(zip(numbers, replicas, strict=True)):
             first_receiver = position * workers_per_replica
             answer = replica.connect_sync.remote(shared_info, first_receiver)
@@ -362,19 +376,21 @@ class WeightSync:
         """Send and receive; returns the metrics. Raises BrokenSync."""
         begin = time.perf_counter()
         _, version = stamp
+        replicas = [self.rollout.replicas[number] for number in numbers]
+        only_kept = self.kept is not None and self.layouts.are_proved(replicas)
         calls = []
         for rank in self.sending_ranks:
-            answer = rank.send_weights.remote(version)
+            answer = rank.send_weights.remote(version, only_kept)
             calls.append(SyncCall(self._rank_name(rank), rank, answer))
-        for number in numbers:
-            replica = self.rollout.replicas[number]
-            answer = replica.sync.remote(stamp)
+        for number, replica in zip(numbers, replicas, strict=True):
+            answer = replica.sync.remote(stamp, only_kept)
             calls.append(SyncCall(f"rollout {number}", replica, answer, number))
         first_limit_s, rest_limit_s = transfer_limits(self.cfg.timeout_s, self.total_bytes)
         what = f"weight sync of version {version}"
         reports = await run_or_abort(what, calls, first_limit_s, rest_limit_s, self._abort)
         sent = reports[: len(self.sending_ranks)]
         received = dict(zip(numbers, reports[len(self.sending_ranks) :], strict=True))
+        self.layouts.note_reports(dict(zip(replicas, received.values(), strict=True)))
         return self._collect_metrics(sent, received, time.perf_counter() - begin)
 
     def _collect_metrics(

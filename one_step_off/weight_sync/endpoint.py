@@ -187,15 +187,21 @@ class SyncEndpoint:
             raise
 
     def _join_group(
-        self, store: dist.Store, rank: int, world_size: int, deadline: float
+        self, store: dist.Store, rank: int, world_size: int, deadline: float, number: int = 0
     ) -> DedicatedGroup:
-        """Join a group with these ranks, and note the memory that it takes; raises as
-        `_call_until`."""
+        """Join the group of a sender with one set of receivers, and note the memory that it takes;
+        raises as `_call_until`. `number`: of the set."""
         connect_timeout_s = deadline - time.monotonic()
         group_args = (store, rank, world_size, self.device, self.host, self.timeout_s)
+        name = f"set{number}/" if number else ""
         free_before = free_device_bytes(self.device)
         group = self._call_until(
-            deadline, DedicatedGroup, *group_args, connect_timeout_s, discard=_close_late_group
+            deadline,
+            DedicatedGroup,
+            *group_args,
+            connect_timeout_s,
+            name,
+            discard=_close_late_group,
         )
         taken = free_before - free_device_bytes(self.device)
         self.communicator_bytes += max(0, taken)  # others may have freed more meanwhile

@@ -26,7 +26,7 @@ class Mirror:
         Not in the constructor: pinned memory would not go back to the system if the mirror turns
         out not to be needed.
         """
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not all(bucket.is_pinned() for bucket in self.buckets):
             self.buckets = [bucket.pin_memory() for bucket in self.buckets]
 
     def parts(self, index: int) -> Parts:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import DedicatedGroup, connect_store, connect_timeout
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts, checksum
 from one_step_off.weight_sync.endpoint import MEASURED_TRANSFERS, SyncEndpoint
-from one_step_off.weight_sync.in_place import InPlaceModel
+from one_step_off.weight_sync.kept_model import KeptModel, Layout
 from one_step_off.weight_sync.launch_order import Step, receive_steps
 from one_step_off.weight_sync.mirror import Mirror
+from one_step_off.weight_sync.routes import ALL_RECEIVERS, KeptByReceivers, Routes
 from one_step_off.weight_sync.shared_memory import SharedMemoryReceiver
 
 RECEIVE_BUFFERS = 2
@@ -25,16 +27,19 @@ LoadTensors = Callable[[list[tuple[str, torch.Tensor]]], None]
 
 
 class WeightReceiver(SyncEndpoint):
-    """Receives the pieces of all senders, and assembles whole tensors.
+    """Receives the pieces of all senders, and assembles whole tensors; or, when it is known what
+    this worker keeps, only that, and writes it into the model.
 
     Deltas apply to what was received before. It is held in `mirror`, which the first sync with
-    deltas creates, or in the model itself: `in_place`, which the caller sets.
+    deltas of whole tensors creates, or in the model itself.
     """
 
     role = "receiver"
 
     mirror: Mirror | None = None
-    in_place: InPlaceModel | None = None
+    layout: Layout | None = None
+    """Where the model keeps what; set by the caller when it is proved. None: not known."""
+    kept_model: KeptModel | None = None
 
     def __init__(
         self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
@@ -42,10 +47,12 @@ class WeightReceiver(SyncEndpoint):
         """As `SyncEndpoint`."""
         super().__init__(plan, index, device, host, timeout_s)
         self.buffers: list[torch.Tensor] = []
+        self.whole_routes = Routes(plan, 0)
+        self.kept_routes: Routes | None = None
+        self.transport_of_stream: dict[int, Any] = {}
         self.join_buffer = torch.zeros(0, dtype=torch.uint8)
         self.uses_network = False
         self.wire_seconds_per_byte = 0.0  # of the bare link; 0: not measured
-        self.checksums: torch.Tensor | None = None  # int64 [senders, buckets, 2] of the last sync
 
     def connect(
         self,
@@ -53,8 +60,9 @@ class WeightReceiver(SyncEndpoint):
         addresses: Sequence[Any],
         receivers: int,
         same_device: Sequence[Sequence[int]] = (),
+        kept: KeptByReceivers | None = None,
     ) -> None:
-        """Join every sender's group, in the order of the plan.
+        """Join every sender's groups, in the order of the plan.
 
         An earlier epoch's groups are closed, and what was received in them is forgotten.
 
@@ -63,28 +71,33 @@ class WeightReceiver(SyncEndpoint):
             addresses: (host, port) of each sender's store.
             receivers: how many there are.
             same_device: per sender the receivers on its device; empty: none.
+            kept: as `WeightSender.connect`.
 
         Raises:
             SyncError: not all joined within `connect_timeout`, or the epoch was aborted.
         """
         self.close()
         self._forget_received()
-        limit_s = connect_timeout(self.timeout_s, len(addresses), receivers)
+        self.whole_routes = Routes(self.plan, receivers)
+        self.kept_routes = None if kept is None else Routes.of_kept_blocks(self.plan, kept)
+        routes = self.kept_routes or self.whole_routes
+        groups = len(addresses) * len(routes.sets)
+        limit_s = connect_timeout(self.timeout_s, groups, receivers)
         deadline = time.monotonic() + limit_s
         try:
             with self._phase("connect"):
                 for sender, address in enumerate(addresses):
                     neighbors = same_device[sender] if same_device else ()
-                    self._join_sender(epoch, address, receivers, neighbors, deadline)
+                    self._join_sender(sender, epoch, address, neighbors, deadline)
                 self._prepare_buffers()
                 self._measure_link()
         except BaseException as error:
             self.give_up(error)
             raise
 
-    def receive(self, load: LoadTensors, version: int) -> dict[str, Any]:
-        """Receive one sync. Each bucket's whole tensors go to `load`, or into the model if
-        `in_place` is set.
+    def receive(self, load: LoadTensors, version: int, only_kept: bool = False) -> dict[str, Any]:
+        """Receive one sync. Each bucket's whole tensors go to `load`; with `only_kept`, the blocks
+        that this worker keeps go into the model.
 
         When this returns, the bytes equal the senders' by checksum; before that the model must not
         be used.
@@ -92,6 +105,7 @@ class WeightReceiver(SyncEndpoint):
         Args:
             load: receives views into reused buffers, so it must copy what it keeps.
             version: that the senders must send.
+            only_kept: as `WeightSender.send`; `layout` must be set.
 
         Returns:
             Seconds per phase (wait, apply, verify, load), "bytes", "bucket_wire": [index, seconds
@@ -106,7 +120,10 @@ class WeightReceiver(SyncEndpoint):
         try:
             if not self.transports:
                 raise SyncError(f"{self.name} is in no group; it must connect first")
-            self._receive_buckets(load, version)
+            if only_kept:
+                self._receive_kept(version)
+            else:
+                self._receive_whole(load, version)
         except BaseException as error:
             self._forget_received()
             self.give_up(error)
@@ -116,13 +133,13 @@ class WeightReceiver(SyncEndpoint):
 
     def _forget_received(self) -> None:
         self.mirror = None
-        self.in_place = None
+        self.kept_model = None
 
     def _join_sender(
         self,
+        sender: int,
         epoch: int,
         address: Any,
-        receivers: int,
         same_device: Sequence[int],
         deadline: float,
     ) -> None:
@@ -131,19 +148,32 @@ class WeightReceiver(SyncEndpoint):
         store = dist.PrefixStore(f"{epoch}", sender_store)
         self.abort_signals.append(AbortSignal(store))
         self._check_abort_signals()
-        remote = [receiver for receiver in range(receivers) if receiver not in same_device]
-        if self.index in remote:
-            rank = 1 + remote.index(self.index)
-            transport = self._join_group(store, rank, len(remote) + 1, deadline)
-        else:
-            transport = self._call_until(
-                deadline, SharedMemoryReceiver, store, self.index, self.device, self.timeout_s
-            )
-        self.transports.append(transport)
+        routes = self.kept_routes or self.whole_routes
+        for number in routes.sets_of_sender(sender):
+            members = list(routes.sets[number])
+            if number == ALL_RECEIVERS:
+                members = [receiver for receiver in members if receiver not in same_device]
+            if self.index in members:
+                rank = 1 + members.index(self.index)
+                transport = self._join_group(store, rank, len(members) + 1, deadline, number)
+            elif number == ALL_RECEIVERS:
+                transport = self._call_until(
+                    deadline, SharedMemoryReceiver, store, self.index, self.device, self.timeout_s
+                )
+            else:
+                continue
+            self.transports.append(transport)
+            self.transport_of_stream[routes.stream_number(sender, number)] = transport
+
+    def close(self) -> None:
+        """Leave all groups; peers that wait for this receiver fail."""
+        super().close()
+        # Not cleared: a thread that was abandoned may come back late and look here.
+        self.transport_of_stream = {}
 
     def _is_remote(self, sender: int) -> bool:
         """Whether a sender's data comes over the network."""
-        return isinstance(self.transports[sender], DedicatedGroup)
+        return isinstance(self.transport_of_stream[sender], DedicatedGroup)
 
     def _prepare_buffers(self) -> None:
         self.uses_network = any(self._is_remote(sender) for sender in range(self.plan.senders))
@@ -151,6 +181,9 @@ class WeightReceiver(SyncEndpoint):
         # here.
         buffer_device = self.device if self.uses_network else "meta"
         largest = self.plan.largest_bucket_bytes
+        if self.kept_routes is not None:
+            for messages in self.kept_routes.messages_of_receiver(self.index):
+                largest = max(largest, sum(message.nbytes for message in messages))
         self.buffers = [
             torch.zeros(largest, dtype=torch.uint8, device=buffer_device)
             for _ in range(RECEIVE_BUFFERS)
@@ -173,64 +206,135 @@ class WeightReceiver(SyncEndpoint):
             remote_bytes = sum(len(part) for part in remote_parts.values())
             self.wire_seconds_per_byte = seconds / remote_bytes
 
-    def _receive_buckets(self, load: LoadTensors, version: int) -> None:
-        buckets = self.plan.buckets
-        has_deltas = self._receive_headers(version)
-        if has_deltas and not self.in_place and not self.mirror:
+    def _receive_whole(self, load: LoadTensors, version: int) -> None:
+        """Receive whole tensors, and load them."""
+        has_deltas = self._receive_headers(version, only_kept=False)
+        if has_deltas and self.mirror is None:
             self.mirror = Mirror(self.plan, self.device)
-        checksums = torch.zeros(
-            self.plan.senders, len(buckets), 2, dtype=torch.int64, device=self.device
-        )
-        next_parts = self.wire_thread.submit(self._receive_bucket, 0, has_deltas)
-        for index in range(len(buckets)):
+        self.kept_model = None  # deltas apply to the last sync, and that was of another kind
+
+        def apply(index: int, messages: Parts) -> Parts:
+            return self.mirror.update(index, messages) if self.mirror else messages
+
+        def store(index: int, parts: Parts) -> None:
+            bucket = self.plan.buckets[index]
+            tensors = bucket.join(parts, self.join_buffer)
+            if tensors and bucket.completes_tensors:
+                load(tensors)
+
+        self._receive_buckets(self.whole_routes, has_deltas, apply, store)
+
+    def _receive_kept(self, version: int) -> None:
+        """Receive what this worker keeps, and write it into the model."""
+        routes = self.kept_routes
+        if routes is None or self.layout is None:
+            raise SyncError(f"{self.name} cannot write into its model: nothing proves its layout")
+        has_deltas = self._receive_headers(version, only_kept=True)
+        messages_of_bucket = routes.messages_of_receiver(self.index)
+        if self.kept_model is None:
+            self.kept_model = KeptModel(messages_of_bucket, self.layout, self.device)
+        self.mirror = None
+        model = self.kept_model
+
+        def apply(index: int, messages: Parts) -> Parts:
+            whole = model.update(index, list(messages.values()))
+            return dict(zip(messages, whole, strict=True))
+
+        def store(index: int, parts: Parts) -> None:
+            model.write(index, list(parts.values()))
+
+        self._receive_buckets(routes, has_deltas, apply, store)
+
+    def _receive_buckets(
+        self,
+        routes: Routes,
+        has_deltas: bool,
+        apply: Callable[[int, Parts], Parts],
+        store: Callable[[int, Parts], None],
+    ) -> None:
+        """Receive all buckets, and compare their checksums.
+
+        Args:
+            routes: of this sync.
+            has_deltas: messages may be deltas, and so announce their size.
+            apply: makes the messages of a bucket whole.
+            store: puts a bucket where it belongs, and copies what it keeps.
+        """
+        sizes_of_bucket: list[dict[int, int]] = []
+        for messages in routes.messages_of_receiver(self.index):
+            sizes = {}
+            for message in messages:
+                sizes[routes.stream_number(message.sender, message.receivers)] = message.nbytes
+            sizes_of_bucket.append(sizes)
+        checksums: Parts = {}
+        for sender, receivers in routes.streams_of_receiver(self.index):
+            checksums[routes.stream_number(sender, receivers)] = torch.zeros(
+                len(sizes_of_bucket), 2, dtype=torch.int64, device=self.device
+            )
+
+        def start(index: int) -> Future[Parts]:
+            sizes = sizes_of_bucket[index]
+            return self.wire_thread.submit(self._receive_bucket, index, sizes, has_deltas)
+
+        next_messages = start(0)
+        for index in range(len(sizes_of_bucket)):
             self.bucket_number = index + 1
             with self._phase("wait"):
-                messages = self._result_from_wire(next_parts)
-                if index + 1 < len(buckets):
-                    next_parts = self.wire_thread.submit(
-                        self._receive_bucket, index + 1, has_deltas
-                    )
+                messages = self._result_from_wire(next_messages)
+                if index + 1 < len(sizes_of_bucket):
+                    next_messages = start(index + 1)
             with self._phase("apply"):
-                parts = self._apply(index, messages)
+                parts = apply(index, messages)
             with self._phase("verify"):
-                for sender, part in parts.items():
-                    checksums[sender, index] = checksum(part)
+                for stream, part in parts.items():
+                    checksums[stream][index] = checksum(part)
             with self._phase("load"):
-                self._load_bucket(index, parts, load)
-                for sender in messages:
-                    self.transports[sender].release()
+                store(index, parts)
+                for stream in messages:
+                    self.transport_of_stream[stream].release()
         self._verify_checksums(checksums)
-        self.checksums = checksums
 
-    def _receive_headers(self, version: int) -> bool:
+    def _receive_headers(self, version: int, only_kept: bool) -> bool:
         """Whether messages may be deltas and so announce their size, after checking every sender's
         header.
 
         Raises:
-            SyncError: a sender follows another plan or sends another version.
+            SyncError: a sender follows another plan, or sends another version or other parts.
         """
         with self._phase("header"):
-            headers = self._on_wire(self._receive_numbers, range(self.plan.senders), 3)
+            headers = self._on_wire(self._receive_numbers, range(self.plan.senders), 4)
         has_deltas = 0
         for sender, header in headers.items():
-            digest, sent_version, has_deltas = header.tolist()
+            digest, sent_version, has_deltas, sends_only_kept = header.tolist()
             if digest != self.plan.digest:
                 raise SyncError(f"{self.name}: sender {sender} follows another bucket plan")
             if sent_version != version:
                 raise SyncError(
                     f"{self.name}: sender {sender} sends version {sent_version}, expected {version}"
                 )
+            if bool(sends_only_kept) != only_kept:
+                raise SyncError(
+                    f"{self.name}: sender {sender} and this receiver do not agree whether whole "
+                    "tensors travel"
+                )
         return bool(has_deltas)
 
-    def _receive_bucket(self, index: int, has_deltas: bool) -> Parts:
-        """On the wire's thread: the senders' messages of one bucket, valid until they are
-        released."""
+    def _receive_bucket(self, index: int, sizes: dict[int, int], has_deltas: bool) -> Parts:
+        """On the wire's thread: the messages of one bucket, valid until they are released.
+
+        Args:
+            index: of the bucket.
+            sizes: stream -> bytes of its full message.
+            has_deltas: they may be shorter.
+        """
         begin = time.perf_counter()
-        buffer = self.buffers[index % RECEIVE_BUFFERS]
-        targets = self.plan.buckets[index].split_parts(buffer)
+        buffer = self.buffers[index % RECEIVE_BUFFERS][: sum(sizes.values())]
+        targets = dict(zip(sizes, buffer.split(list(sizes.values())), strict=True))
         if has_deltas:
-            sizes = self._receive_numbers(targets, 1)
-            targets = {sender: target[: int(sizes[sender])] for sender, target in targets.items()}
+            announced = self._receive_numbers(targets, 1)
+            targets = {
+                stream: target[: int(announced[stream])] for stream, target in targets.items()
+            }
         messages = self._receive_messages(targets)
         seconds = time.perf_counter() - begin
         self.record.wire_bytes += sum(len(message) for message in messages.values())
@@ -240,71 +344,61 @@ class WeightReceiver(SyncEndpoint):
         return messages
 
     def _receive_messages(self, targets: Parts) -> Parts:
-        """On the wire's thread: the next message of each of these senders.
+        """On the wire's thread: the next message of each of these streams.
 
         Args:
-            targets: sender -> where its message goes, in the same order at all receivers.
+            targets: stream -> where its message goes, in the same order at all receivers.
 
         Returns:
-            Sender -> its message: `targets`, or a view of its buffer if the sender is on the same
+            Stream -> its message: `targets`, or a view of its buffer if the sender is on the same
             device.
         """
         # A thread that was abandoned and comes back late must not touch the transports of another
         # epoch.
-        transports = self.transports
+        transports = self.transport_of_stream
         messages = {}
-        for step, sender in receive_steps(targets, self.is_ordered):
-            transport = transports[sender]
+        for step, stream in receive_steps(targets, self.is_ordered):
+            transport = transports[stream]
             if step is Step.ANNOUNCE:
                 transport.announce()
             elif step is Step.LAUNCH:
-                transport.start_receive(targets[sender])
+                transport.start_receive(targets[stream])
             else:
-                messages[sender] = transport.finish_receive(targets[sender])
+                messages[stream] = transport.finish_receive(targets[stream])
         return messages
 
-    def _receive_numbers(self, senders: Iterable[int], count: int) -> Parts:
-        """On the wire's thread: a message of a few numbers from each of these senders, int64
+    def _receive_numbers(self, streams: Iterable[int], count: int) -> Parts:
+        """On the wire's thread: a message of a few numbers from each of these streams, int64
         [count]."""
         targets = {}
-        for sender in senders:
-            targets[sender] = torch.zeros(count, dtype=torch.int64, device=self.device)
+        for stream in streams:
+            targets[stream] = torch.zeros(count, dtype=torch.int64, device=self.device)
         return self._receive_messages(targets)
 
-    def _apply(self, index: int, messages: Parts) -> Parts:
-        """Each sender's whole part of a bucket, after its message."""
-        delta_base = self.in_place or self.mirror
-        if delta_base is None:
-            return messages
-        return delta_base.update(index, messages)
-
-    def _load_bucket(self, index: int, parts: Parts, load: LoadTensors) -> None:
-        if self.in_place:
-            self.in_place.write(index)
-            return
-        bucket = self.plan.buckets[index]
-        tensors = bucket.join(parts, self.join_buffer)
-        if tensors and bucket.completes_tensors:
-            load(tensors)
-
-    def _verify_checksums(self, received: torch.Tensor) -> None:
+    def _verify_checksums(self, received: Parts) -> None:
         """Compare with every sender's checksums. All are read first, so that no sender waits for
         this receiver.
 
         Args:
-            received: int64 [senders, buckets, 2].
+            received: stream -> int64 [buckets, 2].
 
         Raises:
             SyncError: one differs; names the first such bucket and its sender.
         """
+        sent = {}
         with self._phase("verify"):  # synchronizes: the wire's thread has a stream of its own
-            sent = torch.zeros_like(received)
+            for stream, checksums in received.items():
+                sent[stream] = torch.zeros_like(checksums)
         with self._phase("verify"):
-            self._on_wire(self._receive_messages, dict(enumerate(sent)))
-        different = (received != sent).any(dim=2).nonzero().tolist()
+            self._on_wire(self._receive_messages, sent)
+        different = []
+        for stream, checksums in received.items():
+            sender = stream % self.plan.senders
+            for (index,) in (checksums != sent[stream]).any(dim=1).nonzero().tolist():
+                different.append((index, sender))
         if different:
-            sender, index = different[0]
-            bucket = f"bucket {index + 1} of {received.shape[1]} from sender {sender}"
+            index, sender = min(different)
+            bucket = f"bucket {index + 1} of {len(self.plan.buckets)} from sender {sender}"
             raise SyncError(
                 f"{self.name}, phase verify: checksum of {bucket} differs "
                 f"({len(different)} buckets in all)"

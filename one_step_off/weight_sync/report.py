@@ -3,6 +3,7 @@
 A report is a dict, as `WeightSender.send` and `SyncWorkerExtension.sync_weights` return it.
 """
 
+import math
 from typing import Any
 
 Report = dict[str, Any]
@@ -38,13 +39,14 @@ def sync_metrics(
     metrics: dict[str, Any] = {
         "sync/transfer_s": seconds,
         "sync/bytes": wire_bytes,
+        "sync/worker_bytes": max(worker["bytes"] for worker in workers),
         "sync/gb_per_s": wire_bytes / seconds / 1e9,
         "sync/full_bytes": float(total_bytes),
         "sync/changed_share": 2 * changed_words / total_bytes,  # a word has two bytes
     }
     metrics |= _slowest_of_each_phase(GATHERING_PHASES, sent)
     metrics |= _slowest_of_each_phase(RECEIVER_PHASES, workers)
-    is_full = wire_bytes >= total_bytes
+    is_full = math.isnan(changed_words)
     metrics |= _wire_metrics(sent, workers, is_full)
     communicators = [
         report["communicator_bytes"]
@@ -53,8 +55,8 @@ def sync_metrics(
     ]
     if communicators:
         metrics["sync/communicator_mb"] = max(communicators) / (1 << 20)
-    # 1: deltas go straight into every engine's parameters; 0: one of them keeps a mirror in host
-    # memory.
+    # 1: every worker received what it keeps, straight into its parameters; 0: whole tensors
+    # travelled, and vLLM loaded them.
     in_place = [worker["in_place"] for worker in workers if "in_place" in worker]
     if in_place:
         metrics["sync/in_place"] = min(in_place)

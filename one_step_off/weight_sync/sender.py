@@ -20,6 +20,7 @@ from one_step_off.weight_sync import delta
 from one_step_off.weight_sync.bucket_plan import BucketPlan, checksum
 from one_step_off.weight_sync.endpoint import MEASURED_TRANSFERS, SyncEndpoint
 from one_step_off.weight_sync.launch_order import Step, send_steps
+from one_step_off.weight_sync.routes import ALL_RECEIVERS, KeptByReceivers, Message, Routes
 from one_step_off.weight_sync.sender_group_ends import GroupLeader, PiecePacker
 from one_step_off.weight_sync.sender_groups import Section
 from one_step_off.weight_sync.shared_memory import SharedBuffer, SharedMemorySender
@@ -48,9 +49,13 @@ class BucketOnWire:
     """The time on the wire, when it has reached every receiver."""
 
 
+Messages = dict[int, torch.Tensor]
+"""Set of receivers -> what goes to it."""
+
+
 class WeightSender(SyncEndpoint):
-    """Sends the pieces of one trainer rank, or of the ranks of a sender group. It is rank 0 of the
-    group with its receivers, and its store is the group's."""
+    """Sends the pieces of one trainer rank, or of the ranks of a sender group. It is rank 0 of each
+    group with its receivers, and its store is the groups'."""
 
     role = "sender"
 
@@ -70,6 +75,10 @@ class WeightSender(SyncEndpoint):
         """As `SyncEndpoint`; also opens the store at which receivers meet, at `address` (host,
         port)."""
         super().__init__(plan, index, device, host, timeout_s)
+        self.transports_of_set: dict[int, list[Any]] = {}
+        self.whole_routes = Routes(plan, 0)
+        self.kept_routes: Routes | None = None  # None: what receivers keep is not known
+        self.cut_buffers: list[torch.Tensor] = []  # messages, where they are no whole parts
         self.slots_of_bucket = [bucket.slots_of(index) for bucket in plan.buckets]
         self.part_sizes = [bucket.part_bytes[index] for bucket in plan.buckets]
         self.store = open_store(host, timeout_s)
@@ -88,15 +97,23 @@ class WeightSender(SyncEndpoint):
         if self.leader is not None:
             self.leader.links.close()
 
-    def connect(self, epoch: int, receivers: int, same_device: Sequence[int] = ()) -> None:
-        """Form the group with the vLLM workers, which must call `WeightReceiver.connect` meanwhile.
+    def connect(
+        self,
+        epoch: int,
+        receivers: int,
+        same_device: Sequence[int] = (),
+        kept: KeptByReceivers | None = None,
+    ) -> None:
+        """Form the groups with the vLLM workers, which must call `WeightReceiver.connect`
+        meanwhile.
 
-        An earlier epoch's group is closed.
+        An earlier epoch's groups are closed.
 
         Args:
             epoch: counts the groups.
             receivers: how many there are.
             same_device: the numbers of those on this sender's device, which need no network.
+            kept: which blocks the receivers keep; None: not known, they can only get whole tensors.
 
         Raises:
             SyncError: not all joined within `connect_timeout`, or the epoch was aborted.
@@ -106,7 +123,10 @@ class WeightSender(SyncEndpoint):
         # A separate connection: a group that was abandoned may still hold an earlier epoch's.
         store = dist.PrefixStore(f"{epoch}", self.store.clone())
         self.abort_signals = [AbortSignal(store)]
-        limit_s = connect_timeout(self.timeout_s, self.plan.senders, receivers)
+        self._prepare_routes(receivers, kept)
+        routes = self.kept_routes or self.whole_routes
+        groups = self.plan.senders * len(routes.sets)
+        limit_s = connect_timeout(self.timeout_s, groups, receivers)
         deadline = time.monotonic() + limit_s
         try:
             with self._phase("connect"):
@@ -115,7 +135,8 @@ class WeightSender(SyncEndpoint):
                     # Before the deadline of the receivers: this one can name a missing member.
                     members_deadline = time.monotonic() + self.timeout_s
                     self.leader.links.accept(epoch, members_deadline, self._check_abort_signals)
-                self._connect_transports(store, receivers, same_device, deadline)
+                self._connect_transports(store, same_device, deadline)
+                self._measure_link()
                 # Now, because pinned memory takes long to allocate.
                 self._allocate_kept_parts()
         except BaseException as error:
@@ -128,12 +149,16 @@ class WeightSender(SyncEndpoint):
         signal.set(reason)
         signal.close()
 
-    def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, Any]:
+    def send(
+        self, tensors: Iterable[torch.Tensor], version: int, only_kept: bool = False
+    ) -> dict[str, Any]:
         """Send this rank's pieces as weight version `version`.
 
         Args:
             tensors: the pieces' data, in the order of the plan; not read for `kept_version`.
             version: of the weights.
+            only_kept: each receiver gets the blocks that it keeps, in place of whole tensors; all
+                senders and receivers must agree.
 
         Returns:
             Seconds per phase (gather, checksum, encode, keep, wire), "bytes" on the wire, "changed"
@@ -149,7 +174,7 @@ class WeightSender(SyncEndpoint):
             if not self.transports:
                 raise SyncError(f"{self.name} is in no group; it must connect first")
             with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-                kind = self._send_buckets(iter(tensors), version)
+                kind = self._send_buckets(iter(tensors), version, only_kept)
         except BaseException as error:
             self.deltas_since_full = None  # what receivers hold is unknown
             self.give_up(error)
@@ -159,34 +184,66 @@ class WeightSender(SyncEndpoint):
             changed_words = float(self.record.changed_words)
         return self._report() | {"changed": changed_words}
 
+    def _prepare_routes(self, receivers: int, kept: KeptByReceivers | None) -> None:
+        """Find what goes to which receivers, and allocate the buffers for what must be cut."""
+        self.whole_routes = Routes(self.plan, receivers)
+        self.kept_routes = None if kept is None else Routes.of_kept_blocks(self.plan, kept)
+        largest = 0
+        if self.kept_routes is not None:
+            for messages in self.kept_routes.messages_of_sender(self.index):
+                cut = [message.nbytes for message in messages if not message.is_whole_part]
+                largest = max(largest, sum(cut))
+        if not self.cut_buffers or len(self.cut_buffers[0]) < largest:
+            self.cut_buffers = [
+                torch.zeros(largest, dtype=torch.uint8, device=self.device)
+                for _ in range(SEND_BUFFERS)
+            ]
+
     def _connect_transports(
-        self, store: dist.Store, receivers: int, same_device: Sequence[int], deadline: float
+        self, store: dist.Store, same_device: Sequence[int], deadline: float
     ) -> None:
-        """Open the shared-memory transport for receivers on the same device, and the group for the
-        remote ones."""
+        """Open the shared-memory transport for receivers on the same device, and a group for each
+        set of remote ones."""
+        self.transports_of_set = {}
+        routes = self.kept_routes or self.whole_routes
+        for number in routes.sets_of_sender(self.index):
+            receivers = routes.sets[number]
+            self.transports_of_set[number] = []
+            if number == ALL_RECEIVERS:
+                self._open_buffers(store, same_device)
+                receivers = [r for r in receivers if r not in same_device]
+            if receivers:
+                group = self._join_group(store, 0, len(receivers) + 1, deadline, number)
+                self.transports.append(group)
+                self.transports_of_set[number].append(group)
+
+    def _open_buffers(self, store: dist.Store, same_device: Sequence[int]) -> None:
+        """Allocate the buffers of this sender's parts, shared with receivers on the same device."""
         buffer_sizes = [max(self.part_sizes, default=0)] * SEND_BUFFERS
         if same_device:
             if not self.shared_buffers:
                 self.shared_buffers = [SharedBuffer(size, self.device) for size in buffer_sizes]
             self.buffers = [buffer.tensor for buffer in self.shared_buffers]
             shared = SharedMemorySender(store, self.shared_buffers, list(same_device))
-            self.transports = [shared]
+            self.transports.append(shared)
+            self.transports_of_set[ALL_RECEIVERS].append(shared)
         elif not self.buffers:
             # Zeros and not empty, so that the pages are touched before the first sync.
             self.buffers = [
                 torch.zeros(size, dtype=torch.uint8, device=self.device) for size in buffer_sizes
             ]
-        remote_receivers = receivers - len(same_device)
-        if remote_receivers > 0:
-            group = self._join_group(store, 0, remote_receivers + 1, deadline)
-            self.transports.append(group)
-            if self.part_sizes[0]:
-                for _ in range(MEASURED_TRANSFERS):
-                    self._on_wire(self._send_first_bucket, group)
 
-    def _send_first_bucket(self, group: DedicatedGroup) -> None:
+    def _measure_link(self) -> None:
         """Send the first bucket without its content, for receivers to measure the bare link."""
-        self._send_message(self.buffers[0][: self.part_sizes[0]], [group])
+        if not self.part_sizes[0]:
+            return
+        remote = [
+            transport
+            for transport in self.transports_of_set[ALL_RECEIVERS]
+            if isinstance(transport, DedicatedGroup)
+        ]
+        for _ in range(MEASURED_TRANSFERS if remote else 0):
+            self._on_wire(self._send_message, self.buffers[0][: self.part_sizes[0]], remote)
 
     def _choose_kind(self, version: int) -> SendKind:
         if version == self.kept_version:
@@ -203,8 +260,13 @@ class WeightSender(SyncEndpoint):
         else:
             self.deltas_since_full = 0
 
-    def _send_buckets(self, tensors: Iterator[torch.Tensor], version: int) -> SendKind:
+    def _send_buckets(
+        self, tensors: Iterator[torch.Tensor], version: int, only_kept: bool
+    ) -> SendKind:
         """Send header, buckets and checksums; returns what was sent."""
+        routes = self.kept_routes if only_kept else self.whole_routes
+        if routes is None:
+            raise SyncError(f"{self.name} does not know what the receivers keep")
         kind = self._choose_kind(version)
         self._count_send(kind)
         sends_deltas = self.full_every > 0
@@ -215,32 +277,41 @@ class WeightSender(SyncEndpoint):
             wants_data = kind is not SendKind.RESEND
             with self._phase("order"):
                 self.leader.links.order((self.plan.digest, version, wants_data), self.timeout_s)
-        header = [self.plan.digest, version, int(sends_deltas)]
+        header = torch.tensor(
+            [self.plan.digest, version, int(sends_deltas), int(only_kept)], device=self.device
+        )
         with self._phase("header"):
-            self._on_wire(self._broadcast, torch.tensor(header, device=self.device))
+            self._on_wire(self._broadcast, {ALL_RECEIVERS: header})
 
-        checksums = torch.zeros(len(self.plan.buckets), 2, dtype=torch.int64, device=self.device)
-        buffers = itertools.cycle(self.buffers)
+        self.checksums = self._zero_checksums(routes)
+        buffers = itertools.cycle(zip(self.buffers, self.cut_buffers, strict=True))
         on_wire: BucketOnWire | None = None
-        for index, size in enumerate(self.part_sizes):
+        for index, routed in enumerate(routes.messages_of_sender(self.index)):
+            size = self.part_sizes[index]
             if not size:  # the bucket holds nothing of this sender
                 continue
             self.bucket_number = index + 1
-            part = next(buffers)[:size]
-            message = self._prepare_message(index, part, tensors, kind, checksums)
-            messages = [message]
-            if sends_deltas:
-                size_message = torch.tensor([len(message)], device=self.device)
-                messages = [size_message, message]
+            part_buffer, cut_buffer = next(buffers)
+            part = self._fill_part(index, part_buffer[:size], tensors, kind)
+            sent = self._prepare_messages(index, part, routed, cut_buffer, kind)
             self._finish_bucket(on_wire)
-            on_wire = BucketOnWire(index, self.wire_thread.submit(self._broadcast, *messages))
+            on_wire = BucketOnWire(index, self.wire_thread.submit(self._broadcast, *sent))
         self.packer.tensor_in_work = None  # it may be a copy, whose memory is free now
         self._finish_bucket(on_wire)
         with self._phase("wire"):
-            self._on_wire(self._broadcast, checksums)
+            self._on_wire(self._broadcast, self.checksums)
         if self.kept_parts:
             self.kept_version = version
         return kind
+
+    def _zero_checksums(self, routes: Routes) -> Messages:
+        """Per set of receivers int64 [buckets, 2]."""
+        checksums = {}
+        for number in routes.sets_of_sender(self.index):
+            checksums[number] = torch.zeros(
+                len(self.plan.buckets), 2, dtype=torch.int64, device=self.device
+            )
+        return checksums
 
     def _allocate_kept_parts(self) -> None:
         """Host memory for what was sent last, if it is needed and not there yet."""
@@ -251,39 +322,77 @@ class WeightSender(SyncEndpoint):
             part = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
             self.kept_parts.append(part)
 
-    def _prepare_message(
-        self,
-        index: int,
-        part: torch.Tensor,
-        tensors: Iterator[torch.Tensor],
-        kind: SendKind,
-        checksums: torch.Tensor,
+    def _fill_part(
+        self, index: int, part: torch.Tensor, tensors: Iterator[torch.Tensor], kind: SendKind
     ) -> torch.Tensor:
-        """Fill `part` (uint8 [n], inside a send buffer) with the message of one bucket, and note
-        its checksum.
-
-        Returns:
-            `part`, or its beginning if a delta payload is shorter.
-        """
+        """`part` (uint8 [n], inside a send buffer), with this sender's part of one bucket."""
         with self._phase("gather"):
             if kind is SendKind.RESEND:
                 part.copy_(self.kept_parts[index], non_blocking=True)
             else:
                 self._pack(index, part, tensors)
+        return part
+
+    def _prepare_messages(
+        self,
+        index: int,
+        part: torch.Tensor,
+        routed: list[Message],
+        cut_buffer: torch.Tensor,
+        kind: SendKind,
+    ) -> list[Messages]:
+        """What goes to the receivers for one bucket; notes the checksums, and keeps the part.
+
+        Returns:
+            The messages; with deltas before them the number of bytes of each.
+        """
+        messages = self._cut(part, routed, cut_buffer)
         with self._phase("checksum"):
-            checksums[index] = checksum(part)
-        payload = None
+            for number, message in messages.items():
+                self.checksums[number][index] = checksum(message)
+        payloads: Messages = {}
         if kind is SendKind.DELTA:
             with self._phase("encode"):
-                base = self.kept_parts[index].to(self.device, non_blocking=True)
-                payload, changed_words = delta.encode(part, base)
-                self.record.changed_words += changed_words
+                payloads = self._encode_deltas(index, routed, messages)
         if self.kept_parts and kind is not SendKind.RESEND:
             with self._phase("keep"):
                 self.kept_parts[index].copy_(part, non_blocking=True)
-        if payload is None:
-            return part
-        return part[: len(payload)].copy_(payload)
+        for number, payload in payloads.items():
+            # Only now: a message may be the part itself.
+            messages[number] = messages[number][: len(payload)].copy_(payload)
+        if self.full_every == 0:
+            return [messages]
+        sizes = {
+            number: torch.tensor([len(message)], device=self.device)
+            for number, message in messages.items()
+        }
+        return [sizes, messages]
+
+    def _cut(self, part: torch.Tensor, routed: list[Message], buffer: torch.Tensor) -> Messages:
+        """The messages of one bucket, side by side in `buffer` where they are no whole parts."""
+        messages = {}
+        begin = 0
+        with self._phase("cut"):
+            for message in routed:
+                end = begin if message.is_whole_part else begin + message.nbytes
+                messages[message.receivers] = message.cut(part, buffer[begin:end])
+                begin = end
+        return messages
+
+    def _encode_deltas(self, index: int, routed: list[Message], messages: Messages) -> Messages:
+        """Payloads of what changed since the bucket was sent last, where they are shorter."""
+        base = self.kept_parts[index].to(self.device, non_blocking=True)
+        payloads = {}
+        for message in routed:
+            buffer = torch.zeros(0, dtype=torch.uint8, device=self.device)
+            if not message.is_whole_part:
+                buffer = torch.zeros(message.nbytes, dtype=torch.uint8, device=self.device)
+            message_base = message.cut(base, buffer)
+            payload, changed_words = delta.encode(messages[message.receivers], message_base)
+            self.record.changed_words += changed_words
+            if payload is not None:
+                payloads[message.receivers] = payload
+        return payloads
 
     def _pack(self, index: int, part: torch.Tensor, tensors: Iterator[torch.Tensor]) -> None:
         """Fill this sender's part of bucket `index`: with this rank's pieces, and with what the
@@ -304,31 +413,48 @@ class WeightSender(SyncEndpoint):
         if self.leader is not None:
             self.leader.collect(index, part, self.timeout_s)
 
-    def _broadcast(self, *messages: torch.Tensor) -> float:
-        """On the wire's thread: send messages to every receiver, one after another. Returns the
+    def _broadcast(self, *messages: Messages) -> float:
+        """On the wire's thread: send messages to sets of receivers, one after another. Returns the
         seconds it took."""
         if self.stream:
             self.stream.synchronize()  # what packed them
         begin = time.perf_counter()
-        for message in messages:
-            self._send_message(message, self.transports)
+        for message_of_set in messages:
+            for together in self._rounds(message_of_set):
+                self._send_together({number: message_of_set[number] for number in together})
         seconds = time.perf_counter() - begin
-        for message in messages:
-            if message.dtype == torch.uint8:  # bucket parts; all other messages are a few numbers
-                self.record.wire_bytes += message.nbytes
+        for message_of_set in messages:
+            for message in message_of_set.values():
+                if message.dtype == torch.uint8:  # all others are a few numbers
+                    self.record.wire_bytes += message.nbytes
         self.record.add_wire_span(seconds)
         return seconds
+
+    def _rounds(self, messages: Messages) -> list[list[int]]:
+        """The sets to which `messages` go, by round."""
+        routes = self.kept_routes or self.whole_routes
+        rounds = [[n for n in together if n in messages] for together in routes.rounds]
+        return [together for together in rounds if together]
+
+    def _send_together(self, messages: Messages) -> None:
+        """On the wire's thread: send to sets of receivers without a common member."""
+        for step in send_steps(self.is_ordered):
+            for number, message in messages.items():
+                self._do_step(step, message, self.transports_of_set[number])
 
     def _send_message(self, message: torch.Tensor, transports: Sequence[Any]) -> None:
         """On the wire's thread: send one message over these transports, to all their receivers."""
         for step in send_steps(self.is_ordered):
-            for transport in transports:
-                if step is Step.AWAIT_RECEIVERS:
-                    transport.await_receivers()
-                elif step is Step.LAUNCH:
-                    transport.start_send(message)
-                else:
-                    transport.wait(self.timeout_s)
+            self._do_step(step, message, transports)
+
+    def _do_step(self, step: Step, message: torch.Tensor, transports: Sequence[Any]) -> None:
+        for transport in transports:
+            if step is Step.AWAIT_RECEIVERS:
+                transport.await_receivers()
+            elif step is Step.LAUNCH:
+                transport.start_send(message)
+            else:
+                transport.wait(self.timeout_s)
 
     def _finish_bucket(self, on_wire: BucketOnWire | None) -> None:
         """Wait until the bucket on the wire has reached every receiver."""

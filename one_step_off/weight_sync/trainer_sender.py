@@ -23,6 +23,7 @@ from one_step_off.cluster.network import reachable_host
 from one_step_off.config.schema import Config
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.member_link import Address
+from one_step_off.weight_sync.routes import KeptByReceivers
 from one_step_off.weight_sync.sender import WeightSender
 from one_step_off.weight_sync.sender_group_ends import GroupLeader, GroupMember
 from one_step_off.weight_sync.sender_groups import SenderGroup
@@ -119,10 +120,16 @@ class WeightSenderMixin:
         return self.cfg.weight_sync.keep_sent and roles["rollout"] != roles["actor"]
 
     @ray.method(concurrency_group="sync")
-    def connect_sync(self, epoch: int, receivers: int, same_device: list[int]) -> None:
-        """Form this sender's group; receivers and members join meanwhile. See
+    def connect_sync(
+        self,
+        epoch: int,
+        receivers: int,
+        same_device: list[int],
+        kept: KeptByReceivers | None = None,
+    ) -> None:
+        """Form this sender's groups; receivers and members join meanwhile. See
         `WeightSender.connect`."""
-        self.sender.connect(epoch, receivers, same_device)
+        self.sender.connect(epoch, receivers, same_device, kept)
 
     @ray.method(concurrency_group="sync")
     def join_leader(self, epoch: int, address: Address) -> None:
@@ -130,7 +137,7 @@ class WeightSenderMixin:
         self.member.connect(epoch, address)
 
     @ray.method(concurrency_group="sync")
-    def send_weights(self, version: int) -> dict[str, Any]:
+    def send_weights(self, version: int, only_kept: bool = False) -> dict[str, Any]:
         """As `WeightSender.send`; a member gives its pieces to its leader (no collective). With
         weight_sync.sender=gather every rank is called, and gives rank 0 its pieces (collective).
 
@@ -148,7 +155,7 @@ class WeightSenderMixin:
                 f"trainer rank {self.rank} holds version {self.version}, asked to send {version}"
             )
         if is_sharded:
-            return self.sender.send(self.weight_tensors(), version)
+            return self.sender.send(self.weight_tensors(), version, only_kept)
         gathered = self.gathered(self.pieces, self.device)
         if self.rank == 0:
             return self.sender.send((tensor for _, tensor in gathered), version)

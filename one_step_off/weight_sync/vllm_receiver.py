@@ -6,9 +6,9 @@ groups. The import registers the transfer engine `one_step_off` with vLLM's fact
 step may run between them and meet half-loaded layers. A failed update leaves half-loaded layers
 too: nothing is generated with them, and the next update begins by discarding them.
 
-With weight_sync.mode=delta this holds for the first update of an epoch only, if the model's
-parameters are used as they were loaded: all later updates are in place (in_place.py), and no layer
-is loaded again.
+This holds for the first update only, if the model's parameters are used as they were loaded: it
+proves where each of the checkpoint's numbers lies (kept_layout.py). All later updates bring what
+this worker keeps, straight into the parameters, and no layer is loaded again.
 """
 
 import time
@@ -34,10 +34,11 @@ from vllm.utils.nccl import unpinned_nccl_env
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.weight_sync.bucket_plan import BucketPlan
-from one_step_off.weight_sync.in_place import InPlaceModel, NotInPlace
-from one_step_off.weight_sync.kept_blocks import plain_kept
+from one_step_off.weight_sync.in_place import NotInPlace
+from one_step_off.weight_sync.kept_blocks import kept_from_plain, plain_kept
 from one_step_off.weight_sync.kept_layout import KeptLayout
 from one_step_off.weight_sync.receiver import WeightReceiver
+from one_step_off.weight_sync.routes import KeptByReceivers
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 MISSING_NAMES_SHOWN = 3
@@ -52,7 +53,9 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
     kept_layout: KeptLayout | None = None
     """What this worker keeps of every tensor. None: not learned, or whole tensors must travel."""
     layout_is_proved = False
-    """An ordinary load has shown that `kept_layout` is right."""
+    """The last ordinary load has shown that `kept_layout` is right."""
+    only_kept = False
+    """The update under way brings what this worker keeps, and nothing is loaded by name."""
 
     def learn_kept(self, shapes: dict[str, Any]) -> dict[str, Any]:
         """Learn which boxes of the tensors this worker keeps; the next ordinary update proves it.
@@ -85,6 +88,7 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         first_receiver: int,
         host: str,
         timeout_s: float,
+        kept: dict[str, Any] | None = None,
         **groups: Any,
     ) -> None:
         """Build the plan and join the senders' groups; an earlier epoch's are closed.
@@ -97,6 +101,8 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
             first_receiver: number of this replica's first worker.
             host: the address at which this process listens.
             timeout_s: weight_sync.timeout_s.
+            kept: "blocks" of each kind of receivers, as `plain_kept` makes them, and
+                "kind_of_receiver"; None: only whole tensors travel.
             groups: for `WeightReceiver.connect`.
         """
         plan = BucketPlan.build([_weight_pieces(sent) for sent in pieces], bucket_bytes)
@@ -111,17 +117,16 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         # Members of a communicator must agree on NCCL's settings. vLLM changes them for its own
         # communicators if it is batch invariant, and the trainer does not.
         with unpinned_nccl_env():
-            self.receiver.connect(**groups)
-        self.in_place_tried = False  # in this epoch
+            self.receiver.connect(**groups, kept=_kept_by_receivers(kept))
 
     def start_weight_update(self) -> None:
         """Bring the layers back to the form in which checkpoints load (on CPU they are packed for
         oneDNN)."""
         self.report: dict[str, Any] = {}
-        if self.receiver.in_place:
-            # It writes everything that the epoch's first update has loaded, so `loaded_names` stays
-            # valid.
-            return
+        self.receiver.layout = self.kept_layout if self.layout_is_proved else None
+        if self.only_kept:
+            return  # the layout covers every parameter
+        self.layout_is_proved = False
         self.loaded_names: set[str] = set()
         start = time.perf_counter()
         self._discard_failed_update()
@@ -136,7 +141,9 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         Raises:
             SyncError: as `WeightReceiver.receive`, or parameters were not loaded.
         """
-        self.report |= self.receiver.receive(self._load, **update_info)
+        self.report |= self.receiver.receive(self._load, **update_info, only_kept=self.only_kept)
+        if self.only_kept:
+            return
         missing = sorted(self.expected_names - self.loaded_names)
         if missing:
             raise SyncError(
@@ -152,17 +159,17 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         """Pack the layers again; after an in-place update, let attention layers derive again what
         they derive from weights."""
         start = time.perf_counter()
-        if self.receiver.in_place:
+        if self.only_kept:
             for layer in filter(is_deferred_attention_layer, self.model.modules()):
                 layer.process_weights_after_loading(self.model_config.dtype)
         else:
             finalize_layerwise_reload(self.model, self.model_config)
             self._pack_tied_head()
             self._prove_layout()
-        if self.receiver.mirror and not self.in_place_tried:
-            self._switch_to_in_place()
-        if self.receiver.in_place or self.receiver.mirror:
-            self.report["in_place"] = float(self.receiver.in_place is not None)
+            if self.receiver.mirror and not self.layout_is_proved:
+                self.receiver.mirror.pin()
+        self.report["in_place"] = float(self.only_kept)
+        self.report["layout_proved"] = float(self.layout_is_proved)
         self.report["finish"] = time.perf_counter() - start
 
     def shutdown(self) -> None:
@@ -193,28 +200,10 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         if self.device.type == "cpu" and is_tied and hasattr(head, "quant_method"):
             head.quant_method.process_weights_after_loading(head)
 
-    def _switch_to_in_place(self) -> None:
-        """After the first update of an epoch: use the model itself instead of its mirror, if the
-        model can do that."""
-        self.in_place_tried = True
-        receiver = self.receiver
-        try:
-            if self.model_config.enable_sleep_mode:
-                raise NotInPlace("a sleeping engine releases its weights")
-            receiver.in_place = InPlaceModel(
-                receiver.plan, receiver.join_buffer, receiver.checksums, self.model
-            )
-            receiver.mirror = None
-        except NotInPlace as error:
-            logger.info(
-                "weight sync: a mirror of the model stays in host memory, because %s", error
-            )
-            receiver.mirror.pin()
-
     def _prove_layout(self) -> None:
         """After an ordinary update: compare what the learned layout finds in the parameters with
         what was loaded. A layout that is wrong is dropped."""
-        if not self.kept_layout or self.layout_is_proved:
+        if not self.kept_layout:
             return
         try:
             self.kept_layout.prove()
@@ -229,12 +218,19 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         The reload processes a fused layer (qkv, gate and up) when its last part has come. Parts
         that came earlier wait as references into the bucket, whose buffer is about to be reused.
         """
-        if self.kept_layout and not self.layout_is_proved:
+        if self.kept_layout:
             self.kept_layout.note_loaded(tensors)
         self.loaded_names |= self.model.load_weights(tensors)
         if len(self.receiver.plan.buckets) > 1:
             for layer in self.model.modules():
                 _copy_waiting_parts(layer)
+
+
+def _kept_by_receivers(plain: dict[str, Any] | None) -> KeptByReceivers | None:
+    if plain is None:
+        return None
+    blocks = tuple(map(kept_from_plain, plain["blocks"]))
+    return KeptByReceivers(blocks, tuple(plain["kind_of_receiver"]))
 
 
 def _log_whole_tensors(error: NotInPlace) -> None:
@@ -289,8 +285,14 @@ class SyncWorkerExtension:
         """Join the groups of a new epoch; see `init_transfer_engine`."""
         self.weight_transfer_engine.init_transfer_engine(**info)
 
-    def sync_weights(self, version: int) -> dict[str, Any]:
-        """One whole update. Returns seconds per phase, and bytes."""
+    def sync_weights(self, version: int, only_kept: bool = False) -> dict[str, Any]:
+        """One whole update. Returns seconds per phase, and bytes.
+
+        Args:
+            version: of the weights.
+            only_kept: as `WeightReceiver.receive`.
+        """
+        self.weight_transfer_engine.only_kept = only_kept
         self.start_weight_update()
         self.update_weights({"version": version})
         try:

@@ -9,6 +9,8 @@ Between them stand `WeightPiece`s. What else a back end offers is listed in
 from dataclasses import dataclass, replace
 from typing import Any
 
+from one_step_off.weight_sync.kept_blocks import Block
+
 
 @dataclass(frozen=True)
 class WeightPiece:
@@ -34,6 +36,17 @@ class WeightPiece:
         if not self.shape:
             return ()
         return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+    @property
+    def block(self) -> Block:
+        """The piece as a block of the whole tensor."""
+        if not self.shape:
+            return Block((), ())
+        start = [0] * len(self.shape)
+        stop = list(self.shape)
+        start[self.dim] = self.start
+        stop[self.dim] = self.stop
+        return Block(tuple(start), tuple(stop))
 
     def strip(self, i: int, count: int) -> "WeightPiece":
         """The `i`-th of `count` strips of almost equal size, along the dimension in which the piece

@@ -23,6 +23,9 @@ from one_step_off.gpu_check.checks import workers
 from one_step_off.gpu_check.peers import HOST, all_results, run_peers
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.canary import Canary
+from one_step_off.weight_sync.kept_blocks import kept_from_plain
+from one_step_off.weight_sync.replica_layouts import plain_kept_by_receivers
+from one_step_off.weight_sync.routes import KeptByReceivers
 from one_step_off.weight_sync.sender import WeightSender
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
@@ -141,6 +144,7 @@ class _Engine:
         self.loop = asyncio.new_event_loop()
         self.cfg = cfg
         self.weights = weights
+        self.layout_is_proved = False
         self.replica = RolloutReplica(cfg, 0, device, [])
         begin = time.perf_counter()
         self._run(self.replica.start())
@@ -160,6 +164,7 @@ class _Engine:
         self.sender = WeightSender(plan, 0, device, HOST, TIMEOUT_S)
         if self.cfg.weight_sync.mode == "delta":
             self.sender.full_every = FULL_EVERY
+        kept = self._learn_kept(sent)
         info = {
             "bucket_bytes": BUCKET_BYTES,
             "addresses": [self.sender.address],
@@ -169,15 +174,29 @@ class _Engine:
             "epoch": 1,
             "receivers": 1,
             "same_device": [[0]],
+            "kept": plain_kept_by_receivers(kept),
         }
-        self._beside(lambda: self.sender.connect(1, 1, [0]), self.replica.connect_sync(info, 0))
+        self._beside(
+            lambda: self.sender.connect(1, 1, [0], kept), self.replica.connect_sync(info, 0)
+        )
+
+    def _learn_kept(self, sent: list[WeightPiece]) -> KeptByReceivers | None:
+        """Ask the engine what it keeps of the model."""
+        shapes = {piece.name: [piece.dtype, list(piece.shape)] for piece in sent}
+        (answer,) = self._run(self.replica.learn_kept(shapes))
+        if answer["kept"] is None:
+            return None
+        return KeptByReceivers.by_kind([kept_from_plain(answer["kept"])])
 
     def sync(self, version: int) -> dict[str, Any]:
         """Bring the engine to the weights that `weights` have now; returns the receiver's
         report."""
         tensors = iter(list(self.weights.values()))
-        sending = lambda: self.sender.send(tensors, version)  # noqa: E731
-        return self._beside(sending, self.replica.sync((0, version)))[0]
+        only_kept = self.layout_is_proved
+        sending = lambda: self.sender.send(tensors, version, only_kept)  # noqa: E731
+        (report,) = self._beside(sending, self.replica.sync((0, version), only_kept))
+        self.layout_is_proved = bool(report["layout_proved"])
+        return report
 
     def _beside(self, sending: Any, receiving: Coroutine[Any, Any, Any]) -> Any:
         """Run `sending` on a thread and `receiving` here. The failure of either is raised."""

@@ -31,7 +31,10 @@ RECEIVED = {
 
 def stand_in_replica(scores: list[np.ndarray]) -> StandInActor:
     return StandInActor(
-        score=lambda sequences: scores, sync=lambda stamp: [dict(RECEIVED)], alive=None
+        score=lambda sequences: scores,
+        sync=lambda stamp, only_kept: [dict(RECEIVED)],
+        learn_kept=lambda shapes: [{"kept": None, "reason": "a stand-in"}],
+        alive=None,
     )
 
 
@@ -43,7 +46,7 @@ def connected_sync(
     cfg.model.dtype = dtype
     rank = StandInActor(
         score=lambda sequences: trainer_scores,
-        send_weights=lambda version: dict(SENT),
+        send_weights=lambda version, only_kept: dict(SENT),
         release=None,
         **TRAINER_CONTROL,
     )
@@ -80,7 +83,7 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
     sync.connect_info = {}
 
     def receiving(i: int) -> ActorMethod:
-        def receive(stamp):
+        def receive(stamp, only_kept):
             received[i].append(stamp)
             return [{"bytes": 8.0, "bucket_wire": [[0, 0.1]], "spans": [], "bare_wire": 0.05}]
 

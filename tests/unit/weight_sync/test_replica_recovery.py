@@ -56,7 +56,7 @@ class FaultySync(WeightSync):
         trainer = StandInActor(
             score=lambda sequences: SCORES,
             connect_sync=None,
-            send_weights=lambda version: dict(sent),
+            send_weights=lambda version, only_kept: dict(sent),
             release=None,
             **TRAINER_CONTROL,
         )
@@ -70,7 +70,7 @@ class FaultySync(WeightSync):
     def replica(self, i: int) -> StandInActor:
         deaths = []
 
-        async def sync(stamp):
+        async def sync(stamp, only_kept):
             if self.deaths.get(i, 0):
                 self.deaths[i] -= 1
                 deaths.append(stamp)
@@ -94,6 +94,7 @@ class FaultySync(WeightSync):
         return StandInActor(
             sync=sync,
             alive=alive,
+            learn_kept=lambda shapes: [{"kept": None, "reason": "a stand-in"}],
             connect_sync=connect_sync,
             start=start,
             score=lambda sequences: SCORES,

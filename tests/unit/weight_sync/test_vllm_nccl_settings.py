@@ -20,7 +20,7 @@ def test_a_batch_invariant_engine_joins_the_groups_with_the_trainers_settings(mo
 
     used = []
     engine = object.__new__(vllm_receiver.OneStepOffTransferEngine)
-    engine.receiver = SimpleNamespace(connect=lambda: used.append(os.environ["NCCL_PROTO"]))
+    engine.receiver = SimpleNamespace(connect=lambda kept: used.append(os.environ["NCCL_PROTO"]))
     engine.init_transfer_engine([[("w", "float32", (2, 2), 0, 2)]], 64, 0, "", 1.0)
     assert used == ["LL"]
     assert os.environ["NCCL_PROTO"] == "Simple"

@@ -1,0 +1,105 @@
+"""What the workers of each replica keep of the model, as the driver knows it.
+
+A worker says which blocks it keeps when its process is new. Its first sync brings whole tensors,
+and proves that it was right. From then on it needs only these blocks. After a sync that failed
+nothing counts as proved.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from one_step_off.cluster.remote_calls import store_once
+from one_step_off.weight_sync.bucket_plan import Pieces
+from one_step_off.weight_sync.kept_blocks import KeptBlocks, kept_from_plain, plain_kept
+from one_step_off.weight_sync.report import Report
+from one_step_off.weight_sync.routes import KeptByReceivers
+from one_step_off.weight_sync.sync_calls import Abort, SyncCall, run_or_abort
+
+
+class ReplicaLayouts:
+    """The blocks that workers keep, by the actor handle of their replica.
+
+    Attributes:
+        shapes: name -> [dtype, shape] of each tensor that is sent.
+        reasons: why workers cannot tell what they keep; the first one of each replica.
+    """
+
+    def __init__(self, pieces: Pieces, timeout_s: float) -> None:
+        """`pieces`: of each sender. `timeout_s`: for a worker to tell what it keeps."""
+        self.timeout_s = timeout_s
+        self.shapes: dict[str, list[Any]] = {}
+        for sent in pieces:
+            for piece in sent:
+                self.shapes[piece.name] = [piece.dtype, list(piece.shape)]
+        self.reasons: dict[Any, str] = {}
+        self._blocks: dict[Any, list[KeptBlocks] | None] = {}
+        self._proved: set[Any] = set()
+
+    async def learn(self, replicas: dict[int, Any], abort: Abort) -> None:
+        """Ask those replicas that are new what their workers keep.
+
+        Args:
+            replicas: number -> actor handle.
+            abort: ends the other calls when one fails.
+
+        Raises:
+            BrokenSync: one did not answer.
+        """
+        new = {n: replica for n, replica in replicas.items() if replica not in self._blocks}
+        if not new:
+            return
+        shapes = store_once(self.shapes)
+        calls = []
+        for number, replica in new.items():
+            answer = replica.learn_kept.remote(shapes)
+            calls.append(SyncCall(f"rollout {number}", replica, answer, number))
+        what = "weight sync, layouts of the models"
+        answers = await run_or_abort(what, calls, self.timeout_s, self.timeout_s, abort)
+        for replica, workers in zip(new.values(), answers, strict=True):
+            self._note_kept(replica, workers)
+
+    def _note_kept(self, replica: Any, answers: list[dict[str, Any]]) -> None:
+        """Take what each worker of a replica answered."""
+        self._proved.discard(replica)
+        self._blocks[replica] = None
+        reasons = [answer["reason"] for answer in answers if answer["kept"] is None]
+        if reasons:
+            self.reasons[replica] = reasons[0]
+        else:
+            self._blocks[replica] = [kept_from_plain(answer["kept"]) for answer in answers]
+
+    def kept_by(self, replicas: Sequence[Any]) -> KeptByReceivers | None:
+        """What the receivers keep: the workers of these replicas, one after another. None: some
+        cannot tell. Other replicas are forgotten."""
+        self._blocks = {replica: self._blocks[replica] for replica in replicas}
+        self._proved &= set(replicas)
+        blocks_of_receiver: list[KeptBlocks] = []
+        for blocks in self._blocks.values():
+            if blocks is None:
+                return None
+            blocks_of_receiver += blocks
+        return KeptByReceivers.by_kind(blocks_of_receiver)
+
+    def are_proved(self, replicas: Sequence[Any]) -> bool:
+        """Whether each of these replicas has shown that it keeps what it said."""
+        return set(replicas) <= self._proved
+
+    def note_reports(self, reports: dict[Any, list[Report]]) -> None:
+        """Take what the workers report of a sync: replica -> its workers' reports."""
+        for replica, workers in reports.items():
+            if all(worker.get("layout_proved") for worker in workers):
+                self._proved.add(replica)
+
+    def forget_proofs(self) -> None:
+        """A sync failed: what it left in the models is unknown."""
+        self._proved.clear()
+
+
+def plain_kept_by_receivers(kept: KeptByReceivers | None) -> dict[str, Any] | None:
+    """As plain data, for vLLM's workers."""
+    if kept is None:
+        return None
+    return {
+        "blocks": [plain_kept(blocks) for blocks in kept.blocks],
+        "kind_of_receiver": list(kept.kind_of_receiver),
+    }

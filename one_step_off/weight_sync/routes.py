@@ -1,0 +1,301 @@
+"""Which bytes of each bucket go to which receivers.
+
+A sender packs its part of a bucket as the bucket plan says. As long as nothing is known of the
+receivers, the part goes to all of them. When every receiver has told which blocks it keeps, the
+part is cut into cells, so that each cell is kept by one set of receivers as a whole. The cells of
+one set make one message: what all keep (norms, for instance) is broadcast to all, a slice of one
+tensor-parallel rank goes to that rank of every replica.
+
+Receivers of one kind keep the same blocks: the same tensor-parallel rank of each replica.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from one_step_off.cluster.errors import SyncError
+from one_step_off.weight_sync.bucket_plan import ALIGNMENT, Bucket, BucketPlan, Slot
+from one_step_off.weight_sync.kept_blocks import Block, KeptBlocks
+
+ALL_RECEIVERS = 0
+"""The number of the set of all receivers."""
+
+
+@dataclass(frozen=True)
+class KeptByReceivers:
+    """Which blocks the receivers of an epoch keep."""
+
+    blocks: tuple[KeptBlocks, ...]
+    """By kind."""
+    kind_of_receiver: tuple[int, ...]
+
+    @staticmethod
+    def by_kind(blocks_of_receiver: Sequence[KeptBlocks]) -> "KeptByReceivers":
+        """Receivers that keep the same are of one kind."""
+        kinds: list[KeptBlocks] = []
+        kind_of_receiver = []
+        for blocks in blocks_of_receiver:
+            if blocks not in kinds:
+                kinds.append(blocks)
+            kind_of_receiver.append(kinds.index(blocks))
+        return KeptByReceivers(tuple(kinds), tuple(kind_of_receiver))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A block of a slot that one set of receivers keeps."""
+
+    slot: Slot
+    block: Block
+    offset: int
+    """In its message, where that is not the sender's whole part."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the block."""
+        return math.prod(self.block.shape) * self.slot.dtype.itemsize
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes up to where the next cell may begin."""
+        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+
+    def in_part(self, part: torch.Tensor) -> torch.Tensor:
+        """The block as a view into its sender's part of the bucket (uint8 [n])."""
+        return self.block.slice_of(self.slot.view(part), self.slot.piece.block.start)
+
+    def in_message(self, message: torch.Tensor) -> torch.Tensor:
+        """The block as a view into its message (uint8 [n])."""
+        flat = message[self.offset : self.offset + self.nbytes]
+        return flat.view(self.slot.dtype).view(self.block.shape)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one sender sends of one bucket to one set of receivers."""
+
+    sender: int
+    receivers: int
+    """The number of the set."""
+    cells: tuple[Cell, ...]
+    """What receivers keep of it."""
+    nbytes: int
+    is_whole_part: bool
+    """It is the sender's part of the bucket, as the plan has it; nothing is cut."""
+
+    def views(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """The cells as views into the message (uint8 [nbytes])."""
+        if self.is_whole_part:
+            return [cell.in_part(message) for cell in self.cells]
+        return [cell.in_message(message) for cell in self.cells]
+
+    def cut(self, part: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
+        """The message (uint8 [nbytes]), from the sender's part of the bucket.
+
+        Args:
+            part: uint8 [part_bytes].
+            message: where to copy the cells to; not needed for a whole part.
+        """
+        if self.is_whole_part:
+            return part
+        self.zero_padding(message)
+        for cell in self.cells:
+            cell.in_message(message).copy_(cell.in_part(part), non_blocking=True)
+        return message
+
+    def zero_padding(self, message: torch.Tensor) -> None:
+        """Zero the bytes that belong to no cell: they count in the checksum."""
+        for cell in self.cells:
+            if self.is_whole_part:
+                cell.slot.zero_padding(message)
+            else:
+                message[cell.offset + cell.nbytes : cell.offset + cell.padded_bytes].zero_()
+
+
+class Routes:
+    """The messages of all buckets.
+
+    Attributes:
+        sets: the receivers of each set; the first one has all of them.
+        rounds: the numbers of the sets. No two sets of a round share a receiver, so a sender may
+            send to them side by side.
+        messages: per bucket, in the order of senders and, for each, of rounds.
+    """
+
+    sets: list[tuple[int, ...]]
+    rounds: list[list[int]]
+    messages: list[list[Message]]
+
+    def __init__(self, plan: BucketPlan, receivers: int) -> None:
+        """Every part goes to all receivers; see `of_kept_blocks` for the other way."""
+        self.senders = plan.senders
+        self.sets = [tuple(range(receivers))]
+        self.rounds = [[ALL_RECEIVERS]]
+        self.messages = []
+        for bucket in plan.buckets:
+            self.messages.append([_whole_part(bucket, s, ()) for s in _senders_of(bucket)])
+
+    @staticmethod
+    def of_kept_blocks(plan: BucketPlan, kept: KeptByReceivers) -> "Routes":
+        """Each receiver gets what it keeps.
+
+        Raises:
+            SyncError: a receiver keeps something that nobody sends.
+        """
+        _check_all_is_sent(plan, kept)
+        routes = Routes(plan, len(kept.kind_of_receiver))
+        cells_of_bucket = [list(_cells_of(bucket, kept.blocks)) for bucket in plan.buckets]
+        if len(kept.blocks) == 1:
+            for bucket, cells, messages in zip(
+                plan.buckets, cells_of_bucket, routes.messages, strict=True
+            ):
+                for number, message in enumerate(messages):
+                    own = tuple(cell for cell, _ in cells if cell.slot.sender == message.sender)
+                    messages[number] = _whole_part(bucket, message.sender, own)
+            return routes
+        routes._number_sets(cells_of_bucket, kept)
+        for index, cells in enumerate(cells_of_bucket):
+            routes.messages[index] = list(routes._cut_messages(cells, kept))
+        return routes
+
+    def sets_of_sender(self, sender: int) -> list[int]:
+        """The sets to which a sender sends: that of all receivers, and those with messages of
+        it."""
+        used = {ALL_RECEIVERS}
+        for messages in self.messages:
+            used.update(message.receivers for message in messages if message.sender == sender)
+        return [number for together in self.rounds for number in together if number in used]
+
+    def streams_of_receiver(self, receiver: int) -> list[tuple[int, int]]:
+        """(sender, set) of all that a receiver gets, in the order in which messages of one bucket
+        come."""
+        streams = []
+        for sender in range(self.senders):
+            for number in self.sets_of_sender(sender):
+                if receiver in self.sets[number]:
+                    streams.append((sender, number))
+        return streams
+
+    def stream_number(self, sender: int, receivers: int) -> int:
+        """A number for a sender's stream to a set of receivers; that to all receivers has the
+        sender's own number."""
+        return sender + self.senders * receivers
+
+    def messages_of_receiver(self, receiver: int) -> list[list[Message]]:
+        """Per bucket the messages that a receiver gets, in the order in which they come."""
+        own = [number for number, members in enumerate(self.sets) if receiver in members]
+        return [
+            [message for message in messages if message.receivers in own]
+            for messages in self.messages
+        ]
+
+    def messages_of_sender(self, sender: int) -> list[list[Message]]:
+        """Per bucket the messages of a sender."""
+        return [
+            [message for message in messages if message.sender == sender]
+            for messages in self.messages
+        ]
+
+    def _number_sets(
+        self, cells_of_bucket: list[list[tuple[Cell, tuple[int, ...]]]], kept: KeptByReceivers
+    ) -> None:
+        """Fill `sets` and `rounds`: each set into the first round without any of its kinds."""
+        every_kind = tuple(range(len(kept.blocks)))
+        kinds_of_sets = dict.fromkeys(
+            kinds for cells in cells_of_bucket for _, kinds in cells if kinds != every_kind
+        )
+        rounds: list[list[tuple[int, ...]]] = [[every_kind]]
+        for kinds in sorted(kinds_of_sets):
+            for together in rounds[1:]:
+                if not any(set(kinds) & set(other) for other in together):
+                    together.append(kinds)
+                    break
+            else:
+                rounds.append([kinds])
+        self._number_of_kinds: dict[tuple[int, ...], int] = {}
+        self.sets = []
+        self.rounds = []
+        for together in rounds:
+            self.rounds.append([])
+            for kinds in together:
+                self._number_of_kinds[kinds] = len(self.sets)
+                self.rounds[-1].append(len(self.sets))
+                members = [r for r, kind in enumerate(kept.kind_of_receiver) if kind in kinds]
+                self.sets.append(tuple(members))
+
+    def _cut_messages(
+        self, cells: list[tuple[Cell, tuple[int, ...]]], kept: KeptByReceivers
+    ) -> Iterator[Message]:
+        """The messages of one bucket."""
+        cells_of_message: dict[tuple[int, int], list[Cell]] = {}
+        size_of_message: dict[tuple[int, int], int] = {}
+        for cell, kinds in cells:
+            key = (cell.slot.sender, self._number_of_kinds[kinds])
+            placed = Cell(cell.slot, cell.block, size_of_message.get(key, 0))
+            cells_of_message.setdefault(key, []).append(placed)
+            size_of_message[key] = placed.offset + placed.padded_bytes
+        for key in sorted(cells_of_message):
+            sender, number = key
+            own = tuple(cells_of_message[key])
+            yield Message(sender, number, own, size_of_message[key], is_whole_part=False)
+
+
+def _senders_of(bucket: Bucket) -> list[int]:
+    """The senders with a part of a bucket."""
+    return [sender for sender, size in enumerate(bucket.part_bytes) if size]
+
+
+def _whole_part(bucket: Bucket, sender: int, cells: tuple[Cell, ...]) -> Message:
+    return Message(sender, ALL_RECEIVERS, cells, bucket.part_bytes[sender], is_whole_part=True)
+
+
+def _cells_of(
+    bucket: Bucket, kept: tuple[KeptBlocks, ...]
+) -> Iterator[tuple[Cell, tuple[int, ...]]]:
+    """The cells of a bucket, each with the kinds of receivers that keep it. What nobody keeps is
+    left out."""
+    for slot in bucket.slots:
+        if not slot.nbytes:
+            continue
+        own = slot.piece.block
+        kept_of_kind = [_clip(blocks.get(slot.piece.name, ()), own) for blocks in kept]
+        if all(blocks == (own,) for blocks in kept_of_kind):
+            yield Cell(slot, own, 0), tuple(range(len(kept)))
+            continue
+        for block in _grid(own, itertools.chain(*kept_of_kind)):
+            kinds = tuple(
+                kind
+                for kind, blocks in enumerate(kept_of_kind)
+                if any(block.intersect(other) == block for other in blocks)
+            )
+            if kinds:
+                yield Cell(slot, block, 0), kinds
+
+
+def _clip(blocks: Sequence[Block], own: Block) -> tuple[Block, ...]:
+    """What lies inside `own`."""
+    clipped = (block.intersect(own) for block in blocks)
+    return tuple(block for block in clipped if block is not None)
+
+
+def _grid(own: Block, blocks: Iterator[Block]) -> Iterator[Block]:
+    """`own`, cut at all borders of blocks inside it."""
+    borders = [{start, stop} for start, stop in zip(own.start, own.stop, strict=True)]
+    for block in blocks:
+        for dim, found in enumerate(borders):
+            found.update((block.start[dim], block.stop[dim]))
+    ranges = [itertools.pairwise(sorted(found)) for found in borders]
+    for cell in itertools.product(*ranges):
+        yield Block(tuple(start for start, _ in cell), tuple(stop for _, stop in cell))
+
+
+def _check_all_is_sent(plan: BucketPlan, kept: KeptByReceivers) -> None:
+    sent = {slot.piece.name for bucket in plan.buckets for slot in bucket.slots}
+    for blocks in kept.blocks:
+        missing = [name for name, own in blocks.items() if own and name not in sent]
+        if missing:
+            raise SyncError(f"weight plan: a receiver keeps {missing[0]}, which nobody sends")
