@@ -10,15 +10,18 @@ together they wait for ever.
 Two rules exclude this, for any number of queues, one included:
 
 1. A sender launches a broadcast only when all receivers have announced that they are ready for it.
-2. On a GPU, a receiver announces a broadcast only when it has finished every one before. All
-   receivers take the broadcasts in the same order.
+2. On a GPU, a receiver announces a broadcast only when it has finished every one before.
 
-So at any time there is at most one broadcast that all receivers have announced and not all have
-finished, and only its sender may have a kernel that spins. The receivers of that broadcast have
-launched it or are about to, and nothing before it in their queues waits for anybody. If it is
-queued behind a collective of its own rank, then that collective waits only for ranks on which
-nothing spins. Without the first rule senders spin whose receivers wait for other senders. Without
-the second a receiver's broadcast waits in a queue behind the broadcast of another sender.
+3. Senders and receivers take the broadcasts of a bucket by turns (`Routes.turn`). In one turn no
+   two broadcasts share a sender or a receiver, so all of them may be under way at once.
+
+So the receivers of a broadcast that spins have launched it or are about to, and nothing before it
+in their queues waits for anybody. It ends, unless it is queued behind a collective of its own rank.
+That collective waits for other ranks, where it may be queued behind other broadcasts that spin, and
+these are in the same position: the one that no collective is queued before ends, and so on. Without
+the first rule senders spin whose receivers wait for other senders. Without the second a receiver's
+broadcast waits in a queue behind the broadcast of another sender. Without the third a sender waits
+for a receiver that waits for another sender, and so on in a circle.
 
 gloo has no queues. So on CPUs nothing is announced, and the parts of a bucket arrive from all
 senders side by side.
@@ -49,27 +52,29 @@ IS_ORDERED = {"cuda": True, "cpu": False}
 CPUs."""
 
 
-def send_steps(is_ordered: bool) -> tuple[Step, ...]:
-    """A sender's steps for one message."""
-    if is_ordered:
-        return (Step.AWAIT_RECEIVERS, Step.LAUNCH, Step.FINISH)
-    return (Step.LAUNCH, Step.FINISH)
-
-
-def receive_steps(senders: Iterable[int], is_ordered: bool) -> Iterator[tuple[Step, int]]:
-    """A receiver's steps for the next message of each of these senders: (step, sender).
+def send_steps(streams: Iterable[int], is_ordered: bool) -> Iterator[tuple[Step, int]]:
+    """A sender's steps for the next message of each of these streams: (step, stream).
 
     Args:
-        senders: in an order that is the same at all receivers.
+        streams: to sets of receivers, in the order of turns.
         is_ordered: by the rules; otherwise all are under way side by side.
     """
+    return _steps(Step.AWAIT_RECEIVERS, streams, is_ordered)
+
+
+def receive_steps(streams: Iterable[int], is_ordered: bool) -> Iterator[tuple[Step, int]]:
+    """A receiver's steps, as `send_steps`. `streams`: of several senders."""
+    return _steps(Step.ANNOUNCE, streams, is_ordered)
+
+
+def _steps(get_ready: Step, streams: Iterable[int], is_ordered: bool) -> Iterator[tuple[Step, int]]:
     if is_ordered:
-        for sender in senders:
-            yield Step.ANNOUNCE, sender
-            yield Step.LAUNCH, sender
-            yield Step.FINISH, sender
+        for stream in streams:
+            yield get_ready, stream
+            yield Step.LAUNCH, stream
+            yield Step.FINISH, stream
         return
-    together = list(senders)
+    together = list(streams)
     for step in (Step.LAUNCH, Step.FINISH):
-        for sender in together:
-            yield step, sender
+        for stream in together:
+            yield step, stream

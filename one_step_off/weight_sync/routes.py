@@ -121,9 +121,8 @@ class Routes:
 
     Attributes:
         sets: the receivers of each set; the first one has all of them.
-        rounds: the numbers of the sets. No two sets of a round share a receiver, so a sender may
-            send to them side by side.
-        messages: per bucket, in the order of senders and, for each, of rounds.
+        rounds: the numbers of the sets. No two sets of a round share a receiver.
+        messages: per bucket.
     """
 
     sets: list[tuple[int, ...]]
@@ -163,22 +162,34 @@ class Routes:
         return routes
 
     def sets_of_sender(self, sender: int) -> list[int]:
-        """The sets to which a sender sends: that of all receivers, and those with messages of
-        it."""
+        """The sets to which a sender sends, by turns: that of all receivers, and those for which it
+        has messages."""
         used = {ALL_RECEIVERS}
         for messages in self.messages:
             used.update(message.receivers for message in messages if message.sender == sender)
-        return [number for together in self.rounds for number in together if number in used]
+        return sorted(used, key=lambda number: self.turn(sender, number))
 
     def streams_of_receiver(self, receiver: int) -> list[tuple[int, int]]:
-        """(sender, set) of all that a receiver gets, in the order in which messages of one bucket
-        come."""
+        """(sender, set) of all that a receiver gets, by turns."""
         streams = []
         for sender in range(self.senders):
             for number in self.sets_of_sender(sender):
                 if receiver in self.sets[number]:
                     streams.append((sender, number))
-        return streams
+        return sorted(streams, key=lambda stream: self.turn(*stream))
+
+    def turn(self, sender: int, receivers: int) -> tuple[int, int]:
+        """When a sender's message of a bucket to a set of receivers is due.
+
+        In one turn a sender sends to one set and a receiver gets from one sender. The turns of a
+        round pair each sender with each set: with two senders and two sets the first turn has
+        0 -> 0 and 1 -> 1, the second one 0 -> 1 and 1 -> 0.
+        """
+        for number, together in enumerate(self.rounds):
+            if receivers in together:
+                pairs_at_once = max(self.senders, len(together))
+                return number, (together.index(receivers) - sender) % pairs_at_once
+        raise ValueError(f"there is no set {receivers}")
 
     def stream_number(self, sender: int, receivers: int) -> int:
         """A number for a sender's stream to a set of receivers; that to all receivers has the
@@ -186,19 +197,22 @@ class Routes:
         return sender + self.senders * receivers
 
     def messages_of_receiver(self, receiver: int) -> list[list[Message]]:
-        """Per bucket the messages that a receiver gets, in the order in which they come."""
-        own = [number for number, members in enumerate(self.sets) if receiver in members]
+        """Per bucket the messages that a receiver gets, by turns."""
+        own = {number for number, members in enumerate(self.sets) if receiver in members}
         return [
-            [message for message in messages if message.receivers in own]
+            sorted((m for m in messages if m.receivers in own), key=self._turn_of)
             for messages in self.messages
         ]
 
     def messages_of_sender(self, sender: int) -> list[list[Message]]:
-        """Per bucket the messages of a sender."""
+        """Per bucket the messages of a sender, by turns."""
         return [
-            [message for message in messages if message.sender == sender]
+            sorted((m for m in messages if m.sender == sender), key=self._turn_of)
             for messages in self.messages
         ]
+
+    def _turn_of(self, message: Message) -> tuple[int, int]:
+        return self.turn(message.sender, message.receivers)
 
     def _number_sets(
         self, cells_of_bucket: list[list[tuple[Cell, tuple[int, ...]]]], kept: KeptByReceivers

@@ -243,7 +243,8 @@ class WeightSender(SyncEndpoint):
             if isinstance(transport, DedicatedGroup)
         ]
         for _ in range(MEASURED_TRANSFERS if remote else 0):
-            self._on_wire(self._send_message, self.buffers[0][: self.part_sizes[0]], remote)
+            first = {ALL_RECEIVERS: self.buffers[0][: self.part_sizes[0]]}
+            self._on_wire(self._send_messages, first, {ALL_RECEIVERS: remote})
 
     def _choose_kind(self, version: int) -> SendKind:
         if version == self.kept_version:
@@ -420,8 +421,7 @@ class WeightSender(SyncEndpoint):
             self.stream.synchronize()  # what packed them
         begin = time.perf_counter()
         for message_of_set in messages:
-            for together in self._rounds(message_of_set):
-                self._send_together({number: message_of_set[number] for number in together})
+            self._send_messages(message_of_set, self.transports_of_set)
         seconds = time.perf_counter() - begin
         for message_of_set in messages:
             for message in message_of_set.values():
@@ -430,31 +430,17 @@ class WeightSender(SyncEndpoint):
         self.record.add_wire_span(seconds)
         return seconds
 
-    def _rounds(self, messages: Messages) -> list[list[int]]:
-        """The sets to which `messages` go, by round."""
-        routes = self.kept_routes or self.whole_routes
-        rounds = [[n for n in together if n in messages] for together in routes.rounds]
-        return [together for together in rounds if together]
-
-    def _send_together(self, messages: Messages) -> None:
-        """On the wire's thread: send to sets of receivers without a common member."""
-        for step in send_steps(self.is_ordered):
-            for number, message in messages.items():
-                self._do_step(step, message, self.transports_of_set[number])
-
-    def _send_message(self, message: torch.Tensor, transports: Sequence[Any]) -> None:
-        """On the wire's thread: send one message over these transports, to all their receivers."""
-        for step in send_steps(self.is_ordered):
-            self._do_step(step, message, transports)
-
-    def _do_step(self, step: Step, message: torch.Tensor, transports: Sequence[Any]) -> None:
-        for transport in transports:
-            if step is Step.AWAIT_RECEIVERS:
-                transport.await_receivers()
-            elif step is Step.LAUNCH:
-                transport.start_send(message)
-            else:
-                transport.wait(self.timeout_s)
+    def _send_messages(self, messages: Messages, transports: dict[int, list[Any]]) -> None:
+        """On the wire's thread: send one message to each of these sets of receivers, given by
+        turns. `transports`: of each set."""
+        for step, number in send_steps(messages, self.is_ordered):
+            for transport in transports[number]:
+                if step is Step.AWAIT_RECEIVERS:
+                    transport.await_receivers()
+                elif step is Step.LAUNCH:
+                    transport.start_send(messages[number])
+                else:
+                    transport.wait(self.timeout_s)
 
     def _finish_bucket(self, on_wire: BucketOnWire | None) -> None:
         """Wait until the bucket on the wire has reached every receiver."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from one_step_off.distributed_util import DedicatedGroup
 from one_step_off.weight_sync import launch_order
 from one_step_off.weight_sync.launch_order import Step, receive_steps, send_steps
+from one_step_off.weight_sync.routes import Routes
 from tests.unit.weight_sync.queue_model import Action, Machine, State, Thread
 from tests.unit.weight_sync.weight_stream import (
     SHAPES,
@@ -29,15 +30,20 @@ ReceiveSteps = Callable[[Iterable[int]], Iterable[tuple[Step, int]]]
 Queues = Callable[[str, str], int]
 """(device, stream) -> the hardware queue of the stream."""
 
-ORDERED = (send_steps(True), lambda senders: receive_steps(senders, True))
-UNORDERED = (send_steps(False), lambda senders: receive_steps(senders, False))
+
+def steps_of_a_send(is_ordered: bool) -> SendSteps:
+    return tuple(step for step, _ in send_steps([0], is_ordered))
+
+
+ORDERED = (steps_of_a_send(True), lambda senders: receive_steps(senders, True))
+UNORDERED = (steps_of_a_send(False), lambda senders: receive_steps(senders, False))
 RECEIVE_STEPS = (Step.ANNOUNCE, Step.LAUNCH, Step.FINISH)
 ANNOUNCED_SIDE_BY_SIDE = (
-    send_steps(True),
+    steps_of_a_send(True),
     lambda senders: [(step, s) for step in RECEIVE_STEPS for s in senders],
 )
 ONE_AT_A_TIME_UNANNOUNCED = (
-    send_steps(False),
+    steps_of_a_send(False),
     lambda senders: [(step, s) for s in senders for step in (Step.LAUNCH, Step.FINISH)],
 )
 
@@ -175,6 +181,107 @@ def test_receivers_that_take_the_senders_in_different_orders_deadlock():
     plan = [[1, 0], [1, 0]]
     system = Machine([*system.threads, receiving_thread(1, plan, one_queue, ORDERED[1])])
     assert system.find_deadlock() is not None
+
+
+def routes_with(senders: int, rounds: list[list[set[int]]]) -> Routes:
+    """The order of turns for these sets of receivers."""
+    routes = Routes.__new__(Routes)
+    routes.senders = senders
+    routes.sets = [tuple(sorted(members)) for together in rounds for members in together]
+    numbers = iter(range(len(routes.sets)))
+    routes.rounds = [[next(numbers) for _ in together] for together in rounds]
+    return routes
+
+
+def machine_by_turns(
+    routes: Routes, sent: list[set[tuple[int, int]]], gathers: int = 2, by_turns: bool = True
+) -> Machine:
+    """Ranks that train and send, and receivers, on one queue each.
+
+    Args:
+        routes: the sets, and their turns.
+        sent: per bucket the (sender, set) that have a message.
+        gathers: collectives of each rank.
+        by_turns: else senders take the turns of a bucket backwards.
+    """
+    turn = lambda stream: routes.turn(*stream)  # noqa: E731
+    threads = []
+    for rank in range(routes.senders):
+        threads.append(training_thread(rank, gathers, one_queue, ()))
+        actions = []
+        for bucket, streams in enumerate(sent):
+            own = [stream for stream in streams if stream[0] == rank]
+            own.sort(key=turn, reverse=not by_turns)
+            for step, (_, number) in send_steps_of(own):
+                actions.append(Action(step, ("broadcast", bucket, rank, number)))
+        threads.append(Thread(f"trainer{rank}", tuple(actions)))
+    for receiver in sorted(set().union(*routes.sets)):
+        actions = []
+        for bucket, streams in enumerate(sent):
+            own = [stream for stream in streams if receiver in routes.sets[stream[1]]]
+            for stream in sorted(own, key=turn):
+                operation = ("broadcast", bucket, *stream)
+                actions += [Action(step, operation) for step in RECEIVE_STEPS]
+        threads.append(Thread(f"receiver{receiver}", tuple(actions)))
+    return Machine(threads, early_ends=True)
+
+
+def send_steps_of(streams: list[tuple[int, int]]) -> Iterable[tuple[Step, tuple[int, int]]]:
+    for step, place in send_steps(range(len(streams)), True):
+        yield step, streams[place]
+
+
+TWO_RANKS = [[{0, 1}], [{0}, {1}]]
+"""All receivers, and each of two tensor-parallel ranks."""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [{(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)}],
+        [{(0, 1), (1, 2)}, {(0, 2), (1, 1)}],
+        [{(0, 1), (0, 2), (1, 2)}, {(1, 0), (0, 0)}],
+        [{(1, 1)}, {(0, 0), (1, 2)}, {(1, 1), (0, 2)}],
+    ],
+)
+def test_no_schedule_deadlocks_if_receivers_get_different_parts(sent):
+    """A complete search."""
+    assert machine_by_turns(routes_with(2, TWO_RANKS), sent).find_deadlock() is None
+
+
+def test_senders_that_take_the_turns_in_another_order_than_receivers_deadlock():
+    sent = [{(sender, number) for sender in range(2) for number in (1, 2)}]
+    system = machine_by_turns(routes_with(2, TWO_RANKS), sent, 0, by_turns=False)
+    assert system.find_deadlock() is not None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.randoms(use_true_random=False))
+def test_random_schedules_by_turns_reach_the_end(data, rng):
+    """Up to four senders and four ranks, of which neighbors may share a part."""
+    senders = data.draw(st.integers(1, 4))
+    ranks = data.draw(st.sampled_from([1, 2, 4]))
+    rounds = [[set(range(ranks))], [{rank} for rank in range(ranks)]]
+    if ranks == 4:
+        rounds.append([{0, 1}, {2, 3}])
+    routes = routes_with(senders, rounds)
+    streams = [(s, number) for s in range(senders) for number in range(len(routes.sets))]
+    sent = data.draw(st.lists(st.sets(st.sampled_from(streams), min_size=1), max_size=4))
+    system = machine_by_turns(routes, sent, data.draw(st.integers(0, 4)))
+    assert system.is_finished(run_randomly(system, rng))
+
+
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_in_a_turn_each_sender_and_each_receiver_has_one_message(senders, ranks):
+    routes = routes_with(senders, [[set(range(ranks))], [{rank} for rank in range(ranks)]])
+    pairs_of_turn: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for sender in range(senders):
+        for number in range(1, ranks + 1):
+            pairs_of_turn.setdefault(routes.turn(sender, number), []).append((sender, number))
+    for pairs in pairs_of_turn.values():
+        assert len({sender for sender, _ in pairs}) == len(pairs)
+        assert len({number for _, number in pairs}) == len(pairs)
+    assert len(pairs_of_turn) == max(senders, ranks), "no turn more than needed"
 
 
 def run_randomly(system: Machine, rng: random.Random) -> State:
