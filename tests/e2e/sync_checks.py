@@ -110,8 +110,10 @@ def check_syncs_to_another_model(
     folder: Path,
     changes: dict[str, Any],
     trained_name: str = "",
-) -> None:
+    engine_changes: dict[str, Any] | None = None,
+) -> list[dict[str, float]]:
     """Sync, update, and sync again: after each sync the engine answers as transformers does.
+    Returns the metrics of both syncs.
 
     Args:
         engine_model: the path of the weights that the engine starts with.
@@ -119,8 +121,10 @@ def check_syncs_to_another_model(
         folder: the run's folder.
         changes: values by dotted key.
         trained_name: what stands in the names of the weights that an update moves.
+        engine_changes: of rollout.engine_kwargs.
     """
     engine_kwargs = {"model": engine_model, "tokenizer": trainer_model, "max_model_len": 160}
+    engine_kwargs |= engine_changes or {}
     settings = {
         "rollout.engine_kwargs": engine_kwargs,
         "rollout.sampling_kwargs": {"ignore_eos": True},
@@ -128,14 +132,15 @@ def check_syncs_to_another_model(
     settings.update(changes)
     cfg = tiny_config(trainer_model, str(folder), **settings)
     updated_model = str(folder / "after")
+    metrics: list[dict[str, float]] = []
 
     async def check() -> None:
         roles = await start_roles(cfg)
-        metrics = await roles.sync((0, 0))
-        assert metrics["canary/logprob_diff_max"] < 1e-4
+        metrics.append(await roles.sync((0, 0)))
+        assert metrics[0]["canary/logprob_diff_max"] < 1e-4
         await assert_engines_equal_transformers(roles, trainer_model)
         await roles.actor.update(batch_for_update())
-        await roles.sync((0, 1))
+        metrics.append(await roles.sync((0, 1)))
         await roles.actor.save_hf(updated_model)
         await assert_engines_equal_transformers(roles, updated_model)
         assert only_trained_weights_moved(trainer_model, updated_model, trained_name), (
@@ -144,6 +149,7 @@ def check_syncs_to_another_model(
         await roles.rollout.stop()
 
     run_with_ray(cfg, check)
+    return metrics
 
 
 async def assert_engines_equal_transformers(roles: Roles, model: str) -> None:

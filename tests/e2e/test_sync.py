@@ -63,6 +63,32 @@ def test_engine_equals_hf_after_sync(models, tmp_path, tied, tensor_parallel_siz
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("ranks", "backend"),
+    [pytest.param(2, "fsdp", marks=pytest.mark.ci), (1, "megatron")],
+)
+def test_workers_receive_what_they_keep_after_the_first_sync(models, tmp_path, ranks, backend):
+    """On engines that use parameters as loaded, as GPUs do. Each of two tensor-parallel workers
+    gets half of the model, and norms whole."""
+    changes = {
+        "placement.pools": {"rollout": [2], "actor": [ranks]},
+        "rollout.tensor_parallel_size": 2,
+        "actor.backend": backend,
+    }
+    first, second = check_syncs_to_another_model(
+        models(tied=False, seed=1),
+        models(tied=False, seed=2),
+        tmp_path,
+        changes,
+        engine_changes={"worker_extension_cls": "tests.unpacked_engine.SyncWorkerExtension"},
+    )
+    assert (first["sync/in_place"], second["sync/in_place"]) == (0.0, 1.0)
+    assert first["sync/worker_bytes"] == first["sync/full_bytes"]
+    assert 0.5 < second["sync/worker_bytes"] / first["sync/worker_bytes"] < 0.52
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_engine_equals_hf_with_adapters(models, tmp_path):
     """LoRA: the engine loads the merged weights that the trainer streams. It answers as the merged
