@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -12,6 +13,7 @@ from one_step_off.weight_sync.kept_blocks import Block, KeptBlocks, kept_from_pl
 from tests.unit.weight_sync.parallel_models import Case, Worker, run_workers
 
 Weights = dict[str, torch.Tensor]
+PLAIN, PACKED = False, True
 
 
 def shapes_of(tensors: Weights) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -124,6 +126,73 @@ def assert_reads_back(layout, tensors: Weights) -> None:
         assert torch.equal(view, block.slice_of(tensors[name])), name
 
 
+def assert_damage_is_found(worker: Worker) -> int:
+    """Wrong layouts of packed layers, which nothing but the proof can find. Returns how many."""
+    from one_step_off.weight_sync.in_place import NotInPlace
+    from one_step_off.weight_sync.kept_layout import KeptLayout
+
+    tensors = worker.case.tensors(0)
+    model = worker.model(tensors, PACKED)
+    attention = "model.layers.1.self_attn.{}_proj.weight"
+    expert = "model.layers.1.mlp.experts.2.{}_proj.weight"
+    pairs = [
+        [attention.format("k"), attention.format("v")],
+        [expert.format("gate"), expert.format("up")],
+        ["model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight"],
+        ["model.layers.0.self_attn.o_proj.weight", "model.layers.1.self_attn.o_proj.weight"],
+    ]
+    for one, other in pairs:
+        layout = KeptLayout.learn(model, shapes_of(tensors))
+        copies = layout.copies
+        swapped = copies[one][0].destination, copies[other][0].destination
+        for name, destination in zip((other, one), swapped, strict=True):
+            copies[name][0] = dataclasses.replace(copies[name][0], destination=destination)
+        worker.reload(model, tensors, layout.note_loaded)
+        with pytest.raises(NotInPlace, match="does not hold the bytes"):
+            layout.prove()
+    layout = KeptLayout.learn(model, shapes_of(tensors))
+    worker.reload(model, tensors, layout.note_loaded)
+    layout.prove()
+    return len(pairs)
+
+
+def test_the_proof_finds_wrong_layouts_of_packed_layers():
+    assert run_workers(Case("qwen3_moe", 1), assert_damage_is_found) == [4]
+
+
+def leave_a_layer_unfinished(worker: Worker) -> str:
+    """A sync that breaks off in a packed layer, and the next one. Returns the error."""
+    from one_step_off.weight_sync.in_place import NotInPlace
+    from one_step_off.weight_sync.kept_layout import KeptLayout
+
+    first, second = worker.case.tensors(0), worker.case.tensors(1)
+    model = worker.model(first, PACKED)
+    layout = KeptLayout.learn(model, shapes_of(first))
+    cells = random_cells(layout.kept, random.Random(1))
+    layout.start()
+    layout.bind(messages_of(cells[::2], second)).write()
+    with pytest.raises(NotInPlace) as caught:
+        layout.finish(torch.bfloat16)
+    write_in_buckets(layout, second, random.Random(2))
+    assert_same_model(model, worker.model(second, PACKED))
+    with pytest.raises(NotInPlace, match="cannot be read"):
+        layout.bind(messages_of(cells, second)).read()
+
+    layout = KeptLayout.learn(model, shapes_of(first), keep_plain=True)
+    worker.reload(model, first, layout.note_loaded)
+    layout.prove()
+    assert_reads_back(layout, first)
+    write_in_buckets(layout, second, random.Random(3))
+    assert_reads_back(layout, second)
+    assert_same_model(model, worker.model(second, PACKED))
+    return str(caught.value)
+
+
+def test_broken_off_syncs_and_plain_copies_of_packed_layers():
+    (error,) = run_workers(Case("qwen2", 1, tied=True), leave_a_layer_unfinished)
+    assert "is packed, and only a part of it has come" in error
+
+
 def assert_union_is_whole(workers: list[KeptBlocks], tensors: Weights) -> None:
     for name, tensor in tensors.items():
         seen = torch.zeros(tensor.shape, dtype=torch.bool)
@@ -138,7 +207,6 @@ def run_case(case: Case, packed: bool) -> None:
     assert_union_is_whole(kept, case.tensors(0))
 
 
-PLAIN, PACKED = False, True
 EVEN = {"vocab_size": 256}
 """Rows of the vocabulary that two or four workers share evenly."""
 
