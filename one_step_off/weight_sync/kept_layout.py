@@ -2,92 +2,143 @@
 its parameters.
 
 It is learned once by watching the model's own `load_weights` (load_recording.py). It is proved by
-vLLM's own load of an ordinary update: a checksum of every box that was sent must equal that of what
-the parameters hold when the load has ended. From then on boxes are copied straight between message
-buffers and parameters, with no loader in between.
+vLLM's own load of an ordinary update (layout_proof.py). From then on boxes are copied straight
+between message buffers and parameters, with no loader in between. Layers that are packed for CPU
+kernels are written through packed_layers.py.
 
 Refused (`NotInPlace`), so that whole tensors travel and vLLM loads them: parameters that do not
-hold the checkpoint's bits as boxes, such as quantized, packed or reordered ones.
+hold the checkpoint's bits as boxes, such as quantized or reordered ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
-from one_step_off.weight_sync.bucket_plan import ALIGNMENT, checksum
 from one_step_off.weight_sync.in_place import NotInPlace
 from one_step_off.weight_sync.kept_blocks import Block, KeptBlocks
+from one_step_off.weight_sync.layout_proof import LoadProof
 from one_step_off.weight_sync.load_recording import (
     Copy,
-    Destination,
     Loadable,
     Recording,
     TensorShapes,
     any_overlap,
     record_load,
 )
+from one_step_off.weight_sync.packed_layers import (
+    PackedLayer,
+    PlainMemory,
+    is_packed,
+    keeps_its_weight,
+    pack_again,
+    packed_weights,
+)
+from one_step_off.weight_sync.parameter_views import kernel_tensor, parameter_view, part_of
 
 Cell = tuple[str, Block, torch.Tensor]
 """Name of a checkpoint tensor, a block of it, and a view of that block in a message buffer."""
 
-NamedTensors = list[tuple[str, torch.Tensor]]
+Parameter = tuple[torch.nn.Module, str]
+"""A layer, and the name of a parameter in it."""
+
+
+@dataclass(frozen=True)
+class PackedCell:
+    """A part of a cell, and the box of a packed weight that it belongs to."""
+
+    layer: PackedLayer
+    weight: str
+    block: Block
+    cell_view: torch.Tensor
 
 
 @dataclass(frozen=True)
 class BoundCells:
-    """Cells of a message buffer, and the views of parameters that hold the same numbers.
+    """Cells of a message buffer, and the places that hold the same numbers.
 
     `cell_views[i]` and `parameter_views[i]` have the same shape.
     """
 
-    cell_views: list[torch.Tensor]
-    parameter_views: list[torch.Tensor]
+    cell_views: list[torch.Tensor] = field(default_factory=list)
+    parameter_views: list[torch.Tensor] = field(default_factory=list)
+    packed_cells: list[PackedCell] = field(default_factory=list)
 
     @torch.no_grad()
     def write(self) -> None:
-        """Copy the message buffer into the parameters."""
+        """Copy the message buffer into the parameters. A packed layer is packed when all of it has
+        been written."""
         if self.cell_views:
             torch._foreach_copy_(self.parameter_views, self.cell_views)
+        for cell in self.packed_cells:
+            cell.layer.write(cell.weight, cell.block, cell.cell_view)
 
     @torch.no_grad()
     def read(self) -> None:
-        """Copy the parameters into the message buffer."""
+        """Copy the parameters into the message buffer.
+
+        Raises:
+            NotInPlace: a layer is packed, and the layout was not told to keep plain copies.
+        """
         if self.cell_views:
             torch._foreach_copy_(self.cell_views, self.parameter_views)
+        for cell in self.packed_cells:
+            numbers = cell.layer.read(cell.weight, cell.block)
+            cell.cell_view.copy_(numbers.view(cell.cell_view.shape))
 
 
 class KeptLayout:
-    """The layout of one worker's parameters. `kept` is what it keeps of every tensor."""
+    """The layout of one worker's parameters. `kept` is what it keeps of every tensor.
+
+    A sync writes all cells once, between `start` and `finish`.
+    """
 
     kept: KeptBlocks
 
-    def __init__(self, recording: Recording, shapes: TensorShapes) -> None:
+    def __init__(
+        self, model: torch.nn.Module, shapes: TensorShapes, recording: Recording, keep_plain: bool
+    ) -> None:
         """Use `learn`."""
-        self.shapes = shapes
+        self.model = model
         self.copies: dict[str, list[Copy]] = {name: [] for name in shapes}
         for copy in recording.copies:
             self.copies[copy.tensor].append(copy)
-        self.kept = {}
-        for name, copies in self.copies.items():
-            self.kept[name] = _disjoint_blocks(name, copies)
-        self.noted: dict[str, list[torch.Tensor]] = {}  # per tensor a checksum of each copy
+        self.kept = {name: _disjoint_blocks(name, copies) for name, copies in self.copies.items()}
+        memory = PlainMemory()
+        self.packed: dict[Parameter, PackedLayer] = {}
+        for weights in packed_weights(recording.loadables):
+            packed_layer = PackedLayer(weights, recording, memory, keep_plain)
+            for weight in weights:
+                self.packed[weight.layer, weight.name] = packed_layer
+        self.packed_layers = list(dict.fromkeys(self.packed.values()))
+        self.packed_with_weight = [
+            layer for layer in model.modules() if is_packed(layer) and keeps_its_weight(layer)
+        ]
+        self.proof = LoadProof(shapes, self.copies, self.packed)
 
     @staticmethod
-    def learn(model: torch.nn.Module, shapes: TensorShapes) -> "KeptLayout":
+    @torch.no_grad()
+    def learn(
+        model: torch.nn.Module, shapes: TensorShapes, keep_plain: bool = False
+    ) -> "KeptLayout":
         """Watch one load, which changes nothing and takes no memory.
 
         Args:
             model: a vLLM model, while no update of it is under way.
             shapes: of every tensor that the senders send.
+            keep_plain: keep a plain copy of every packed weight from the first load on, so that
+                `BoundCells.read` works; it takes as much memory as these weights.
 
         Raises:
             NotInPlace: the parameters are not made of boxes of the tensors.
         """
         recording = record_load(model, shapes)
+        layout = KeptLayout(model, shapes, recording, keep_plain)
         for loadable in recording.loadables:
-            _check_as_loaded(loadable)
+            if (loadable.layer, loadable.name) not in layout.packed:
+                _check_as_loaded(loadable)
         _check_complete(recording)
-        return KeptLayout(recording, shapes)
+        return layout
 
     def bind(self, cells: list[Cell]) -> BoundCells:
         """Where the cells lie in the parameters.
@@ -99,56 +150,65 @@ class KeptLayout:
         Raises:
             NotInPlace: a cell reaches beyond what is kept.
         """
-        bound = BoundCells([], [])
+        bound = BoundCells()
         for name, block, view in cells:
             self._check_kept(name, block)
             for copy in self.copies[name]:
                 part = copy.source.intersect(block)
                 if part is not None:
-                    bound.cell_views.append(part.slice_of(view, block.start).squeeze())
-                    bound.parameter_views.append(_parameter_view(copy, part))
+                    self._bind_part(bound, copy, part, part.slice_of(view, block.start))
         return bound
 
+    def start(self) -> None:
+        """Before the first cell of a sync is written. Forgets what a failed one has left."""
+        for packed_layer in self.packed_layers:
+            packed_layer.restart()
+
     @torch.no_grad()
-    def note_loaded(self, tensors: NamedTensors) -> None:
-        """Remember a checksum of each kept box.
+    def finish(self, dtype: torch.dtype) -> None:
+        """After the last cell of a sync: renew all that the model derives from its weights.
+
+        Args:
+            dtype: the model's, as vLLM gives it to attention layers.
+
+        Raises:
+            NotInPlace: only a part of a packed layer was written. The model must not be used.
+        """
+        for packed_layer in self.packed_layers:
+            packed_layer.finish()
+        for layer in self.packed_with_weight:
+            pack_again(layer)
+        for layer in filter(is_deferred_attention_layer, self.model.modules()):
+            layer.process_weights_after_loading(dtype)
+
+    def note_loaded(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Remember what is kept of these tensors, to prove the layout.
 
         Args:
             tensors: whole, as they are given to `load_weights`.
         """
-        for name, tensor in tensors:
-            self.noted[name] = [
-                _checksum(copy.source.slice_of(tensor)) for copy in self.copies[name]
-            ]
+        self.proof.note(tensors)
 
-    @torch.no_grad()
     def prove(self) -> None:
-        """After a load of all tensors, and all that follows it: compare what the parameters hold
-        with what was noted.
+        """After a load of all tensors, and all that follows it: compare what the model holds with
+        what was noted.
 
         Raises:
             NotInPlace: a box differs, or was not loaded.
         """
-        noted, self.noted = self.noted, {}
-        expected = []
-        found = []
-        owners = []
-        for name, copies in self.copies.items():
-            if len(noted.get(name, ())) != len(copies):
-                raise NotInPlace(f"{name} was not loaded in the update that should prove it")
-            wire_dtype = getattr(torch, self.shapes[name][0])
-            for copy, sent in zip(copies, noted[name], strict=True):
-                expected.append(sent)
-                found.append(_checksum(_parameter_view(copy, copy.source).to(wire_dtype)))
-                owners.append(copy)
-        if not owners:
-            return
-        different = (torch.stack(expected) != torch.stack(found)).any(dim=1).nonzero()
-        if len(different):
-            copy = owners[int(different[0])]
-            raise NotInPlace(
-                f"{copy.destination.full_name} does not hold the bytes of {copy.tensor}"
-            )
+        self.proof.check()
+
+    def _bind_part(
+        self, bound: BoundCells, copy: Copy, part: Block, cell_view: torch.Tensor
+    ) -> None:
+        destination = copy.destination
+        packed_layer = self.packed.get(destination.parameter)
+        if packed_layer is None:
+            bound.cell_views.append(cell_view.squeeze())
+            bound.parameter_views.append(parameter_view(copy, part))
+        else:
+            block = part_of(copy, part)
+            bound.packed_cells.append(PackedCell(packed_layer, destination.name, block, cell_view))
 
     def _check_kept(self, name: str, block: Block) -> None:
         """Raises NotInPlace: not all of this block is kept."""
@@ -169,50 +229,18 @@ def _disjoint_blocks(name: str, copies: list[Copy]) -> tuple[Block, ...]:
     return blocks
 
 
-def _parameter(owner: Destination | Loadable) -> torch.Tensor:
-    """As the model computes with it."""
-    return owner.layer._parameters[owner.name].data
-
-
-def _parameter_view(copy: Copy, part: Block) -> torch.Tensor:
-    """The numbers of `part` of the tensor, inside the parameter; without dimensions of size one."""
-    return _part_of_destination(copy, part).slice_of(_parameter(copy.destination)).squeeze()
-
-
-def _part_of_destination(copy: Copy, part: Block) -> Block:
-    """The box of the parameter that holds `part` of the box `copy.source`.
-
-    Dimensions of more than one number follow one another in the same order on both sides; the
-    parameter may have others of size one.
-    """
-    block = copy.destination.block
-    start = list(block.start)
-    stop = list(block.stop)
-    wide_dims = iter([dim for dim, size in enumerate(block.shape) if size > 1])
-    for dim, size in enumerate(copy.source.shape):
-        if size > 1:
-            offset = part.start[dim] - copy.source.start[dim]
-            target_dim = next(wide_dims)
-            start[target_dim] = block.start[target_dim] + offset
-            stop[target_dim] = start[target_dim] + part.shape[dim]
-    return Block(tuple(start), tuple(stop))
-
-
 def _check_as_loaded(loadable: Loadable) -> None:
     """Raises NotInPlace: after loading, the model computes with something else than this
     parameter."""
-    parameter = _parameter(loadable)
+    parameter = kernel_tensor(loadable)
     form = loadable.form
-    same = (parameter.shape, parameter.stride(), parameter.dtype) == (
-        form.shape,
-        form.stride(),
-        form.dtype,
-    )
-    if not same:
+    if (parameter.shape, parameter.stride()) != (form.shape, form.stride()):
         raise NotInPlace(f"{loadable.full_name} is packed or quantized after loading")
-    kernel = getattr(loadable.layer, "cpu_linear", None)
-    if getattr(kernel, "__closure__", None):
-        raise NotInPlace(f"{loadable.layer_name} is packed for its CPU kernel")
+    if parameter.dtype != form.dtype:
+        raise NotInPlace(f"{loadable.full_name} is {parameter.dtype} after loading")
+    if is_packed(loadable.layer) and loadable.name == "weight":
+        if not keeps_its_weight(loadable.layer):
+            raise NotInPlace(f"{loadable.layer_name} is packed for its CPU kernel")
 
 
 def _check_complete(recording: Recording) -> None:
@@ -220,7 +248,7 @@ def _check_complete(recording: Recording) -> None:
 
     A tied head is complete with the embedding whose memory it shares.
     """
-    written: dict[tuple[torch.nn.Module, str], list[Block]] = {}
+    written: dict[Parameter, list[Block]] = {}
     for destination in (
         *(copy.destination for copy in recording.copies),
         *(fill.destination for fill in recording.fills),
@@ -233,18 +261,10 @@ def _check_complete(recording: Recording) -> None:
         if any_overlap(blocks):
             raise NotInPlace(f"two parts of {loadable.full_name} overlap")
         if sum(block.numel for block in blocks) == loadable.form.numel():
-            complete_addresses.add(_parameter(loadable).data_ptr())
+            complete_addresses.add(kernel_tensor(loadable).data_ptr())
         else:
             incomplete.append(loadable)
     for loadable in incomplete:
-        if _parameter(loadable).data_ptr() not in complete_addresses:
+        address = kernel_tensor(loadable).data_ptr()
+        if not address or address not in complete_addresses:
             raise NotInPlace(f"not all of {loadable.full_name} is loaded")
-
-
-def _checksum(box: torch.Tensor) -> torch.Tensor:
-    """Two int64 words over the bytes of a box, in the order of its numbers."""
-    flat = box.contiguous().view(-1).view(torch.uint8)
-    padding = -len(flat) % ALIGNMENT
-    if padding:
-        flat = torch.nn.functional.pad(flat, (0, padding))
-    return checksum(flat)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
     _place_kernel_tensors,
     get_layerwise_info,
 )
@@ -180,12 +181,22 @@ def _loadable_form(model: torch.nn.Module) -> Iterator[list[Loadable]]:
             info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
             changed.append(layer)
             restore_layer_on_meta(layer, info)
+            _unwrap_loaders(layer)
         yield _loadables(model)
     finally:
         for layer in changed:
             info = get_layerwise_info(layer)
             _place_kernel_tensors(layer, info)
             info.reset()
+
+
+def _unwrap_loaders(layer: torch.nn.Module) -> None:
+    """Take off what earlier reloads have left around the loaders: it would load nothing now."""
+    for parameter in layer.parameters(recurse=False):
+        loader = getattr(parameter, "weight_loader", None)
+        original = _get_original_loader(parameter)
+        if loader is not None and loader is not original:
+            parameter.weight_loader = original
 
 
 def _loadables(model: torch.nn.Module) -> list[Loadable]:

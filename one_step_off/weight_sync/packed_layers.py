@@ -1,0 +1,216 @@
+"""Layers whose weights vLLM packs for its CPU kernels: how boxes get into them.
+
+A packed weight cannot be written in parts. So the boxes of a layer are written into a plain copy
+of its weights, and the layer's own `process_weights_after_loading` packs it once all have come, as
+vLLM's reload does. The memory of the plain copies is used again by the next layer and the next
+sync.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+from one_step_off.weight_sync.in_place import NotInPlace
+from one_step_off.weight_sync.kept_blocks import Block
+from one_step_off.weight_sync.load_recording import Destination, Loadable, Recording
+
+EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
+
+
+class PlainMemory:
+    """Tensors for plain copies of weights, used again and again: fresh memory costs more time than
+    the copying."""
+
+    def __init__(self) -> None:
+        self.free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, form: torch.Tensor) -> torch.Tensor:
+        """A tensor of this shape and dtype, with any values."""
+        tensors = self.free.get((form.shape, form.dtype))
+        return tensors.pop() if tensors else torch.empty(form.shape, dtype=form.dtype)
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """`tensor` is not used any more."""
+        self.free.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
+
+
+class PackedLayer:
+    """A layer with one or more packed weights. `plain` holds them unpacked, while it is written."""
+
+    def __init__(
+        self, loadables: list[Loadable], recording: Recording, memory: PlainMemory, keep: bool
+    ) -> None:
+        """`loadables`: the packed weights. `keep`: the plain copies stay, so that they can be
+        read."""
+        self.layer = loadables[0].layer
+        self.layer_name = loadables[0].layer_name
+        self.forms = {loadable.name: loadable.form for loadable in loadables}
+        self.holds_experts = isinstance(self.layer, RoutedExperts)
+        self.memory = memory
+        self.keep = keep
+        self.fills = [fill for fill in recording.fills if self._owns(fill.destination)]
+        self.numbers_of_load = sum(
+            copy.destination.block.numel
+            for copy in recording.copies
+            if self._owns(copy.destination)
+        )
+        self.plain: dict[str, torch.Tensor] = {}
+        self.numbers_written = 0
+
+    def _owns(self, destination: Destination) -> bool:
+        return destination.layer is self.layer and destination.name in self.forms
+
+    def write(self, name: str, block: Block, numbers: torch.Tensor) -> None:
+        """Write a box of the weight `name`; pack the layer if it was the last one."""
+        self.fill(name, block, numbers)
+        if self.numbers_written == self.numbers_of_load:
+            self.pack()
+
+    def fill(self, name: str, block: Block, numbers: torch.Tensor) -> None:
+        """Write a box into the plain copy."""
+        if not self.plain:
+            self._take_memory()
+        block.slice_of(self.plain[name]).squeeze().copy_(numbers.squeeze())
+        self.numbers_written += block.numel
+
+    def read(self, name: str, block: Block) -> torch.Tensor:
+        """A box of the plain copy. Raises NotInPlace: there is none, or not of all numbers."""
+        if not self.keep or not self.plain:
+            raise NotInPlace(f"{self.layer_name} is packed and cannot be read")
+        return block.slice_of(self.plain[name])
+
+    def restart(self) -> None:
+        """Forget boxes that a failed sync has left."""
+        self.numbers_written = 0
+        if not self.keep:
+            self._release()
+
+    def finish(self) -> None:
+        """Pack a layer of which only some boxes were written.
+
+        Raises:
+            NotInPlace: the others are not known any more.
+        """
+        if not self.numbers_written:
+            return
+        if not self.keep:
+            raise NotInPlace(f"{self.layer_name} is packed, and only a part of it has come")
+        self.pack()
+
+    def pack(self) -> None:
+        """Let the layer pack the plain copy, and put what comes of it where its kernel reads."""
+        for name, packed in self.packed_from_plain().items():
+            self.layer._parameters[name].data.copy_(packed)
+        self.restart()
+
+    def packed_from_plain(self) -> dict[str, torch.Tensor]:
+        """What `process_weights_after_loading` makes of the plain copy. Linear layers compute with
+        it from now on; experts compute with the parameters, which stay as they are."""
+        kernel_parameters = {name: self.layer._parameters[name] for name in self.forms}
+        method: Any = self.layer.quant_method
+        if self.holds_experts:
+            method.moe_kernel = None  # experts are packed only while their kernel is created
+        else:
+            self.layer.cpu_linear = None  # frees the memory of the old version first
+        try:
+            for name, plain in self.plain.items():
+                setattr(self.layer, name, torch.nn.Parameter(plain, requires_grad=False))
+            method.process_weights_after_loading(self.layer)
+            return {name: self.layer._parameters[name].data for name in self.forms}
+        finally:
+            for name, parameter in kernel_parameters.items():
+                self.layer.register_parameter(name, parameter)
+
+    def _take_memory(self) -> None:
+        for name, form in self.forms.items():
+            self.plain[name] = self.memory.take(form)
+        for fill in self.fills:
+            block = fill.destination.block
+            block.slice_of(self.plain[fill.destination.name]).fill_(fill.number)
+
+    def _release(self) -> None:
+        for plain in self.plain.values():
+            self.memory.give_back(plain)
+        self.plain = {}
+
+
+class PackOnUse:
+    """The kernel of an embedding, which vLLM packs like a head but looks up by rows.
+
+    It is packed when it is first called, which for an embedding is never.
+    """
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        """As the packed kernel."""
+        self.layer.quant_method.process_weights_after_loading(self.layer)
+        return self.layer.cpu_linear(*args)
+
+
+def pack_again(layer: torch.nn.Module) -> None:
+    """After its parameter was written: renew the packed copy of an embedding or a head."""
+    if isinstance(layer, ParallelLMHead):
+        layer.cpu_linear = None  # frees the memory of the old version first
+        layer.quant_method.process_weights_after_loading(layer)
+    else:
+        layer.cpu_linear = PackOnUse(layer)
+
+
+def is_packed(layer: torch.nn.Module) -> bool:
+    """Whether the layer computes with a packed copy of its weight.
+
+    Such a kernel is a closure over the copy; one that works on the parameter itself closes over
+    nothing.
+    """
+    kernel = getattr(layer, "cpu_linear", None)
+    return isinstance(kernel, PackOnUse) or bool(getattr(kernel, "__closure__", None))
+
+
+def keeps_its_weight(layer: torch.nn.Module) -> bool:
+    """Whether a packed layer holds its weight as loaded, too."""
+    method = getattr(layer, "quant_method", None)
+    return isinstance(layer, VocabParallelEmbedding) and (
+        type(method) is UnquantizedEmbeddingMethod
+    )
+
+
+def packed_weights(loadables: list[Loadable]) -> Iterator[list[Loadable]]:
+    """The packed weights of each layer that a `PackedLayer` can write."""
+    by_layer: dict[torch.nn.Module, list[Loadable]] = {}
+    for loadable in loadables:
+        by_layer.setdefault(loadable.layer, []).append(loadable)
+    for layer, of_layer in by_layer.items():
+        if is_packed_linear(layer):
+            yield [loadable for loadable in of_layer if loadable.name == "weight"]
+        elif is_packed_experts(layer):
+            yield [
+                loadable for loadable in of_layer if loadable.name in ("w13_weight", "w2_weight")
+            ]
+
+
+def is_packed_linear(layer: torch.nn.Module) -> bool:
+    """Whether it is a linear layer that is packed, not quantized, and has dropped its weight."""
+    method = getattr(layer, "quant_method", None)
+    dropped = not layer._parameters["weight"].numel() if "weight" in layer._parameters else False
+    return type(method) is UnquantizedLinearMethod and is_packed(layer) and dropped
+
+
+def is_packed_experts(layer: torch.nn.Module) -> bool:
+    """Whether it holds unquantized experts, packed for CPU kernels."""
+    if not isinstance(layer, RoutedExperts) or layer.w13_weight.device.type != "cpu":
+        return False
+    method: Any = layer.quant_method
+    return type(method) is UnquantizedFusedMoEMethod and method.moe_kernel is not None
