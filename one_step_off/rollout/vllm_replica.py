@@ -150,7 +150,7 @@ class RolloutReplica(UsageProbe):
         Args:
             shapes: name -> [dtype, shape].
         """
-        return await self._call_workers("learn_kept", shapes)
+        return await self._call_workers("learn_kept", shapes, self.cfg.weight_sync.mode == "delta")
 
     async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:
         """Join the weight-sync groups of a new epoch.

@@ -20,7 +20,6 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -57,13 +56,15 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
     only_kept = False
     """The update under way brings what this worker keeps, and nothing is loaded by name."""
 
-    def learn_kept(self, shapes: dict[str, Any]) -> dict[str, Any]:
+    def learn_kept(self, shapes: dict[str, Any], expects_deltas: bool) -> dict[str, Any]:
         """Learn which boxes of the tensors this worker keeps; the next ordinary update proves it.
 
         Plain data only, since it crosses process borders.
 
         Args:
             shapes: name of a tensor -> [name of its dtype, its shape], of all that are sent.
+            expects_deltas: what the model holds will be read, too. Packed layers need a plain copy
+                for that.
 
         Returns:
             "kept": name -> [[start, stop] of each box], as `kept_from_plain` reads it; None: whole
@@ -75,7 +76,7 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         try:
             if self.model_config.enable_sleep_mode:
                 raise NotInPlace("a sleeping engine releases its weights")
-            self.kept_layout = KeptLayout.learn(self.model, named_shapes)
+            self.kept_layout = KeptLayout.learn(self.model, named_shapes, expects_deltas)
         except NotInPlace as error:
             _log_whole_tensors(error)
             return {"kept": None, "reason": str(error)}
@@ -125,6 +126,7 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         self.report: dict[str, Any] = {}
         self.receiver.layout = self.kept_layout if self.layout_is_proved else None
         if self.only_kept:
+            self.kept_layout.start()
             return  # the layout covers every parameter
         self.layout_is_proved = False
         self.loaded_names: set[str] = set()
@@ -156,12 +158,11 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
     update_weights = receive_weights
 
     def finish_weight_update(self) -> None:
-        """Pack the layers again; after an in-place update, let attention layers derive again what
-        they derive from weights."""
+        """Pack the layers again, and let attention layers derive again what they derive from
+        weights."""
         start = time.perf_counter()
         if self.only_kept:
-            for layer in filter(is_deferred_attention_layer, self.model.modules()):
-                layer.process_weights_after_loading(self.model_config.dtype)
+            self.kept_layout.finish(self.model_config.dtype)
         else:
             finalize_layerwise_reload(self.model, self.model_config)
             self._pack_tied_head()
@@ -277,9 +278,9 @@ class SyncWorkerExtension:
         given = self.vllm_config.cache_config.kv_cache_memory_bytes
         return given or self.available_kv_cache_memory_bytes
 
-    def learn_kept(self, shapes: dict[str, Any]) -> dict[str, Any]:
+    def learn_kept(self, shapes: dict[str, Any], expects_deltas: bool) -> dict[str, Any]:
         """What this worker keeps of every tensor; see `OneStepOffTransferEngine.learn_kept`."""
-        return self.weight_transfer_engine.learn_kept(shapes)
+        return self.weight_transfer_engine.learn_kept(shapes, expects_deltas)
 
     def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the groups of a new epoch; see `init_transfer_engine`."""

@@ -220,3 +220,33 @@ def test_a_changed_bit_of_a_slice_is_found_by_its_checksum(monkeypatch):
     monkeypatch.setattr(sender, "_broadcast", spoil)
     results = stream.sync_kept(random_weights(SHAPES, "bfloat16"), 1)
     assert "from sender 1 differs" in str(results[3])
+
+
+def test_deltas_from_shared_memory_and_from_buffers_full_of_something_else():
+    """What an earlier bucket left between two tensors would travel, and no parameter holds it."""
+    stream = KeptStream(2, 1, 1, bucket_bytes=4000)
+    for sender in stream.senders:
+        sender.full_every = 20
+    stream.connect(3, [[0], []])
+    for sender in stream.senders:
+        for buffer in sender.buffers:
+            buffer.random_(0, 256)
+    weights = random_weights(SHAPES, "bfloat16")
+    assert_no_errors(stream.sync_kept(weights, 0, only_kept=False))
+    for version in range(1, 5):
+        perturb(weights)
+        assert_no_errors(stream.sync_kept(weights, version))
+        stream.layouts[0].assert_holds(weights)
+
+
+def test_parameters_that_others_have_changed_are_found_by_the_next_delta():
+    stream = KeptStream(2, 1, 2, bucket_bytes=4000)
+    for sender in stream.senders:
+        sender.full_every = 20
+    weights = random_weights(SHAPES, "bfloat16")
+    assert_no_errors(stream.sync_kept(weights, 0, only_kept=False))
+    stream.layouts[1].tensors["norm"].view(torch.int16)[3] += 1
+    perturb(weights)
+    results = stream.sync_kept(weights, 1)
+    errors = [str(result) for result in results if isinstance(result, SyncError)]
+    assert any("checksum of bucket" in error for error in errors)
