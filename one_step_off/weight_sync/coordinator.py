@@ -331,8 +331,9 @@ class WeightSync:
         replicas = [self.rollout.replicas[number] for number in numbers]
         await self.layouts.learn(dict(zip(numbers, replicas, strict=True)), self._abort)
         self.kept = self.layouts.kept_by(replicas)
-        if self.kept is not None and len(self.kept.blocks) > 1 and any(same_device):
-            self.kept = None  # in shared memory all read the same bucket
+        if self.kept is not None and any(same_device):
+            # In shared memory all read the sender's own part, of which nothing is cut.
+            self.kept = self.kept if self.layouts.all_keep_all(self.kept) else None
         shared_kept = store_once(self.kept)
         connect_info = self.connect_info | {
             "epoch": self.epoch,

@@ -80,6 +80,10 @@ class ReplicaLayouts:
             blocks_of_receiver += blocks
         return KeptByReceivers.by_kind(blocks_of_receiver)
 
+    def all_keep_all(self, kept: KeptByReceivers) -> bool:
+        """Whether every receiver keeps everything that is sent."""
+        return kept.keeps_all({name: tuple(shape) for name, (_, shape) in self.shapes.items()})
+
     def are_proved(self, replicas: Sequence[Any]) -> bool:
         """Whether each of these replicas has shown that it keeps what it said."""
         return set(replicas) <= self._proved

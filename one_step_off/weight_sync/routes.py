@@ -33,6 +33,13 @@ class KeptByReceivers:
     """By kind."""
     kind_of_receiver: tuple[int, ...]
 
+    def keeps_all(self, shapes: dict[str, tuple[int, ...]]) -> bool:
+        """Whether every receiver keeps all of every tensor."""
+        (first, *others) = self.blocks
+        return not others and all(
+            first.get(name) == (Block.whole(shape),) for name, shape in shapes.items()
+        )
+
     @staticmethod
     def by_kind(blocks_of_receiver: Sequence[KeptBlocks]) -> "KeptByReceivers":
         """Receivers that keep the same are of one kind."""
@@ -148,7 +155,8 @@ class Routes:
         _check_all_is_sent(plan, kept)
         routes = Routes(plan, len(kept.kind_of_receiver))
         cells_of_bucket = [list(_cells_of(bucket, kept.blocks)) for bucket in plan.buckets]
-        if len(kept.blocks) == 1:
+        sent = (slot.piece for bucket in plan.buckets for slot in bucket.slots)
+        if kept.keeps_all({piece.name: piece.shape for piece in sent}):
             for bucket, cells, messages in zip(
                 plan.buckets, cells_of_bucket, routes.messages, strict=True
             ):

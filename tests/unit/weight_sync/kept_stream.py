@@ -112,11 +112,12 @@ class KeptStream(WeightStream):
     ) -> None:
         self.kept: KeptByReceivers | None = None
         dtype = more.pop("dtype", "bfloat16")
-        super().__init__(SHAPES, senders, 0, bucket_bytes, dtype=dtype, **more)
+        shapes = more.pop("shapes", SHAPES)
+        super().__init__(shapes, senders, 0, bucket_bytes, dtype=dtype, **more)
         self.layouts = []
         for receiver in range(replicas * ranks):
-            kept = kept_by_rank(receiver % ranks, ranks)
-            self.layouts.append(StandInLayout(kept, SHAPES, getattr(torch, dtype)))
+            kept = kept_by_rank(receiver % ranks, ranks, shapes)
+            self.layouts.append(StandInLayout(kept, shapes, getattr(torch, dtype)))
             self.receivers.append(self.new_receiver(receiver))
             self.receivers[-1].layout = self.layouts[-1]
         self.kept = KeptByReceivers.by_kind([layout.kept for layout in self.layouts])

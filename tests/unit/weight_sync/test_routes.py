@@ -22,20 +22,25 @@ from tests.unit.weight_sync.weight_stream import (
     row_pieces,
 )
 
+ALL_KEPT = {name: SHAPES[name] for name in ("embed", "q", "k", "o", "norm", "scale", "expert.0")}
+"""Of these one rank keeps everything."""
+
 
 def bytes_kept(kept, itemsize: int = 2) -> int:
     return itemsize * sum(block.numel for blocks in kept.values() for block in blocks)
 
 
-def routes_for(senders: int, ranks: int, replicas: int = 1, bucket_bytes: int = 300):
-    plan = BucketPlan.build(row_pieces(SHAPES, senders, "bfloat16"), bucket_bytes)
-    kept = [kept_by_rank(rank, ranks) for rank in range(ranks)] * replicas
+def routes_for(senders: int, ranks: int, replicas: int = 1, shapes: dict = SHAPES):
+    plan = BucketPlan.build(row_pieces(shapes, senders, "bfloat16"), bucket_bytes=300)
+    kept = [kept_by_rank(rank, ranks, shapes) for rank in range(ranks)] * replicas
     return plan, kept, Routes.of_kept_blocks(plan, KeptByReceivers.by_kind(kept))
 
 
-def test_receivers_of_one_kind_get_whole_parts_and_nothing_is_cut():
+def test_receivers_that_keep_everything_get_whole_parts_and_nothing_is_cut():
     plan, _, routes = routes_for(senders=2, ranks=1, replicas=3)
     assert routes.sets == [(0, 1, 2)]
+    assert not any(message.is_whole_part for message in itertools.chain(*routes.messages))
+    plan, _, routes = routes_for(2, 1, 3, shapes=ALL_KEPT)
     for bucket, messages in zip(plan.buckets, routes.messages, strict=True):
         assert all(message.is_whole_part for message in messages)
         sizes = [size for size in bucket.part_bytes if size]
@@ -224,14 +229,14 @@ def test_a_changed_bit_of_a_slice_is_found_by_its_checksum(monkeypatch):
 
 def test_deltas_from_shared_memory_and_from_buffers_full_of_something_else():
     """What an earlier bucket left between two tensors would travel, and no parameter holds it."""
-    stream = KeptStream(2, 1, 1, bucket_bytes=4000)
+    stream = KeptStream(2, 1, 1, bucket_bytes=4000, shapes=ALL_KEPT)
     for sender in stream.senders:
         sender.full_every = 20
     stream.connect(3, [[0], []])
     for sender in stream.senders:
         for buffer in sender.buffers:
             buffer.random_(0, 256)
-    weights = random_weights(SHAPES, "bfloat16")
+    weights = random_weights(ALL_KEPT, "bfloat16")
     assert_no_errors(stream.sync_kept(weights, 0, only_kept=False))
     for version in range(1, 5):
         perturb(weights)
@@ -245,7 +250,7 @@ def test_parameters_that_others_have_changed_are_found_by_the_next_delta():
         sender.full_every = 20
     weights = random_weights(SHAPES, "bfloat16")
     assert_no_errors(stream.sync_kept(weights, 0, only_kept=False))
-    stream.layouts[1].tensors["norm"].view(torch.int16)[3] += 1
+    stream.layouts[1].tensors["embed"].view(torch.int16)[25, 3] += 1
     perturb(weights)
     results = stream.sync_kept(weights, 1)
     errors = [str(result) for result in results if isinstance(result, SyncError)]
