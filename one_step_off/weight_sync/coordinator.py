@@ -329,6 +329,7 @@ class WeightSync:
         receivers = len(numbers) * workers_per_replica
         same_device = self._same_device_receivers(numbers)
         replicas = [self.rollout.replicas[number] for number in numbers]
+        self.layouts.forget_all_but(self.rollout.replicas)
         await self.layouts.learn(dict(zip(numbers, replicas, strict=True)), self._abort)
         self.kept = self.layouts.kept_by(replicas)
         if self.kept is not None and any(same_device):

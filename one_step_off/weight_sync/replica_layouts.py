@@ -21,7 +21,6 @@ class ReplicaLayouts:
 
     Attributes:
         shapes: name -> [dtype, shape] of each tensor that is sent.
-        reasons: why workers cannot tell what they keep; the first one of each replica.
     """
 
     def __init__(self, pieces: Pieces, timeout_s: float) -> None:
@@ -31,7 +30,6 @@ class ReplicaLayouts:
         for sent in pieces:
             for piece in sent:
                 self.shapes[piece.name] = [piece.dtype, list(piece.shape)]
-        self.reasons: dict[Any, str] = {}
         self._blocks: dict[Any, list[KeptBlocks] | None] = {}
         self._proved: set[Any] = set()
 
@@ -62,23 +60,23 @@ class ReplicaLayouts:
         """Take what each worker of a replica answered."""
         self._proved.discard(replica)
         self._blocks[replica] = None
-        reasons = [answer["reason"] for answer in answers if answer["kept"] is None]
-        if reasons:
-            self.reasons[replica] = reasons[0]
-        else:
+        if all(answer["kept"] is not None for answer in answers):
             self._blocks[replica] = [kept_from_plain(answer["kept"]) for answer in answers]
 
     def kept_by(self, replicas: Sequence[Any]) -> KeptByReceivers | None:
         """What the receivers keep: the workers of these replicas, one after another. None: some
-        cannot tell. Other replicas are forgotten."""
-        self._blocks = {replica: self._blocks[replica] for replica in replicas}
-        self._proved &= set(replicas)
+        cannot tell."""
         blocks_of_receiver: list[KeptBlocks] = []
-        for blocks in self._blocks.values():
+        for blocks in [self._blocks[replica] for replica in replicas]:
             if blocks is None:
                 return None
             blocks_of_receiver += blocks
         return KeptByReceivers.by_kind(blocks_of_receiver)
+
+    def forget_all_but(self, replicas: Sequence[Any]) -> None:
+        """All other processes are gone."""
+        self._blocks = {r: blocks for r, blocks in self._blocks.items() if r in replicas}
+        self._proved &= set(replicas)
 
     def all_keep_all(self, kept: KeptByReceivers) -> bool:
         """Whether every receiver keeps everything that is sent."""
@@ -91,6 +89,7 @@ class ReplicaLayouts:
     def note_reports(self, reports: dict[Any, list[Report]]) -> None:
         """Take what the workers report of a sync: replica -> its workers' reports."""
         for replica, workers in reports.items():
+            self._proved.discard(replica)
             if all(worker.get("layout_proved") for worker in workers):
                 self._proved.add(replica)
 
