@@ -54,13 +54,14 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
     layout_is_proved = False
     """An ordinary load has shown that `kept_layout` is right."""
 
-    def learn_kept(self, shapes: dict[str, Any]) -> dict[str, Any]:
+    def learn_kept(self, shapes: dict[str, Any], keep_plain: bool = False) -> dict[str, Any]:
         """Learn which boxes of the tensors this worker keeps; the next ordinary update proves it.
 
         Plain data only, since it crosses process borders.
 
         Args:
             shapes: name of a tensor -> [name of its dtype, its shape], of all that are sent.
+            keep_plain: as `KeptLayout.learn`; deltas into packed layers need it.
 
         Returns:
             "kept": name -> [[start, stop] of each box], as `kept_from_plain` reads it; None: whole
@@ -72,7 +73,7 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         try:
             if self.model_config.enable_sleep_mode:
                 raise NotInPlace("a sleeping engine releases its weights")
-            self.kept_layout = KeptLayout.learn(self.model, named_shapes)
+            self.kept_layout = KeptLayout.learn(self.model, named_shapes, keep_plain)
         except NotInPlace as error:
             _log_whole_tensors(error)
             return {"kept": None, "reason": str(error)}
@@ -281,9 +282,9 @@ class SyncWorkerExtension:
         given = self.vllm_config.cache_config.kv_cache_memory_bytes
         return given or self.available_kv_cache_memory_bytes
 
-    def learn_kept(self, shapes: dict[str, Any]) -> dict[str, Any]:
+    def learn_kept(self, shapes: dict[str, Any], keep_plain: bool = False) -> dict[str, Any]:
         """What this worker keeps of every tensor; see `OneStepOffTransferEngine.learn_kept`."""
-        return self.weight_transfer_engine.learn_kept(shapes)
+        return self.weight_transfer_engine.learn_kept(shapes, keep_plain)
 
     def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the groups of a new epoch; see `init_transfer_engine`."""
