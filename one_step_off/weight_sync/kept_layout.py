@@ -162,7 +162,7 @@ class KeptLayout:
     def start(self) -> None:
         """Before the first cell of a sync is written. Forgets what a failed one has left."""
         for packed_layer in self.packed_layers:
-            packed_layer.restart()
+            packed_layer.start()
 
     @torch.no_grad()
     def finish(self, dtype: torch.dtype) -> None:

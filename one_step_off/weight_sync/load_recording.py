@@ -192,7 +192,8 @@ def _loadable_form(model: torch.nn.Module) -> Iterator[list[Loadable]]:
 
 def _unwrap_loaders(layer: torch.nn.Module) -> None:
     """Take off what earlier reloads have left around the loaders: it would load nothing now."""
-    for parameter in layer.parameters(recurse=False):
+    parameters: Iterator[Any] = layer.parameters(recurse=False)
+    for parameter in parameters:
         loader = getattr(parameter, "weight_loader", None)
         original = _get_original_loader(parameter)
         if loader is not None and loader is not original:

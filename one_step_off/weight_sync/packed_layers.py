@@ -25,6 +25,10 @@ from one_step_off.weight_sync.in_place import NotInPlace
 from one_step_off.weight_sync.kept_blocks import Block
 from one_step_off.weight_sync.load_recording import Destination, Loadable, Recording
 
+PACKING_KERNELS = ({"handler"}, {"packed_weight", "N"})
+"""What the kernels of oneDNN and SGL close over: packed copies. Others might use the weight that
+they were given, whose memory is used again here."""
+
 EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 
 
@@ -67,15 +71,32 @@ class PackedLayer:
         )
         self.plain: dict[str, torch.Tensor] = {}
         self.numbers_written = 0
+        self.is_in_sync = False
 
     def _owns(self, destination: Destination) -> bool:
         return destination.layer is self.layer and destination.name in self.forms
 
     def write(self, name: str, block: Block, numbers: torch.Tensor) -> None:
         """Write a box of the weight `name`; pack the layer if it was the last one."""
+        if not self.is_in_sync:
+            raise RuntimeError("a packed layer is written outside of a sync")
+        if self._is_complete(block, numbers):
+            self.plain = {name: numbers.view(block.shape)}
+            self.packed_from_plain()
+            self.plain = {}
+            return
         self.fill(name, block, numbers)
         if self.numbers_written == self.numbers_of_load:
             self.pack()
+
+    def _is_complete(self, block: Block, numbers: torch.Tensor) -> bool:
+        """Whether these numbers are a whole linear layer, which can be packed without a plain
+        copy of it."""
+        if self.keep or self.holds_experts or self.plain:
+            return False
+        (form,) = self.forms.values()
+        is_whole = block.shape == tuple(form.shape) and numbers.dtype == form.dtype
+        return is_whole and numbers.is_contiguous()
 
     def fill(self, name: str, block: Block, numbers: torch.Tensor) -> None:
         """Write a box into the plain copy."""
@@ -90,18 +111,24 @@ class PackedLayer:
             raise NotInPlace(f"{self.layer_name} is packed and cannot be read")
         return block.slice_of(self.plain[name])
 
+    def start(self) -> None:
+        """A sync begins: forget boxes that a failed one has left."""
+        self.restart()
+        self.is_in_sync = True
+
     def restart(self) -> None:
-        """Forget boxes that a failed sync has left."""
+        """Forget boxes that were written and not packed."""
         self.numbers_written = 0
         if not self.keep:
             self._release()
 
     def finish(self) -> None:
-        """Pack a layer of which only some boxes were written.
+        """The sync ends: pack a layer of which only some boxes were written.
 
         Raises:
             NotInPlace: the others are not known any more.
         """
+        self.is_in_sync = False
         if not self.numbers_written:
             return
         if not self.keep:
@@ -203,9 +230,11 @@ def packed_weights(loadables: list[Loadable]) -> Iterator[list[Loadable]]:
 
 def is_packed_linear(layer: torch.nn.Module) -> bool:
     """Whether it is a linear layer that is packed, not quantized, and has dropped its weight."""
-    method = getattr(layer, "quant_method", None)
-    dropped = not layer._parameters["weight"].numel() if "weight" in layer._parameters else False
-    return type(method) is UnquantizedLinearMethod and is_packed(layer) and dropped
+    if type(getattr(layer, "quant_method", None)) is not UnquantizedLinearMethod:
+        return False
+    if not is_packed(layer) or layer._parameters["weight"].numel():
+        return False
+    return set(layer.cpu_linear.__code__.co_freevars) in PACKING_KERNELS
 
 
 def is_packed_experts(layer: torch.nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 LIMIT_S = 120.0
+JOIN_S = 10.0
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -176,10 +178,14 @@ def run_workers(case: Case, job: Callable[..., Any], *args: Any) -> list[Any]:
             process.start()
             sender.close()
             processes.append((process, receiver))
-        results = [_result(rank, *process) for rank, process in enumerate(processes)]
-        for process, _ in processes:
-            process.join(LIMIT_S)
-    return results
+        try:
+            return [_result(rank, *process) for rank, process in enumerate(processes)]
+        finally:
+            for process, _ in processes:
+                process.join(JOIN_S)
+                process.kill()
+            for memory in Path("/dev/shm").glob(f"{Path(folder).name}-*"):
+                memory.unlink()  # vLLM's shared memory, which forked processes leave
 
 
 def _result(rank: int, process: Any, receiver: Any) -> Any:
@@ -201,6 +207,7 @@ def _run_rank(
 
     try:
         torch.set_num_threads(1)
+        os.environ["VLLM_DIST_IDENT"] = Path(folder).name  # as vLLM's CPU worker names its group
         engine_args = EngineArgs(
             model=folder,
             dtype=case.dtype,

@@ -55,7 +55,10 @@ def write_in_buckets(layout, tensors: Weights, rng: random.Random) -> None:
     cells = random_cells(layout.kept, rng)
     layout.start()
     for first in range(0, len(cells), 40):
-        layout.bind(messages_of(cells[first : first + 40], tensors)).write()
+        messages = messages_of(cells[first : first + 40], tensors)
+        layout.bind(messages).write()
+        for _, _, view in messages:
+            view.zero_()  # the buffers are used again
     layout.finish(torch.bfloat16)
 
 
@@ -169,6 +172,8 @@ def leave_a_layer_unfinished(worker: Worker) -> str:
     model = worker.model(first, PACKED)
     layout = KeptLayout.learn(model, shapes_of(first))
     cells = random_cells(layout.kept, random.Random(1))
+    with pytest.raises(RuntimeError, match="outside of a sync"):
+        layout.bind(messages_of(cells[::2], second)).write()
     layout.start()
     layout.bind(messages_of(cells[::2], second)).write()
     with pytest.raises(NotInPlace) as caught:
