@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
-from one_step_off.weight_sync.in_place import NotInPlace
 from one_step_off.weight_sync.kept_blocks import Block, KeptBlocks
 from one_step_off.weight_sync.layout_proof import LoadProof
 from one_step_off.weight_sync.load_recording import (
     Copy,
     Loadable,
+    NotInPlace,
     Recording,
     TensorShapes,
     any_overlap,

@@ -11,9 +11,8 @@ vLLM's own load of an ordinary update is compared with the layout, bit by bit:
 import torch
 
 from one_step_off.weight_sync.bucket_plan import ALIGNMENT, checksum
-from one_step_off.weight_sync.in_place import NotInPlace
 from one_step_off.weight_sync.kept_blocks import Block
-from one_step_off.weight_sync.load_recording import Copy, TensorShapes
+from one_step_off.weight_sync.load_recording import Copy, NotInPlace, TensorShapes
 from one_step_off.weight_sync.packed_layers import PackedLayer
 from one_step_off.weight_sync.parameter_views import parameter_view
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
     _place_kernel_tensors,
@@ -25,11 +26,15 @@ from vllm.model_executor.model_loader.reload.utils import (
     get_layer_params_buffers,
 )
 
-from one_step_off.weight_sync.in_place import NotInPlace, _written_tensors
 from one_step_off.weight_sync.kept_blocks import Block
 
 TensorShapes = dict[str, tuple[str, tuple[int, ...]]]
 """Name of a checkpoint tensor -> the name of its dtype on the wire, and its shape."""
+
+
+class NotInPlace(RuntimeError):
+    """What a worker keeps cannot be written into its model without vLLM's loader. The model is
+    unchanged, unless the method says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -296,3 +301,16 @@ def any_overlap(blocks: list[Block]) -> bool:
             if one.intersect(other):
                 return True
     return False
+
+
+def _written_tensors(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The tensors that an operation of torch writes, by its schema."""
+    arguments = func._schema.arguments
+    values = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
+    values |= kwargs
+    written_values = []
+    for argument in arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written_values.append(values.get(argument.name))
+    leaves = tree_leaves(written_values)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.numel()]

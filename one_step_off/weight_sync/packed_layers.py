@@ -21,9 +21,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from one_step_off.weight_sync.in_place import NotInPlace
 from one_step_off.weight_sync.kept_blocks import Block
-from one_step_off.weight_sync.load_recording import Destination, Loadable, Recording
+from one_step_off.weight_sync.load_recording import Destination, Loadable, NotInPlace, Recording
 
 PACKING_KERNELS = ({"handler"}, {"packed_weight", "N"})
 """What the kernels of oneDNN and SGL close over: packed copies. Others might use the weight that

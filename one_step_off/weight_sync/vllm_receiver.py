@@ -33,9 +33,9 @@ from vllm.utils.nccl import unpinned_nccl_env
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.weight_sync.bucket_plan import BucketPlan
-from one_step_off.weight_sync.in_place import NotInPlace
 from one_step_off.weight_sync.kept_blocks import kept_from_plain, plain_kept
 from one_step_off.weight_sync.kept_layout import KeptLayout
+from one_step_off.weight_sync.load_recording import NotInPlace
 from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.routes import KeptByReceivers
 from one_step_off.weight_sync.weight_piece import WeightPiece

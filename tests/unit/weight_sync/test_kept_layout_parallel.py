@@ -131,8 +131,8 @@ def assert_reads_back(layout, tensors: Weights) -> None:
 
 def assert_damage_is_found(worker: Worker) -> int:
     """Wrong layouts of packed layers, which nothing but the proof can find. Returns how many."""
-    from one_step_off.weight_sync.in_place import NotInPlace
     from one_step_off.weight_sync.kept_layout import KeptLayout
+    from one_step_off.weight_sync.load_recording import NotInPlace
 
     tensors = worker.case.tensors(0)
     model = worker.model(tensors, PACKED)
@@ -165,8 +165,8 @@ def test_the_proof_finds_wrong_layouts_of_packed_layers():
 
 def leave_a_layer_unfinished(worker: Worker) -> str:
     """A sync that breaks off in a packed layer, and the next one. Returns the error."""
-    from one_step_off.weight_sync.in_place import NotInPlace
     from one_step_off.weight_sync.kept_layout import KeptLayout
+    from one_step_off.weight_sync.load_recording import NotInPlace
 
     first, second = worker.case.tensors(0), worker.case.tensors(1)
     model = worker.model(first, PACKED)
