@@ -306,23 +306,26 @@ def simulate(
             return without
         overlap = "true"
     cfg = _run_config(work, rollout, staleness, overlap, static)
+    with asyncio.Runner(loop_factory=simulated_loop) as runner:
+        return runner.run(_run(work, cfg, rollout, trainer, steps, seed, shared))
 
-    async def run(folder: str) -> dict[str, Any]:
-        device = SharedDevice() if shared else None
-        replicas = [SimulatedReplica(work, seed, device) for _ in range(rollout or trainer)]
-        pool_lock = None if rollout else asyncio.Lock()
-        group = RolloutGroup(replicas, cfg, False, pool_lock)
-        group.router.replica_capacity = min(group.router.replica_capacity, work.places)
-        actor = SimulatedTrainer(work, trainer, group, device)
-        prompts = [Prompt((0, row), ONE_ID, "", "") for row in range(work.prompts)]
-        stream = PromptStream(prompts, work.prompts, False, seed, steps)
+
+async def _run(
+    work: Work, cfg: Config, rollout: int, trainer: int, steps: int, seed: int, shared: bool
+) -> dict[str, Any]:
+    """One run in the simulated time of the present loop; arguments and result as `simulate`."""
+    device = SharedDevice() if shared else None
+    replicas = [SimulatedReplica(work, seed, device) for _ in range(rollout or trainer)]
+    pool_lock = None if rollout else asyncio.Lock()
+    group = RolloutGroup(replicas, cfg, False, pool_lock)
+    group.router.replica_capacity = min(group.router.replica_capacity, work.places)
+    actor = SimulatedTrainer(work, trainer, group, device)
+    prompts = [Prompt((0, row), ONE_ID, "", "") for row in range(work.prompts)]
+    stream = PromptStream(prompts, work.prompts, False, seed, steps)
+    with tempfile.TemporaryDirectory() as folder:
         tracker = Tracker(folder, steps, io.StringIO())
         await Pipeline(cfg, Roles(actor, group, actor), stream, None, tracker).fit()
         return tracker.summary()
-
-    with tempfile.TemporaryDirectory() as folder:
-        with asyncio.Runner(loop_factory=simulated_loop) as runner:
-            return runner.run(run(folder))
 
 
 def _chooses_overlap(figures: dict[str, Any]) -> bool:
