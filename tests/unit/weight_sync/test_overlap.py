@@ -130,6 +130,8 @@ def test_the_phases_of_one_setting_say_nothing_about_the_other():
 def test_steps_without_a_sync_do_not_count():
     without_sync = replace(TRAINING_LONGER, sync_s=0.0)
     assert settings_of_run([without_sync] * 9) == [False] * 9
+    steps = [without_sync] + [TRAINING_LONGER] * 4
+    assert changes(settings_of_run(steps)) == [4], "three steps with a sync decide"
     schedule = SyncOverlap(make_config("auto"))
     for _ in range(9):  # no replica was left for the sync: the step has no such metric
         assert not schedule.begin_step()
