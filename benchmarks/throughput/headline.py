@@ -27,7 +27,7 @@ LIMIT = 1.05
 """Up to here a step counts as hidden behind its longer phase."""
 
 DEFAULT_ARMS = ["auto"]
-SECONDS = ("step", "T_gen", "T_train", "T_sync", "exposed sync", "canary", "rest")
+SECONDS = ("step", "T_gen", "T_train", "longer", "T_sync", "exposed sync", "canary", "rest")
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ def _smollm2(ratio: str, length: int, batch: str, steps: int, warmup: int) -> Re
 
 
 REGIMES = [
-    _smollm2("0.6", 48, "3x4", steps=9, warmup=4),
-    _smollm2("0.9", 96, "2x5", steps=9, warmup=4),
-    _smollm2("1.8", 240, "1x4", steps=6, warmup=2),
+    _smollm2("0.6", 48, "3x4", steps=8, warmup=4),
+    _smollm2("0.9", 96, "2x5", steps=8, warmup=4),
+    _smollm2("1.8", 240, "1x4", steps=5, warmup=1),
     Regime(
         name="tiny, 345k parameters",
         folder="tiny",
@@ -130,9 +130,12 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> list[PlannedRegime]:
 def figures(rows: list[Row], arm: str) -> dict[str, float]:
     """Medians over the steps of one run.
 
-    A step trains beside the generation of the next step's samples, whose seconds are in the next
-    row. The step's time above the longer of both is its exposed sync, of which the canary may be a
-    part, and the rest: the driver's work, and processes that wait for it or for a core.
+    A step is taken from the arrival of its samples to the arrival of the next step's: within these
+    bounds lie one sync, one training, and the generation whose seconds are in the next row. (By
+    time/step_s it would begin at the end of the training before. The mean is the same, but the end
+    of a long generation would count in the step after it.) The time above the longer phase is the
+    exposed sync, of which the canary may be a part, and the rest: the driver's work, and processes
+    that wait for it or for a core.
 
     Args:
         rows: the steps after the warm-up. The last one tells how the step before it ended; nothing
@@ -140,20 +143,27 @@ def figures(rows: list[Row], arm: str) -> dict[str, float]:
         arm: name of the arm.
     """
     steps = rows[:-1]
+    step = []
+    longer = []
     exposed = []
     canary = []
     rest = []
     for row, following_row in itertools.pairwise(rows):
+        waits_s = following_row["time/wait_rollout_s"] - row["time/wait_rollout_s"]
+        step_s = row["time/step_s"] + waits_s
         exposed_s = exposed_sync(row, following_row, arm)
         longer_s = max(following_row["time/generate_s"], row["time/train_s"])
         exposed.append(exposed_s)
         canary.append(min(row["time/canary_s"] or 0.0, exposed_s))
-        rest.append(row["time/step_s"] - longer_s - exposed_s)
+        step.append(step_s)
+        longer.append(longer_s)
+        rest.append(step_s - longer_s - exposed_s)
     columns = {
-        "step": [row["time/step_s"] for row in steps],
+        "step": step,
         "T_gen": [row["time/generate_s"] for row in rows[1:]],
         "T_train": [row["time/train_s"] for row in steps],
         "T_sync": [row["time/sync_s"] for row in steps],
+        "longer": longer,
         "exposed sync": exposed,
         "canary": canary,
         "rest": rest,
@@ -244,7 +254,8 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"Medians over {result['runs']} run(s), the regimes alternating (range of the runs' "
         "medians). The phases are those of the same run. A step is its longer phase, the exposed "
-        "sync (of which the canary is a part) and the rest. Over the phases alone: the longer "
+        "sync (of which the canary is a part) and the rest. Longer: the median of each step's longer "
+        "phase; where the phases are about equal and vary, it is above the medians of both. Over the phases alone: the longer "
         "phase of the disaggregated synchronous arm, where nothing runs beside it.",
     ]
     return "\n".join(lines) + "\n"

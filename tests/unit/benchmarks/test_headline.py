@@ -61,6 +61,23 @@ def test_generation_is_that_which_ran_beside_the_training_of_a_step() -> None:
     assert headline.figures(rows, cases.AUTO)["T_gen"] == 8.0
 
 
+def test_a_step_goes_from_the_arrival_of_its_samples_to_the_next() -> None:
+    """The sync, generation, and training until the generation of the next samples ends: the times
+    of a run. The generations of 17.6, 17.5 and 19.3 s follow on syncs of 1.1, 1.4 and 1.5 s."""
+    rows = []
+    for step_s, wait_s, generate_s, train_s, sync_s in [
+        (13.8, 2.3, 19.6, 10.2, 1.3),
+        (16.9, 7.4, 17.6, 8.4, 1.1),
+        (19.4, 9.0, 17.5, 8.9, 1.5),
+        (20.0, 10.4, 19.3, 8.1, 1.5),
+    ]:
+        more = {"time/wait_rollout_s": wait_s, "time/sync_s": sync_s}
+        rows.append(row(step_s, generate_s, train_s, 0.0, **more))
+    found = headline.figures(rows, cases.AUTO)
+    assert found["step"] == pytest.approx(18.9)
+    assert abs(found["rest"]) < 0.05
+
+
 def test_the_table_has_the_median_and_the_range_of_the_runs() -> None:
     runs = [generation_longer(extra_s) for extra_s in (0.0, 0.3, 0.1)]
     arms = headline.summarize({cases.AUTO: runs})
