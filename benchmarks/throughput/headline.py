@@ -254,8 +254,9 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"Medians over {result['runs']} run(s), the regimes alternating (range of the runs' "
         "medians). The phases are those of the same run. A step is its longer phase, the exposed "
-        "sync (of which the canary is a part) and the rest. Longer: the median of each step's longer "
-        "phase; where the phases are about equal and vary, it is above the medians of both. Over the phases alone: the longer "
-        "phase of the disaggregated synchronous arm, where nothing runs beside it.",
+        "sync (of which the canary is a part) and the rest. Longer: the median of each step's "
+        "longer phase; where the phases are about equal and vary, it is above the medians of both. "
+        "Over the phases alone: the longer phase of the disaggregated synchronous arm, where "
+        "nothing runs beside it.",
     ]
     return "\n".join(lines) + "\n"
