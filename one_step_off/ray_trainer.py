@@ -38,6 +38,7 @@ from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.training.reward_models import mix
 from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync.coordinator import WeightSync
+from one_step_off.weight_sync.overlap import SyncOverlap
 
 KEPT_BATCHES = 5  # batches with skipped updates that are kept for --replay
 
@@ -123,7 +124,7 @@ class Pipeline:
         self.incarnation = incarnation
         self.start = resumed.step if resumed else 0
         self.one_step_ahead = bool(cfg.pipeline.staleness)
-        self.overlap_sync = overlaps_sync(cfg)
+        self.sync_overlap = SyncOverlap(cfg)
         self.batches = batch_source(cfg, roles.rollout, stream, resumed, incarnation)
         self.kl_controller = make_kl_controller(cfg, resumed.kl_coef if resumed else None)
         self.trained_steps = self.start  # the trainer's weight version
@@ -184,6 +185,7 @@ class Pipeline:
 
     async def _step(self, step: int, total_steps: int) -> None:
         begin = now()
+        overlapped = self.sync_overlap.begin_step()
         batch = None
         # Wait for the rollouts of this step, made with v(step - 1).
         if self.one_step_ahead and not self._sync_goes_first(step):
@@ -193,7 +195,7 @@ class Pipeline:
         # Sync v(step) into every replica, then launch evaluation when due, then the rollouts of the
         # next step.
         sync_task = self.background.create_task(self._sync_and_launch(step, total_steps))
-        if not self.overlap_sync:
+        if not overlapped:
             await sync_task
         if batch is None:
             batch, batch_metrics = await self.batches.batch(step)
@@ -205,6 +207,7 @@ class Pipeline:
         self.trained_steps = step + 1
         if self.cfg.pipeline.partial_rollout:
             metrics["time/generate_s"] = generation_seconds(metrics)
+        metrics |= self.sync_overlap.end_step(metrics)
         metrics["restarts/replicas"] = self.roles.rollout.restarts
         metrics["restarts/trainer"] = self.incarnation
         try:
@@ -301,7 +304,7 @@ class Pipeline:
             self.batches.launch(self.start, self.synced_version, self.background)
 
     async def _sync_and_launch(self, step: int, total_steps: int) -> dict[str, Any]:
-        """What the replicas do at a step's beginning, beside the trainer if `weight_sync.overlap`:
+        """What the replicas do at a step's beginning, beside the trainer where they overlap:
         receive v(step), then generate with it. Returns the metrics of the sync."""
         try:
             metrics = await self._sync(step)
@@ -459,14 +462,6 @@ class Pipeline:
             f"step {batch.step}: {most} updates were skipped in a row "
             f"(trainer.max_skipped_updates={limit}): {reason}"
         )
-
-
-def overlaps_sync(cfg: Config) -> bool:
-    """Whether the trainer works while the replicas receive weights. Where another role shares the
-    replicas' pool, they take turns, and nothing runs beside the sync."""
-    pools = list(cfg.placement.roles.values())
-    has_own_pool = pools.count(cfg.placement.roles["rollout"]) == 1
-    return bool(cfg.pipeline.staleness) and cfg.weight_sync.overlap and has_own_pool
 
 
 def batch_source(

@@ -44,6 +44,7 @@ TINY_RUN = {
     "actor.ppo_mini_batch_size": 4,
     "actor.lr": 1e-3,
     "weight_sync.bucket_mb": 1,
+    "weight_sync.overlap": "true",  # the harder setting: a failed sync meets an update
     "weight_sync.timeout_s": 60.0,
     "trainer.total_steps": 3,
 }

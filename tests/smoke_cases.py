@@ -212,6 +212,13 @@ BENCHMARKS = [
         + tuple("--warmup 0 --steps 2 --arms overlapped".split()),
         writes=RESULTS,
     ),
+    SmokeCase(
+        "throughput_headline",
+        "benchmarks.throughput",
+        ("--out", "outputs/throughput_headline", "--headline", "tiny:qwen2")
+        + tuple("--runs 1 --warmup 0 --steps 2".split()),
+        writes=RESULTS,
+    ),
     benchmark(
         "learning",
         *(
@@ -295,7 +302,7 @@ CASES = {case.name: case for case in [*BENCHMARKS, *PROGRAM]}
 
 NOT_IN_CI = (
     *("exposed", "long_tail", "update_phase", "backends", "lora", "mismatch", "learning"),
-    *("overhead_ray", "planner", "plan_runs", "external_tools"),
+    *("overhead_ray", "planner", "plan_runs", "external_tools", "throughput_headline"),
 )
 """Cases that run on demand (marker "slow"): each takes about a minute, and other tests cover most
 of their code."""

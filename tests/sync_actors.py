@@ -119,13 +119,12 @@ class LightTrainer(FaultInjector, WeightSenderMixin):
         self.version += 1
         return {"ratio/mean": 1.0}
 
-    def reset(self, overlap: bool) -> None:
+    def reset(self) -> None:
         """As at the beginning."""
         self.version = 0
         self.released = -1
         self.sync_failure = ""
         self.fault = None
-        self.cfg.weight_sync.overlap = overlap
         for rows in self.rows.values():
             rows.zero_()
 
@@ -329,9 +328,9 @@ class Team:
         """As when the processes had just started, except that the groups between them stay."""
         while any(not task.done() for task in self.rollout.supervisor.restart_tasks.values()):
             await asyncio.sleep(0.05)
-        self.cfg.weight_sync.overlap = overlap
+        self.cfg.weight_sync.overlap = "true" if overlap else "false"
         ranks = self.roles.actor.ranks
-        await asyncio.gather(*(rank.reset.remote(overlap) for rank in ranks))
+        await asyncio.gather(*(rank.reset.remote() for rank in ranks))
         for replica in self.rollout.replicas:
             await replica.set_fault.remote(None)
         self.sync.last_sent = None

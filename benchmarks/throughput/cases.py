@@ -19,12 +19,14 @@ COLOCATED = "colocated sync"
 DISAGGREGATED = "disaggregated sync"
 ONE_STEP_OFF = "one step off"
 OVERLAPPED = "one step off, overlapped sync"
+AUTO = "one step off, overlap auto"
 SHARED = "one step off, shared device"
 ARMS = {
     "colocated": COLOCATED,
     "disaggregated": DISAGGREGATED,
     "plain": ONE_STEP_OFF,
     "overlapped": OVERLAPPED,
+    "auto": AUTO,
     "shared": SHARED,
 }
 """Values of the flag `--arms` -> names of the arms in tables."""
@@ -61,6 +63,7 @@ def arms_of(cfg: Config) -> dict[str, list[str]]:
             DISAGGREGATED: ["pipeline.staleness=0"],
             ONE_STEP_OFF: ["pipeline.staleness=1", "weight_sync.overlap=false"],
             OVERLAPPED: ["pipeline.staleness=1", "weight_sync.overlap=true"],
+            AUTO: ["pipeline.staleness=1", "weight_sync.overlap=auto"],
         }
         | shared
     )

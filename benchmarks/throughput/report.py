@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.common.machine import machine_line
 from benchmarks.common.report import markdown_table, with_range
 from benchmarks.throughput.cases import (
+    AUTO,
     COLOCATED,
     DISAGGREGATED,
     ONE_STEP_OFF,
@@ -27,7 +28,9 @@ COLUMNS = (
     *TIMES.values(),
     "time/wait_rollout_s",
     "time/wait_trainer_s",
+    "time/canary_s",
     "actor/sync_wait_s",
+    "sync/overlapped",
     "samples",
     "tokens/response",
     "response_length/mean",
@@ -37,7 +40,7 @@ COLUMNS = (
 SECONDS = (*TIMES, "exposed sync")
 RATES = ("samples/s", "tokens/s")
 IDLE_SHARES = ("rollout idle", "trainer idle")
-ONE_STEP_OFF_ARMS = (ONE_STEP_OFF, OVERLAPPED, SHARED)
+ONE_STEP_OFF_ARMS = (ONE_STEP_OFF, OVERLAPPED, AUTO, SHARED)
 
 
 def needed_columns(row: Row) -> Row:
@@ -48,16 +51,19 @@ def needed_columns(row: Row) -> Row:
 def exposed_sync(row: Row, following_row: Row, arm: str) -> float:
     """By how many seconds a step would have ended earlier if its weight sync had taken no time.
 
-    In the arms without overlap everything waits for the sync, so it is the whole sync.
+    In a step without overlap everything waits for the sync, so it is the whole sync.
 
-    In an overlapped arm the sync delays the start of generation, and the optimizer waits
+    In an overlapped step the sync delays the start of generation, and the optimizer waits
     `sync_wait` for the end of the send. The step ends when the later of both ends. Take the end of
     training as 0. Then generation ends at `generation_lag`, which the waits of the next step tell.
     Without the sync training would have ended at
     -sync_wait, and generation at generation_lag - sync.
     """
     sync = row["time/sync_s"] or 0.0
-    if arm not in (OVERLAPPED, SHARED):
+    overlapped = row.get("sync/overlapped")
+    if overlapped is None:  # rows of an earlier version
+        overlapped = arm in (OVERLAPPED, SHARED)
+    if not overlapped:
         return sync
     sync_wait = row["actor/sync_wait_s"] or 0.0
     generation_lag = following_row["time/wait_rollout_s"] - following_row["time/wait_trainer_s"]

@@ -151,12 +151,12 @@ def check_weight_sync(cfg: Config) -> None:
     """Check the section weight_sync. Raises ConfigError."""
     settings = cfg.weight_sync
     gathers = settings.sender == "gather"
-    if settings.overlap and gathers:
+    if settings.overlap == "true" and gathers:
         raise key_error(
             cfg,
             "weight_sync.sender",
             "gather uses the trainer's collectives, which training uses at the same time; "
-            "set weight_sync.overlap=false",
+            "set weight_sync.overlap=false or auto",
         )
     if gathers and settings.mode == "delta":
         raise key_error(

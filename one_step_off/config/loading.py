@@ -281,7 +281,7 @@ def checked_value(key: ConfigKey, value: Any) -> Any:
         value_type = str
     choices = key.metadata["choices"]
     if isinstance(value, bool) and choices:
-        value = "on" if value else "off"  # YAML reads a bare on or off as a boolean
+        value = _choice_of_boolean(value, choices)
     value = _convert(key.dotted, value_type, value, key.type_text)
     if choices and value not in choices:
         raise ConfigError(f"{key.dotted}={format_value(value)}: must be {key.type_text}")
@@ -291,6 +291,13 @@ def checked_value(key: ConfigKey, value: Any) -> Any:
     if type(value) in (int, float):
         _check_bounds(key, value)
     return value
+
+
+def _choice_of_boolean(value: bool, choices: tuple[str, ...]) -> str:
+    """The choice that YAML has read as a boolean: it does so with a bare on, off, true or false."""
+    if "true" in choices:
+        return "true" if value else "false"
+    return "on" if value else "off"
 
 
 def _checked_entries(key: ConfigKey, value: Any) -> Any:

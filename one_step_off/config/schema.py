@@ -259,9 +259,11 @@ class PipelineConfig:
 class WeightSyncConfig:
     """Transfer of the weights from the trainer into vLLM."""
 
-    overlap: bool = config_key(
-        True,
-        "send during the first forward and backward pass of the next step (with staleness 1)",
+    overlap: str = config_key(
+        "auto",
+        "true: send during the first forward and backward pass of the next step (with staleness "
+        "1); auto: where training is longer than generation",
+        choices="auto true false",
     )
     mode: str = config_key(
         "full",

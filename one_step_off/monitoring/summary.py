@@ -102,6 +102,9 @@ def speed_summary(rows: list[Row]) -> dict[str, float | None]:
     slower_group_s = max(medians["time/generate_s"], medians["time/train_s"])
     summary["overlap_ratio"] = medians["time/step_s"] / slower_group_s
     summary |= _idle_shares(rows)
+    overlapped = [row["sync/overlapped"] for row in rows if "sync/overlapped" in row]
+    if overlapped:
+        summary["sync/overlapped"] = np.mean(overlapped)
     summary["samples_per_s"] = _share_of_time("samples", rows, rows)
     summary["response_tokens_per_s"] = _share_of_time("tokens/response", rows, rows)
     return summary

@@ -28,6 +28,7 @@ from one_step_off.ray_trainer import Pipeline, Roles
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.sampling import Sampling
+from one_step_off.weight_sync.overlap import DECIDING_STEPS, StepPhases, should_overlap
 
 NO_TIME_LIMIT_S = 1e9
 """No phase reaches a time limit, and no replica is asked whether it is alive."""
@@ -269,7 +270,7 @@ def simulate(
     rollout: int,
     trainer: int,
     staleness: int = 1,
-    overlap: bool = True,
+    overlap: str = "true",
     static: bool = False,
     steps: int = 8,
     seed: int = 0,
@@ -282,7 +283,8 @@ def simulate(
             rank, one after the other.
         trainer: ranks.
         staleness: 1: one step off; 0: synchronous.
-        overlap: whether the sync runs beside training, see weight_sync.overlap.
+        overlap: "true", "false" or "auto", see weight_sync.overlap. The figures of "auto" are those
+            of the setting that it chooses.
         static: whether routing is static, see rollout.routing.
         steps: of the run; the first one is left out of the figures.
         seed: of the drawn response lengths.
@@ -295,30 +297,51 @@ def simulate(
     Raises:
         StalenessError: a token was trained on that other weights made.
     """
+    if overlap == "auto" and shared:
+        overlap = "true"
+    if overlap == "auto" and staleness and rollout:
+        rest = (static, steps, seed, shared)
+        without = simulate(work, rollout, trainer, staleness, "false", *rest)
+        if not _chooses_overlap(without):
+            return without
+        overlap = "true"
     cfg = _run_config(work, rollout, staleness, overlap, static)
+    with asyncio.Runner(loop_factory=simulated_loop) as runner:
+        return runner.run(_run(work, cfg, rollout, trainer, steps, seed, shared))
 
-    async def run(folder: str) -> dict[str, Any]:
-        device = SharedDevice() if shared else None
-        replicas = [SimulatedReplica(work, seed, device) for _ in range(rollout or trainer)]
-        pool_lock = None if rollout else asyncio.Lock()
-        group = RolloutGroup(replicas, cfg, False, pool_lock)
-        group.router.replica_capacity = min(group.router.replica_capacity, work.places)
-        actor = SimulatedTrainer(work, trainer, group, device)
-        prompts = [Prompt((0, row), ONE_ID, "", "") for row in range(work.prompts)]
-        stream = PromptStream(prompts, work.prompts, False, seed, steps)
+
+async def _run(
+    work: Work, cfg: Config, rollout: int, trainer: int, steps: int, seed: int, shared: bool
+) -> dict[str, Any]:
+    """One run in the simulated time of the present loop; arguments and result as `simulate`."""
+    device = SharedDevice() if shared else None
+    replicas = [SimulatedReplica(work, seed, device) for _ in range(rollout or trainer)]
+    pool_lock = None if rollout else asyncio.Lock()
+    group = RolloutGroup(replicas, cfg, False, pool_lock)
+    group.router.replica_capacity = min(group.router.replica_capacity, work.places)
+    actor = SimulatedTrainer(work, trainer, group, device)
+    prompts = [Prompt((0, row), ONE_ID, "", "") for row in range(work.prompts)]
+    stream = PromptStream(prompts, work.prompts, False, seed, steps)
+    with tempfile.TemporaryDirectory() as folder:
         tracker = Tracker(folder, steps, io.StringIO())
         await Pipeline(cfg, Roles(actor, group, actor), stream, None, tracker).fit()
         return tracker.summary()
 
-    with tempfile.TemporaryDirectory() as folder:
-        with asyncio.Runner(loop_factory=simulated_loop) as runner:
-            return runner.run(run(folder))
+
+def _chooses_overlap(figures: dict[str, Any]) -> bool:
+    """What weight_sync.overlap=auto chooses after steps with these figures, without overlap."""
+    phases = StepPhases(
+        generate_s=figures["median/time/generate_s"],
+        train_s=figures["median/time/train_s"],
+        sync_s=figures["median/time/sync_s"],
+    )
+    return should_overlap([phases] * DECIDING_STEPS, overlapped=False)
 
 
-def _run_config(work: Work, rollout: int, staleness: int, overlap: bool, static: bool) -> Config:
+def _run_config(work: Work, rollout: int, staleness: int, overlap: str, static: bool) -> Config:
     cfg = Config()
     cfg.pipeline.staleness = staleness
-    cfg.weight_sync.overlap = overlap and rollout > 0
+    cfg.weight_sync.overlap = overlap if rollout > 0 else "false"
     cfg.rollout.n = work.lengths.shape[1]
     cfg.rollout.routing = "static" if static else "least_loaded"
     cfg.rollout.heartbeat_s = NO_TIME_LIMIT_S

@@ -1,9 +1,9 @@
 """A training worker's part in the weight sync, on top of its `weight_plan` and `weight_tensors`.
 
-With `weight_sync.overlap` the weights leave while the next step's first forward and backward pass
-run. The sync has a thread beside the worker's, and the optimizer waits until the driver knows that
-every replica has the weights. (It is not enough that this rank has sent them: they are sent again
-when a replica dies before it has finished.)
+Where the driver overlaps sync and training, the weights leave while the next step's first forward
+and backward pass run. The sync has a thread beside the worker's, and the optimizer waits until the
+driver knows that every replica has the weights. (It is not enough that this rank has sent them:
+they are sent again when a replica dies before it has finished.)
 
 The calls that end a wait run on another thread, "control", because a send or a connect may hold its
 thread for minutes.
@@ -188,9 +188,10 @@ class WeightSenderMixin:
             self.release_changed.notify_all()
 
     def before_step(self) -> None:
-        """Wait until the weights may change. Raises SyncError: they did not reach the replicas."""
+        """Wait until the weights may change; they may at once where the step began after its sync.
+        Raises SyncError: they did not reach the replicas."""
         sync_is_open = hasattr(self, "release_changed")
-        if not self.cfg.weight_sync.overlap or not sync_is_open:
+        if not sync_is_open:
             return
         limit_s = self.cfg.trainer.step_timeout_s
         with self.release_changed:

@@ -33,6 +33,7 @@ TINY = {
     "actor.ppo_mini_batch_size": 8,
     "weight_sync.bucket_mb": 1,
     "weight_sync.timeout_s": 10,
+    "weight_sync.overlap": "true",  # the harder setting: a failed sync meets an update
     "trainer.step_timeout_s": 60,
     "trainer.start_timeout_s": 180,
     "trainer.save_freq": 5,

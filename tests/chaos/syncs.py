@@ -197,7 +197,6 @@ class Layout:
             worker.version = 0
             worker.released = -1
             worker.sync_failure = ""
-            worker.cfg.weight_sync.overlap = overlap
             if hasattr(worker, "sender"):
                 # Kept in an earlier case, whose versions had the same numbers.
                 worker.sender.kept_version = None
@@ -211,7 +210,7 @@ class Layout:
         if joins:
             roles.sync.connected_replicas = []
         roles.rollout.supervisor.syncing = False
-        self.cfg.weight_sync.overlap = overlap
+        self.cfg.weight_sync.overlap = "true" if overlap else "false"
         self.prepared.data.stream.load_state_dict(self.stream_at_start)
 
     async def run(self, number: int, case: Case) -> None:

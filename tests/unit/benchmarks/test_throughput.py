@@ -151,15 +151,15 @@ def test_arms_differ_in_staleness_and_overlap_alone() -> None:
     one_step_off = configs[cases.ONE_STEP_OFF]
     overlapped = configs[cases.OVERLAPPED]
     assert one_step_off.pipeline.staleness == overlapped.pipeline.staleness == 1
-    assert not one_step_off.weight_sync.overlap
-    assert overlapped.weight_sync.overlap
+    assert one_step_off.weight_sync.overlap == "false"
+    assert overlapped.weight_sync.overlap == "true"
     assert configs[cases.DISAGGREGATED].pipeline.staleness == 0
     assert configs[cases.COLOCATED].pipeline.staleness == 0
     assert configs[cases.SHARED].placement.pools == {"rollout": [0.5], "trainer": [0.5]}
     assert configs[cases.SHARED].pipeline.staleness == 1
     for arm in (cases.DISAGGREGATED, cases.ONE_STEP_OFF):
         configs[arm].pipeline.staleness = 1
-        configs[arm].weight_sync.overlap = True
+        configs[arm].weight_sync.overlap = "true"
         assert configs[arm] == overlapped
 
 

@@ -178,7 +178,11 @@ BAD = [
         ["virtual_pipeline_parallel_size=2", "needs pipeline stages"],
     ),
     (["rollout.n=1"], ["rollout.n=1", "at least 2"]),
-    (["weight_sync.sender=gather"], ["weight_sync.sender=gather", "weight_sync.overlap=false"]),
+    (
+        ["weight_sync.sender=gather", "weight_sync.overlap=true"],
+        ["weight_sync.sender=gather", "weight_sync.overlap=false or auto"],
+    ),
+    (["weight_sync.overlap=often"], ["weight_sync.overlap=often", "auto, true, false"]),
     (
         ["weight_sync.sender=gather", "weight_sync.overlap=false", "weight_sync.mode=delta"],
         ["weight_sync.mode=delta", "weight_sync.sender=sharded"],

@@ -70,6 +70,7 @@ def test_rows_ledger_and_summary(tmp_path):
     # Medians and shares over the steps after the first: 3 s and 4 s.
     assert summary["median/time/step_s"] == 3.5
     assert summary["overlap_ratio"] == 3.5 / 1.5
+    assert "sync/overlapped" not in summary, "these steps do not say it"
     assert summary["idle_share/rollout"] == 0.2 / 7.0 + 0.4 / 3.0, (
         "the last step's wait was within the one before"
     )
@@ -79,6 +80,14 @@ def test_rows_ledger_and_summary(tmp_path):
         "of one step each: they never overlap"
     )
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_the_summary_has_the_share_of_overlapped_steps(tmp_path):
+    tracker = Tracker(str(tmp_path), 5, out=io.StringIO())
+    for step, overlapped in enumerate((1.0, 0.0, 0.0, 0.0, 1.0)):
+        metrics = times() | {"sync/overlapped": overlapped}
+        tracker.step(Batch(step, [sample(step, 2)], (0, 0)), step, metrics)
+    assert tracker.summary()["sync/overlapped"] == 0.25, "without the first step"
 
 
 def rewards_of(tmp_path, steps: int) -> tuple:

@@ -19,6 +19,7 @@ from one_step_off.planner.simulated_clock import simulated_loop
 from one_step_off.planner.simulation import SimulatedTrainer, Work, simulate
 
 STEP = "median/time/step_s"
+SETTINGS = ("auto", "true", "false")  # of weight_sync.overlap
 ALIKE = Work(8, np.full((3, 4), 100), 20.0, 0.02, 1e-4, 2.0, 5e-4, 1.0, canary_s=0.25)
 
 
@@ -68,17 +69,17 @@ def test_what_never_happens_is_an_error_and_no_hang() -> None:
         runner.run(forever())
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", ["true", "false"])
 @pytest.mark.parametrize("train_token_s", [1e-6, 5e-4, 4e-3])
 def test_one_step_off_takes_the_longer_phase_and_what_is_exposed(
-    overlap: bool, train_token_s: float
+    overlap: str, train_token_s: float
 ) -> None:
     work = replace(ALIKE, train_token_s=train_token_s)
     generate, train = parts(work, 2, 3)
     found = simulate(work, 2, 3, overlap=overlap)
     canary = work.canary_s
     sending = work.sync_s - canary
-    if overlap:
+    if overlap == "true":
         # The trainer scores the canary before its step; the replicas wait for that only if they are
         # there first.
         expected = max(train + canary, sending + generate)
@@ -87,6 +88,18 @@ def test_one_step_off_takes_the_longer_phase_and_what_is_exposed(
     assert found[STEP] == pytest.approx(expected)
     assert found["median/time/generate_s"] == pytest.approx(generate)
     assert found["median/time/train_s"] == pytest.approx(train, abs=canary + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("train_token_s", "chosen"), [(1e-6, "false"), (5e-4, "true"), (4e-3, "true")]
+)
+def test_auto_has_the_figures_of_the_setting_that_it_chooses(
+    train_token_s: float, chosen: str
+) -> None:
+    work = replace(ALIKE, train_token_s=train_token_s)
+    step_s = {setting: simulate(work, 2, 3, overlap=setting)[STEP] for setting in SETTINGS}
+    assert step_s["auto"] == step_s[chosen]
+    assert step_s["true"] < step_s["false"]
 
 
 def test_a_synchronous_step_is_the_sum_of_its_phases() -> None:
@@ -200,7 +213,7 @@ def test_the_real_assertion_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     st.floats(0, 20),
     st.floats(0, 1),
     st.floats(0, 1),
-    st.booleans(),
+    st.sampled_from(SETTINGS),
     st.booleans(),
     st.integers(1, 40),
     st.integers(1, 300),

@@ -193,6 +193,7 @@ def build(
     """A pipeline of batches of 3 prompts."""
     cfg = Config()
     cfg.pipeline.staleness = staleness
+    cfg.weight_sync.overlap = "true"
     cfg.trainer.test_freq = test_freq
     prompts = [Prompt((0, row), np.arange(2, dtype=np.int32), "q", "1") for row in range(rows)]
     stream = PromptStream(prompts, 3, True, 0, steps)

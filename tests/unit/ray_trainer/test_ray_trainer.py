@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 from one_step_off.data.staleness import StalenessError
 from one_step_off.ray_trainer import Pipeline, Resumed
-from tests.unit.ray_trainer.stand_ins import FakeSync, World, build, change_samples
+from one_step_off.weight_sync.overlap import SyncOverlap
+from tests.unit.ray_trainer.stand_ins import (
+    FakeRollout,
+    FakeSync,
+    World,
+    build,
+    change_samples,
+    read_rows,
+)
 
 
 def world_of_equal_phases(longest: float) -> World:
@@ -65,18 +73,47 @@ def test_rollout_and_training_overlap_only_one_step_off(tmp_path):
     assert seconds[1] < 0.85 * seconds[0]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", ["true", "false"])
 def test_an_update_begins_beside_the_sync_of_its_own_weights(tmp_path, overlap):
     world = world_of_equal_phases(0.003)
     pipeline = build(tmp_path, world, 6, 1)
-    pipeline.overlap_sync = overlap and pipeline.overlap_sync
+    pipeline.cfg.weight_sync.overlap = overlap
+    pipeline.sync_overlap = SyncOverlap(pipeline.cfg)
     asyncio.run(pipeline.fit())
     for step in range(1, 6):
         train_begins = world.events.index(("begin", "train", step))
         sync_ends = world.events.index(("end", "sync", step))
-        assert (train_begins < sync_ends) == overlap
+        assert (train_begins < sync_ends) == (overlap == "true")
     for trained in world.trained:
         assert trained.versions == {max(0, trained.step - 1)}
+
+
+@pytest.mark.parametrize(("generate_s", "overlapped"), [(0.0, 1.0), (1e3, 0.0)])
+def test_auto_overlaps_where_training_is_longer(tmp_path, monkeypatch, generate_s, overlapped):
+    """Step 0 has no sync of its own. The phases of steps 1 to 3 decide for step 4."""
+    world = world_of_equal_phases(0.003)
+    pipeline = build(tmp_path, world, 8, 1)
+    pipeline.cfg.weight_sync.overlap = "auto"
+    pipeline.sync_overlap = SyncOverlap(pipeline.cfg)
+
+    async def sync(self, stamp, expected=None):
+        await real_sync(self, stamp, expected)
+        return {"time/sync_s": 1e-3}
+
+    async def generate(self, *args):
+        samples, _ = await real_generate(self, *args)
+        return samples, generate_s
+
+    real_sync, real_generate = FakeSync.__call__, FakeRollout.generate
+    monkeypatch.setattr(FakeSync, "__call__", sync)
+    monkeypatch.setattr(FakeRollout, "generate", generate)
+    asyncio.run(pipeline.fit())
+    found = [row["sync/overlapped"] for row in read_rows(tmp_path, "metrics.jsonl")]
+    assert found == [0.0] * 4 + [overlapped] * 4
+    for step in range(1, 8):
+        train_begins = world.events.index(("begin", "train", step))
+        sync_ends = world.events.index(("end", "sync", step))
+        assert (train_begins < sync_ends) == found[step]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -102,7 +102,7 @@ def run_rank(rank: int, cfg, port: int, inbox, outbox, folder: str, syncs: int) 
         for sample in batch.samples:
             sample.versions[:] = version
         batch.expected_stamp = (0, version)
-        if not cfg.weight_sync.overlap:
+        if cfg.weight_sync.overlap == "false":
             thread.join()
         # An update has FSDP's collectives, and those of the gradients' norm.
         metrics = worker.update(batch)
@@ -165,7 +165,7 @@ def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, max_senders, s
     path = tiny_qwen.build("qwen2", str(tmp_path / "model"), dtype="float32")
     cfg = config(path, actor__lr=1e-3, weight_sync__timeout_s=TIMEOUT_S, weight_sync__sender=sender)
     cfg.weight_sync.max_senders = max_senders
-    cfg.weight_sync.overlap = sender == "sharded"
+    cfg.weight_sync.overlap = "true" if sender == "sharded" else "false"
     context = mp.get_context("spawn")
     port = free_port()
     outbox = context.Queue()
