@@ -32,6 +32,7 @@ STEPS = 10
 CALIBRATION_KEYS = (
     "pipeline.staleness=0",
     "pipeline.partial_rollout=false",
+    "placement.share_idle_cores=false",
     "rollout.oversample=1",
     "trainer.total_epochs=null",
     "trainer.save_hf_model=false",

@@ -22,7 +22,12 @@ from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Batch, Prompt, Sample, Stamp
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.planner.shared_device import SharedDevice
+from one_step_off.planner.shared_device import (
+    ROLLOUT_GAIN,
+    TRAINER_GAIN,
+    SharedDevice,
+    pace_with_idle_cores,
+)
 from one_step_off.planner.simulated_clock import simulated_loop
 from one_step_off.ray_trainer import Pipeline, Roles
 from one_step_off.rollout.health import ReplicaState
@@ -56,7 +61,8 @@ class Work:
 
     The sync: sync_s for the replicas; in the first canary_s of it the trainer is busy too, with its
     half of the canary. Handing devices over in the colocated arrangement costs nothing. On a shared
-    device both work at half speed while both work.
+    device both work at half speed while both work. With shared idle cores a side is faster while
+    the other waits.
 
     Attributes:
         prompts: of a step.
@@ -108,10 +114,10 @@ class SimulatedReplica:
     """
 
     def __init__(self, work: Work, seed: int, device: SharedDevice | None = None) -> None:
-        """`device`: shared with the trainer; None: the replica has its own."""
+        """`device`: shared with the trainer; None: the replica has its own alone."""
         self.device = device
         if device:
-            device.advance_replica = self._advance
+            device.advance_replicas.append(self._advance)
         self.rollout = SimpleNamespace(remote=self._rollout)
         self.wait_for_capacity = SimpleNamespace(remote=self._wait_for_capacity)
         self.work = work
@@ -195,7 +201,7 @@ class SimulatedReplica:
             )
             self._started += 1
         if self.device:
-            self.device.set_generating(bool(self._running))
+            self.device.set_generating(self, bool(self._running))
         if self._timer:
             self._timer.cancel()
         if self._running:
@@ -215,7 +221,7 @@ class SimulatedTrainer:
         rollout: RolloutGroup,
         device: SharedDevice | None = None,
     ) -> None:
-        """`device`: of the single rank, shared with the replica; None: the ranks have their own."""
+        """`device`: shared with the replicas; None: the ranks have their own alone."""
         self.device = device
         self.work = work
         self.ranks = ranks
@@ -274,6 +280,7 @@ def simulate(
     steps: int = 8,
     seed: int = 0,
     shared: bool = False,
+    idle_cores: bool = False,
 ) -> dict[str, Any]:
     """Simulate a run. The same arguments give the same figures.
 
@@ -287,6 +294,8 @@ def simulate(
         steps: of the run; the first one is left out of the figures.
         seed: of the drawn response lengths.
         shared: one replica and one rank work at once on one device.
+        idle_cores: a side also works on the other's cores while the other waits, see
+            placement.share_idle_cores. All replicas and ranks have equally many cores.
 
     Returns:
         What `Tracker.summary` reports: median/time/step_s and the other medians in seconds,
@@ -299,6 +308,11 @@ def simulate(
 
     async def run(folder: str) -> dict[str, Any]:
         device = SharedDevice() if shared else None
+        if idle_cores and rollout:
+            device = SharedDevice(
+                pace_with_idle_cores(rollout, trainer, ROLLOUT_GAIN),
+                pace_with_idle_cores(trainer, rollout, TRAINER_GAIN),
+            )
         replicas = [SimulatedReplica(work, seed, device) for _ in range(rollout or trainer)]
         pool_lock = None if rollout else asyncio.Lock()
         group = RolloutGroup(replicas, cfg, False, pool_lock)
