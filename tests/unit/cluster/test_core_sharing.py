@@ -257,3 +257,54 @@ def test_bits_depend_on_the_number_of_threads_and_not_on_the_cores() -> None:
     on_one_core, switched, on_all_cores = done.stdout.split()
     assert switched == on_one_core
     assert on_all_cores == on_one_core
+
+
+# A rank that is busy on its own thread, and a replica whose event loop is busy.
+BUSY_ACTORS = """
+import os, sys, time, ray
+from one_step_off.cluster.core_sharing import CoreUser
+from one_step_off.cluster.placement import create_pools, spawn
+from one_step_off.config.loading import load_config
+
+def cores_until(seconds):
+    seen = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        cores = sorted(os.sched_getaffinity(0))
+        if not seen or seen[-1] != cores:
+            seen.append(cores)
+        time.sleep(0.01)
+    return seen, os.environ["OMP_NUM_THREADS"]
+
+class Rank(CoreUser):
+    threads = {"control": 1}
+    def busy(self, seconds):
+        return cores_until(seconds)
+
+class Replica(CoreUser):
+    threads = {"control": 1}
+    calls_at_once = 100
+    async def busy(self, seconds):
+        return cores_until(seconds)
+
+os.sched_setaffinity(0, eval(sys.argv[1]))
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+pools = create_pools(load_config(["placement.device=cpu"]), "cpu")
+actors = [spawn(Replica, (), pools["rollout"][0], "cpu"), spawn(Rank, (), pools["actor"][0], "cpu")]
+ray.get([actor.busy.remote(0.0) for actor in actors])
+answers = [actor.busy.remote(3.0) for actor in actors]
+for number, wide in ((1, True), (2, False)):
+    time.sleep(0.5)
+    ray.get([actor.use_cores.remote(number, wide) for actor in actors])
+print(ray.get(answers))
+"""
+
+
+def test_processes_change_their_cores_while_they_work() -> None:
+    command = [sys.executable, "-c", BUSY_ACTORS, repr(OWN + GUEST)]
+    environment = {n: value for n, value in os.environ.items() if n != "RAY_ADDRESS"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    replica, rank = eval(done.stdout.splitlines()[-1])
+    assert replica == ([OWN, OWN + GUEST, OWN], "2")
+    assert rank == ([GUEST, OWN + GUEST, GUEST], "2")
