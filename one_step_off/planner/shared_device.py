@@ -99,3 +99,12 @@ class SharedDevice:
     def _advance(self) -> None:
         for advance in self.advance_replicas:
             advance()
+
+
+def divided_cores(replicas: int, ranks: int) -> SharedDevice:
+    """The cores of a CPU, equally many for each replica and each rank; a side also works on the
+    other's while the other waits."""
+    return SharedDevice(
+        pace_with_idle_cores(replicas, ranks, ROLLOUT_GAIN),
+        pace_with_idle_cores(ranks, replicas, TRAINER_GAIN),
+    )

@@ -23,10 +23,8 @@ from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Batch, Prompt, Sample, Stamp
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.planner.shared_device import (
-    ROLLOUT_GAIN,
-    TRAINER_GAIN,
     SharedDevice,
-    pace_with_idle_cores,
+    divided_cores,
 )
 from one_step_off.planner.simulated_clock import simulated_loop
 from one_step_off.ray_trainer import Pipeline, Roles
@@ -309,10 +307,7 @@ def simulate(
     async def run(folder: str) -> dict[str, Any]:
         device = SharedDevice() if shared else None
         if idle_cores and rollout:
-            device = SharedDevice(
-                pace_with_idle_cores(rollout, trainer, ROLLOUT_GAIN),
-                pace_with_idle_cores(trainer, rollout, TRAINER_GAIN),
-            )
+            device = divided_cores(rollout, trainer)
         replicas = [SimulatedReplica(work, seed, device) for _ in range(rollout or trainer)]
         pool_lock = None if rollout else asyncio.Lock()
         group = RolloutGroup(replicas, cfg, False, pool_lock)
