@@ -292,8 +292,7 @@ def simulate(
         steps: of the run; the first one is left out of the figures.
         seed: of the drawn response lengths.
         shared: one replica and one rank work at once on one device.
-        idle_cores: a side also works on the other's cores while the other waits, see
-            placement.share_idle_cores. All replicas and ranks have equally many cores.
+        idle_cores: as placement.share_idle_cores; all replicas and ranks have as many cores.
 
     Returns:
         What `Tracker.summary` reports: median/time/step_s and the other medians in seconds,
@@ -305,9 +304,7 @@ def simulate(
     cfg = _run_config(work, rollout, staleness, overlap, static)
 
     async def run(folder: str) -> dict[str, Any]:
-        device = SharedDevice() if shared else None
-        if idle_cores and rollout:
-            device = divided_cores(rollout, trainer)
+        device = _common_device(rollout, trainer, shared, idle_cores)
         replicas = [SimulatedReplica(work, seed, device) for _ in range(rollout or trainer)]
         pool_lock = None if rollout else asyncio.Lock()
         group = RolloutGroup(replicas, cfg, False, pool_lock)
@@ -322,6 +319,17 @@ def simulate(
     with tempfile.TemporaryDirectory() as folder:
         with asyncio.Runner(loop_factory=simulated_loop) as runner:
             return runner.run(run(folder))
+
+
+def _common_device(
+    rollout: int, trainer: int, shared: bool, idle_cores: bool
+) -> SharedDevice | None:
+    """What both sides use; None: each has its own alone. The arguments are those of `simulate`."""
+    if shared:
+        return SharedDevice()
+    if idle_cores and rollout:
+        return divided_cores(rollout, trainer)
+    return None
 
 
 def _run_config(work: Work, rollout: int, staleness: int, overlap: bool, static: bool) -> Config:
