@@ -283,8 +283,7 @@ def simulate(
     """Simulate a run. The same arguments give the same figures.
 
     Args:
-        rollout: replicas on devices of their own; 0: colocated, each device has a replica and a
-            rank, one after the other.
+        rollout: replicas on devices of their own; 0: colocated, each device does both in turn.
         trainer: ranks.
         staleness: 1: one step off; 0: synchronous.
         overlap: whether the sync runs beside training, see weight_sync.overlap.
