@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_loop.sandbox import LONGEST_LINE
+from one_step_off.cluster.core_binding import own_cores
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -27,7 +28,8 @@ MAX_STARTING = 8  # a socket holds only so many other sockets that were not rece
 
 @functools.lru_cache(8)  # a semaphore serves one event loop; a replica has only one
 def _free_cores(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
-    return asyncio.Semaphore(len(os.sched_getaffinity(0)))
+    # Not the cores of this moment: those of the trainer may be among them until its next step.
+    return asyncio.Semaphore(len(own_cores() or os.sched_getaffinity(0)))
 
 
 @contextlib.asynccontextmanager

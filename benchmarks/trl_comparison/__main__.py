@@ -1,7 +1,7 @@
 """The same task in TRL's GRPOTrainer: samples/s of both on the same cores, the arms alternating.
 
-    python -m benchmarks.trl_comparison --out DIR [--config FILE] [--runs 3] [--warmup 3]
-        [--steps N] [--cores 0 1] [--arms ours trl-1 trl-all] [section.key=value ...]
+    python -m benchmarks.trl_comparison --out DIR [--config FILE] [--model DIR] [--runs 3]
+        [--warmup 3] [--steps N] [--cores 0 1] [--arms ours trl-1 trl-all] [section.key=value ...]
 
 TRL is no dependency of this project. It installs into a folder of its own, without touching other
 packages:
@@ -16,6 +16,9 @@ afterwards, because its way to vLLM's CPU build does not work (`--arms trl-vllm`
 reports what happens). Torch in TRL's process has one thread (`trl-1`) or one per core (`trl-all`);
 the better one counts. Ours runs as its config says: vLLM on one part of the cores, the trainer on
 the other.
+
+`--model DIR` compares a larger model: DIR has SmolLM2-135M-Instruct as Hugging Face files
+(docs/tutorials/recipes.md). Its case is two-digit sums, 4 prompts x 4 samples of 80 tokens at most.
 
 Writes result.json, result.md and trl_comparison.png into DIR.
 """
@@ -49,6 +52,14 @@ ARMS = {
 }
 """Values of the flag `--arms` -> names of the arms in tables."""
 
+SMOLLM2_KEYS = [
+    "data.train_batch_size=4",
+    "actor.ppo_mini_batch_size=4",
+    "rollout.n=4",
+    "data.max_response_length=80",
+]
+"""Config keys of the case of `--model`, over config/smollm2_addition_cpu.yaml."""
+
 INSTALL = (
     'pip install --target trl_site --no-deps "trl>=1.16,<2", '
     "then PYTHONPATH=trl_site before the command"
@@ -59,7 +70,10 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
     """Parse the command line. Returns the parser, the flags and the config keys."""
     parser = Parser(__doc__)
     parser.add_argument("--out", required=True, type=Path, help="folder for the results")
-    parser.add_argument("--config", default=config_path("gsm8k_tiny_cpu.yaml"))
+    parser.add_argument(
+        "--config", help="default: the tiny model's; with --model smollm2_addition_cpu.yaml"
+    )
+    parser.add_argument("--model", type=Path, help="directory with SmolLM2-135M-Instruct")
     parser.add_argument(
         "--arms", nargs="+", choices=tuple(ARMS), default=["ours", "trl-1", "trl-all"]
     )
@@ -72,6 +86,13 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
     )
     args, keys = parser.parse(argv)
     check_run_flags(parser, args)
+    case = "gsm8k_tiny_cpu.yaml"
+    if args.model:
+        if not (args.model / "config.json").is_file():
+            parser.error(f"--model {args.model}: has no config.json; give a directory with a model")
+        case = "smollm2_addition_cpu.yaml"
+        keys = [f"model.path={args.model.resolve()}", *SMOLLM2_KEYS, *keys]
+    args.config = args.config or config_path(case)
     available = os.sched_getaffinity(0)
     args.cores = set(args.cores or available)
     if not args.cores <= available:

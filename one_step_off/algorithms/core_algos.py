@@ -201,7 +201,10 @@ def log_probs_and_entropy(
     Returns:
         [n], and [n] or None.
     """
-    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
+    logits = logits.float()
+    if temperature != 1.0:  # a pass over all logits, forward and backward, that changes nothing
+        logits = logits / temperature
+    log_p = torch.log_softmax(logits, dim=-1)
     chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     if entropy == "none":
         return chosen, None

@@ -2,21 +2,32 @@
 
 import contextlib
 import os
+from collections.abc import Iterable
 
 ALL_CORES = "ONE_STEP_OFF_CORES"
 """Environment variable of a bound process: the cores that it could use before, separated by
 commas."""
 
+OWN_CORES = "ONE_STEP_OFF_OWN_CORES"
+"""Environment variable of a bound process: the cores that it is bound to."""
 
-def pin_process(cores: tuple[int, ...]) -> None:
+GUEST_CORES = "ONE_STEP_OFF_GUEST_CORES"
+"""Environment variable of a bound process: the cores that it may use besides while their own
+processes wait, see `core_sharing`."""
+
+
+def pin_process(cores: tuple[int, ...], guests: tuple[int, ...] = ()) -> None:
     """Bind every thread of this process, and all that it starts later, to `cores` (none: leave it
     unbound).
 
-    The cores that it could use before are kept in the environment, for `unpin`.
+    The cores that it could use before are kept in the environment, for `unpin`, and so are `cores`
+    and `guests`, for `core_sharing`.
     """
     if not cores:
         return
-    os.environ[ALL_CORES] = ",".join(map(str, usable_cores()))
+    os.environ[ALL_CORES] = _joined(usable_cores())
+    os.environ[OWN_CORES] = _joined(cores)
+    os.environ[GUEST_CORES] = _joined(guests)
     for thread_id in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # the thread has just ended
             os.sched_setaffinity(int(thread_id), cores)
@@ -33,5 +44,22 @@ def unpin() -> None:
 
 def usable_cores() -> list[int]:
     """The cores of the run on this machine, also of those that this process is not bound to."""
-    cores = os.environ.get(ALL_CORES)
-    return list(map(int, cores.split(","))) if cores else sorted(os.sched_getaffinity(0))
+    return _cores_in(ALL_CORES) or sorted(os.sched_getaffinity(0))
+
+
+def own_cores() -> list[int]:
+    """The cores that this process is bound to; none: it is not bound."""
+    return _cores_in(OWN_CORES)
+
+
+def guest_cores() -> list[int]:
+    """The cores that this process may use besides its own while their own processes wait."""
+    return _cores_in(GUEST_CORES)
+
+
+def _joined(cores: Iterable[int]) -> str:
+    return ",".join(map(str, cores))
+
+
+def _cores_in(variable: str) -> list[int]:
+    return [int(core) for core in os.environ.get(variable, "").split(",") if core]

@@ -19,7 +19,7 @@ from one_step_off.config import hardware
 from one_step_off.config.device_shares import device_share, shared_devices, shares_device
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.hardware import CoresPerProcess
-from one_step_off.config.placement import process_cores, processes_per_node
+from one_step_off.config.placement import guest_cores, process_cores, processes_per_node
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import redirect_output
 
@@ -47,6 +47,8 @@ class ProcessSlot:
     devices: float = 1.0
     """GPUs (or Ray's CPUs) of the bundle that belong to this slot. Slots of other pools have the
     rest of a shared device."""
+    guest_cores: tuple[int, ...] = ()
+    """The cores that its processes may use besides while the other side of the pipeline waits."""
 
     def shares_bundle(self, other: "ProcessSlot") -> bool:
         """Whether both slots lie on the same device."""
@@ -70,6 +72,7 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
     """
     resource = "GPU" if device == "cuda" else "CPU"
     cores_of_pool = process_cores(cfg, device)
+    guests_of_pool = guest_cores(cfg, cores_of_pool)
     slots_of_part: dict[tuple[str, int], list[ProcessSlot]] = {}
     for pool, node in _largest_part_first(cfg):
         slots_per_node = processes_per_node(cfg, pool)
@@ -81,7 +84,8 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
         slots = []
         for bundle in range(count):
             cores = tuple(cores_of_pool[pool][first + bundle])
-            slots.append(ProcessSlot(group, bundle, node, cores, width))
+            guests = tuple(guests_of_pool[pool][first + bundle])
+            slots.append(ProcessSlot(group, bundle, node, cores, width, guests))
         slots_of_part[pool, node] = slots
     slots_of_part |= _shared_slots(cfg, resource, cores_of_pool)
 
@@ -192,9 +196,12 @@ def spawn(
         log: the file for its output; empty: Ray's own.
     """
     cores = slot.cores if slot else ()
-    actor_class = _pinned_class(cls, cores, log)
-    threads = str(_thread_count(slot, cores, device))
+    guests = slot.guest_cores if slot else ()
+    actor_class = _pinned_class(cls, cores, guests, log)
+    threads = str(_thread_count(slot, (*cores, *guests), device))
     variables = dict.fromkeys(THREAD_VARIABLES, threads)
+    if guests:
+        variables["MKL_DYNAMIC"] = "FALSE"  # it would count the cores at the first use
     options: dict[str, Any] = {
         "num_cpus": 0,
         "runtime_env": {"env_vars": variables | (env or {})},
@@ -213,13 +220,13 @@ def spawn(
     return remote_class.options(**options).remote(*args)
 
 
-def _pinned_class(cls: type, cores: tuple[int, ...], log: str) -> type:
+def _pinned_class(cls: type, cores: tuple[int, ...], guests: tuple[int, ...], log: str) -> type:
     """A subclass with the name of `cls` that binds its process to `cores` before torch starts its
     threads."""
 
     class Pinned(cls):
         def __init__(self, *args: Any) -> None:
-            pin_process(cores)
+            pin_process(cores, guests)
             if log:
                 redirect_output(log)
             super().__init__(*args)
@@ -230,7 +237,7 @@ def _pinned_class(cls: type, cores: tuple[int, ...], log: str) -> type:
 
 
 def _thread_count(slot: ProcessSlot | None, cores: tuple[int, ...], device: str) -> int:
-    """Threads for OpenMP and MKL: one per core of the slot.
+    """Threads for OpenMP and MKL: one for each of the slot's cores, those of `cores`.
 
     On GPUs an equal part of the host's cores for each of its GPUs: Ray would set one thread, and
     the optimizer of offloaded parameters runs on the host.

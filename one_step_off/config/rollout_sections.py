@@ -27,6 +27,11 @@ class PlacementConfig:
         "CPU runs on one machine: pin each process to its own cores, "
         "separate for rollout and trainer",
     )
+    share_idle_cores: bool = config_key(
+        True,
+        "with pinned cores: while rollout or trainer waits for the other, "
+        "the other also works on its cores",
+    )
 
 
 @dataclass

@@ -32,6 +32,7 @@ STEPS = 10
 CALIBRATION_KEYS = (
     "pipeline.staleness=0",
     "pipeline.partial_rollout=false",
+    "placement.share_idle_cores=false",
     "rollout.oversample=1",
     "trainer.total_epochs=null",
     "trainer.save_hf_model=false",
@@ -167,6 +168,8 @@ def _measured(folder: Path, cfg: Config) -> Measured:
     rows = [json.loads(line) for line in lines][WARM_UP:]
     if not rows:
         raise ValueError(f"it has {len(lines)} steps; more than {WARM_UP} are needed")
+    if "time/trainer_all_cores_s" in rows[0]:
+        raise ValueError("its phases had each other's cores, see placement.share_idle_cores=false")
 
     def median(name: str) -> float:
         return float(np.median([row[name] for row in rows]))

@@ -127,6 +127,7 @@ def compare(cfg: Config, work: Any, gpus: int) -> list[Simulated]:
             static=_has_static_routing(cfg),
             steps=steps,
             shared=arrangement.name == SHARED,
+            idle_cores=_shares_idle_cores(cfg) and arrangement.name != SHARED,
         )
         results.append(Simulated(arrangement, figures))
     return results
@@ -139,6 +140,13 @@ def _has_static_routing(cfg: Config) -> bool:
     if rollout.seed_samples == "auto":
         return resolved_device(cfg) == "cpu"
     return rollout.seed_samples == "on"
+
+
+def _shares_idle_cores(cfg: Config) -> bool:
+    """Whether a side also works on the other's cores while the other waits."""
+    placement = cfg.placement
+    on_cpu = resolved_device(cfg) == "cpu"
+    return on_cpu and placement.pin_cores and placement.share_idle_cores
 
 
 def report(work: Any, results: list[Simulated]) -> None:
@@ -259,5 +267,11 @@ def main(argv: list[str]) -> int:
         prompts=cfg.data.train_batch_size,
         before_step=1 / optimizer_steps,
     )
-    report(work, compare(cfg, work, gpus))
+    results = compare(cfg, work, gpus)
+    report(work, results)
+    if _shares_idle_cores(cfg):
+        print(
+            "  while rollout or trainer waits, the other also works on its cores: times are those "
+            "without that"
+        )
     return 0

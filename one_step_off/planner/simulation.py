@@ -22,7 +22,10 @@ from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Batch, Prompt, Sample, Stamp
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.planner.shared_device import SharedDevice
+from one_step_off.planner.shared_device import (
+    SharedDevice,
+    divided_cores,
+)
 from one_step_off.planner.simulated_clock import simulated_loop
 from one_step_off.ray_trainer import Pipeline, Roles
 from one_step_off.rollout.health import ReplicaState
@@ -57,7 +60,8 @@ class Work:
 
     The sync: sync_s for the replicas; in the first canary_s of it the trainer is busy too, with its
     half of the canary. Handing devices over in the colocated arrangement costs nothing. On a shared
-    device both work at half speed while both work.
+    device both work at half speed while both work. With shared idle cores a side is faster while
+    the other waits.
 
     Attributes:
         prompts: of a step.
@@ -109,10 +113,10 @@ class SimulatedReplica:
     """
 
     def __init__(self, work: Work, seed: int, device: SharedDevice | None = None) -> None:
-        """`device`: shared with the trainer; None: the replica has its own."""
+        """`device`: shared with the trainer; None: the replica has its own alone."""
         self.device = device
         if device:
-            device.advance_replica = self._advance
+            device.advance_replicas.append(self._advance)
         self.rollout = SimpleNamespace(remote=self._rollout)
         self.wait_for_capacity = SimpleNamespace(remote=self._wait_for_capacity)
         self.work = work
@@ -196,7 +200,7 @@ class SimulatedReplica:
             )
             self._started += 1
         if self.device:
-            self.device.set_generating(bool(self._running))
+            self.device.set_generating(self, bool(self._running))
         if self._timer:
             self._timer.cancel()
         if self._running:
@@ -216,7 +220,7 @@ class SimulatedTrainer:
         rollout: RolloutGroup,
         device: SharedDevice | None = None,
     ) -> None:
-        """`device`: of the single rank, shared with the replica; None: the ranks have their own."""
+        """`device`: shared with the replicas; None: the ranks have their own alone."""
         self.device = device
         self.work = work
         self.ranks = ranks
@@ -275,12 +279,12 @@ def simulate(
     steps: int = 8,
     seed: int = 0,
     shared: bool = False,
+    idle_cores: bool = False,
 ) -> dict[str, Any]:
     """Simulate a run. The same arguments give the same figures.
 
     Args:
-        rollout: replicas on devices of their own; 0: colocated, each device has a replica and a
-            rank, one after the other.
+        rollout: replicas on devices of their own; 0: colocated, each device does both in turn.
         trainer: ranks.
         staleness: 1: one step off; 0: synchronous.
         overlap: "true", "false" or "auto", see weight_sync.overlap. The figures of "auto" are those
@@ -289,6 +293,7 @@ def simulate(
         steps: of the run; the first one is left out of the figures.
         seed: of the drawn response lengths.
         shared: one replica and one rank work at once on one device.
+        idle_cores: as placement.share_idle_cores; all replicas and ranks have as many cores.
 
     Returns:
         What `Tracker.summary` reports: median/time/step_s and the other medians in seconds,
@@ -300,21 +305,22 @@ def simulate(
     if overlap == "auto" and shared:
         overlap = "true"
     if overlap == "auto" and staleness and rollout:
-        rest = (static, steps, seed, shared)
+        rest = (static, steps, seed, shared, idle_cores)
         without = simulate(work, rollout, trainer, staleness, "false", *rest)
         if not _chooses_overlap(without):
             return without
         overlap = "true"
     cfg = _run_config(work, rollout, staleness, overlap, static)
+    device = _common_device(rollout, trainer, shared, idle_cores)
     with asyncio.Runner(loop_factory=simulated_loop) as runner:
-        return runner.run(_run(work, cfg, rollout, trainer, steps, seed, shared))
+        return runner.run(_run(work, cfg, rollout, trainer, steps, seed, device))
 
 
 async def _run(
-    work: Work, cfg: Config, rollout: int, trainer: int, steps: int, seed: int, shared: bool
+    work: Work, cfg: Config, rollout: int, trainer: int, steps: int, seed: int, device: Any
 ) -> dict[str, Any]:
-    """One run in the simulated time of the present loop; arguments and result as `simulate`."""
-    device = SharedDevice() if shared else None
+    """One run in the simulated time of the present loop; arguments and result as `simulate`.
+    `device`: what both sides use, as `_common_device`."""
     replicas = [SimulatedReplica(work, seed, device) for _ in range(rollout or trainer)]
     pool_lock = None if rollout else asyncio.Lock()
     group = RolloutGroup(replicas, cfg, False, pool_lock)
@@ -336,6 +342,17 @@ def _chooses_overlap(figures: dict[str, Any]) -> bool:
         sync_s=figures["median/time/sync_s"],
     )
     return should_overlap([phases] * DECIDING_STEPS, overlapped=False)
+
+
+def _common_device(
+    rollout: int, trainer: int, shared: bool, idle_cores: bool
+) -> SharedDevice | None:
+    """What both sides use; None: each has its own alone. The arguments are those of `simulate`."""
+    if shared:
+        return SharedDevice()
+    if idle_cores and rollout:
+        return divided_cores(rollout, trainer)
+    return None
 
 
 def _run_config(work: Work, rollout: int, staleness: int, overlap: str, static: bool) -> Config:

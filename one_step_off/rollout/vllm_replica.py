@@ -8,6 +8,7 @@ before the first one.
 import asyncio
 import functools
 import gc
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ import ray
 
 from agent_loop.base import Generated, Loops
 from agent_loop.tools import MCP_SCHEMAS
+from one_step_off.cluster.core_sharing import CoreUser
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.network import reachable_host
 from one_step_off.cluster.resource_usage import UsageProbe
@@ -39,7 +41,7 @@ from one_step_off.rollout.sampling import Sampling
 from one_step_off.rollout.trajectory_run import TrajectoryRun
 
 
-class RolloutReplica(UsageProbe):
+class RolloutReplica(UsageProbe, CoreUser):
     """One vLLM engine (tensor_parallel_size GPUs) and everything that talks to it."""
 
     # Ray's own limit, 1000 calls at once, is less than the prompts that may be in scoring at a
@@ -241,6 +243,13 @@ class RolloutReplica(UsageProbe):
     def _raise_if_engine_died(self) -> None:
         if self.engine.errored:
             raise RuntimeError(f"the engine of rollout replica {self.index} died")
+
+    def bound_pids(self) -> list[int]:
+        """See `CoreUser`: none before the engine has started. It starts on the replica's own cores,
+        and counts them."""
+        if not self.engine_processes:
+            return []
+        return [os.getpid(), *(process.pid for process in self.engine_processes)]
 
     async def sleep(self) -> None:
         """Give the memory to another role; the next sync brings weights. A CPU engine keeps its

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 from collections import Counter
 from typing import Any
@@ -12,6 +13,7 @@ from ray.util.placement_group import remove_placement_group
 
 from agent_loop.tools import MCP_SCHEMAS
 from one_step_off.checkpoint import TRAINED_ROLES
+from one_step_off.cluster.core_sharing import ROLLOUT, TRAINER, CoreSharing
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.placement import create_pools, spawn
 from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
@@ -276,7 +278,21 @@ class RunProcesses:
                 models[role] = group
         if self.cfg.reward_model.url:
             models["reward_model"] = RemoteRewardModel(self.cfg, self.prepared.data.find)
+        self._share_idle_cores(rollout, sync)
         return Roles(actor, rollout, sync, **models)
+
+    def _share_idle_cores(self, rollout: RolloutGroup, sync: WeightSync) -> None:
+        """Let each side tell when it works, if the other then has cores to leave or to take."""
+        slots = [slot for slots in self.pools.values() for slot in slots]
+        if not any(slot.guest_cores for slot in slots):
+            return
+        ranks = [rank for group in self.groups.values() for rank in group.ranks]
+        sharing = CoreSharing({ROLLOUT: lambda: rollout.replicas, TRAINER: lambda: ranks})
+        rollout.at_work = functools.partial(sharing.at_work, ROLLOUT)
+        sync.at_work = functools.partial(sharing.at_work, ROLLOUT)
+        for group in self.groups.values():
+            group.at_work = functools.partial(sharing.at_work, TRAINER)
+        self.groups["actor"].core_metrics = sharing.take_metrics
 
     def _replicas_on_device_of_rank(self) -> list[list[int]]:
         """Per rank of the actor the replicas on its device: in its process slot, or on CPUs

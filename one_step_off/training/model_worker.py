@@ -27,6 +27,7 @@ from torch import Tensor
 
 from one_step_off.algorithms import batching, core_algos
 from one_step_off.algorithms.advantages import TokenArrays
+from one_step_off.cluster.core_sharing import CoreUser
 from one_step_off.cluster.network import reachable_host, select_gloo_interface
 from one_step_off.cluster.resource_usage import (
     UsageProbe,
@@ -65,7 +66,7 @@ def token_ids_of(sample: Sample) -> np.ndarray:
     return np.concatenate([sample.prompt_ids, sample.response_ids])
 
 
-class ModelWorker(UsageProbe, ABC):
+class ModelWorker(UsageProbe, CoreUser, ABC):
     """One rank of a role with a model. A back end defines the abstract methods; a role adds what it
     is asked for.
 

@@ -3,7 +3,8 @@
 import asyncio
 import operator
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -48,6 +49,8 @@ class TrainGroup:
         shares: of each rank its part of a batch, known after `setup`.
         colocated: the replicas in the same pool; None: they have devices of their own.
         on_span: receives the begin and end of each call that uses the devices.
+        at_work: entered while the ranks work, see `CoreSharing.at_work`.
+        core_metrics: metrics of the cores that were used since the last call, for an update's.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class TrainGroup:
         self.shares: list[BatchShare] = []  # of each rank; empty: not known, before `setup`
         self.colocated: Colocated | None = None
         self.on_span: OnSpan = lambda *_: None
+        self.at_work: Callable[[], AbstractContextManager] = nullcontext
+        self.core_metrics: Callable[[], dict[str, float]] = dict
 
     async def setup(self) -> None:
         """Form the role's process group and load the model on every rank."""
@@ -120,7 +125,8 @@ class TrainGroup:
             what = f"step {step}, {self.role}"
             arguments = [(batch, *args) for batch in batch_for_ranks]
             work = call_each(self.time_limit_s, what, self.ranks, method, arguments)
-            answers = await with_memory_advice(self.cfg, self.role, work)
+            with self.at_work():
+                answers = await with_memory_advice(self.cfg, self.role, work)
             self.on_span(self.role, method, step, begin, now())
         return answers
 
@@ -134,7 +140,7 @@ class TrainGroup:
         mini_batch = getattr(role_settings(self.cfg, self.role), "ppo_mini_batch_size", 0)
         stored = self._batch_for_ranks(batch, mini_batch)
         answers = await self._on_devices(batch.step, "update", stored, learn, profile)
-        return answers[0]  # the same on every rank
+        return answers[0] | self.core_metrics()  # the same on every rank
 
     async def log_prob(self, batch: Batch) -> list[np.ndarray]:
         """Log-probs (nats) of all response tokens at the current weights: one float32 [R] per
@@ -163,7 +169,8 @@ class TrainGroup:
         answers = call_all(self.time_limit_s, what, self.ranks, "score", sequences)
 
         async def first_report() -> list[np.ndarray]:
-            return next(scores for scores in await answers if scores)
+            with self.at_work():
+                return next(scores for scores in await answers if scores)
 
         return asyncio.ensure_future(first_report())
 

@@ -19,6 +19,7 @@ its canary has passed.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from typing import Any, Protocol
 
@@ -161,6 +162,8 @@ class WeightSync:
         """Receives the spans of each sync for the timeline."""
         self.on_log: Callable[[str], None] = lambda line: None
         """Receives what the user should read."""
+        self.at_work: Callable[[], AbstractContextManager] = nullcontext
+        """Entered while the replicas receive weights, see `CoreSharing.at_work`."""
         rollout.restore = self.restore
 
     async def connect(self) -> None:
@@ -231,6 +234,10 @@ class WeightSync:
             ProcessDied: a trainer is gone or hangs.
             NoReplica: all replicas are gone or hang.
         """
+        with self.at_work():
+            return await self._sync(stamp, expected)
+
+    async def _sync(self, stamp: Stamp, expected: Awaitable[LogProbs] | None) -> dict[str, Any]:
         begin = time.perf_counter()
         trainer_log_probs = await (expected or self.score_canary())
         canary_wait_s = time.perf_counter() - begin

@@ -48,6 +48,22 @@ def test_missing_trl_is_one_line(
     assert "--cores [4711]: this process may use" in capsys.readouterr().err
 
 
+def test_a_model_brings_its_case(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    flags = ["--out", "x", "--arms", "ours"]
+    _, args, keys = trl_comparison.arguments(flags)
+    assert (Path(args.config).name, keys) == ("gsm8k_tiny_cpu.yaml", [])
+    with pytest.raises(SystemExit):
+        trl_comparison.arguments([*flags, "--model", str(tmp_path)])
+    assert "has no config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").touch()
+    _, args, keys = trl_comparison.arguments([*flags, "--model", str(tmp_path), "rollout.n=8"])
+    cfg = load_config([f"config={args.config}", *keys])
+    assert cfg.model.path == str(tmp_path)
+    assert cfg.data.train_files == "generator:addition"
+    assert (cfg.data.train_batch_size, cfg.data.max_response_length) == (4, 80)
+    assert cfg.rollout.n == 8, "the user's keys win"
+
+
 def arm(*step_seconds: float) -> dict[str, Any]:
     """An arm with a run of one step for each of these seconds."""
     row = {"samples": 256.0, "reward/mean": 0.5, "response_length/mean": 13.0}
