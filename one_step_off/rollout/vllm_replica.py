@@ -9,8 +9,8 @@ import asyncio
 import functools
 import gc
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -37,6 +37,10 @@ from one_step_off.rollout.engine_processes import (
 from one_step_off.rollout.reward_queue import RewardQueue
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.rollout.trajectory_run import TrajectoryRun
+
+T = TypeVar("T")
+
+POLL_S = 0.02
 
 
 class RolloutReplica(UsageProbe):
@@ -86,6 +90,8 @@ class RolloutReplica(UsageProbe):
         self.engine_processes: list[psutil.Process] = []
         self.endpoint_access = endpoint
         self.endpoint: Any = None  # a `ReplicaServer`
+        self.sync_lock = asyncio.Lock()  # held by each part of a sync, so that its end is known
+        self.work: set[asyncio.Task] = set()  # of the current attempt; see `drop_work`
 
     async def start(self, former: Sequence[ProcessId] = ()) -> tuple[int, list[ProcessId]]:
         """Load the engine.
@@ -155,7 +161,8 @@ class RolloutReplica(UsageProbe):
             SyncError: a worker could not join.
         """
         replica_info = {"host": reachable_host(info["host"]), "first_receiver": first_receiver}
-        await self._call_workers("connect_sync", info | replica_info)
+        async with self.sync_lock:
+            await self._call_workers("connect_sync", info | replica_info)
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
         try:
@@ -176,10 +183,20 @@ class RolloutReplica(UsageProbe):
 
         Raises:
             SyncError: the engine stays paused, and generates nothing until another sync has
-                succeeded.
+                succeeded. Or the weights are those of an attempt that has ended.
         """
+        async with self.sync_lock:
+            return await self._receive(stamp)
+
+    async def _receive(self, stamp: Stamp) -> list[dict[str, Any]]:
+        incarnation, version = stamp
+        if incarnation < self.incarnation:
+            raise SyncError(
+                f"rollout replica {self.index} belongs to incarnation {self.incarnation}, and gets "
+                f"weights of incarnation {incarnation}, which has ended"
+            )
         self.stamp = None
-        self.incarnation, version = stamp
+        self.incarnation = incarnation
         begin = time.perf_counter()
         mode = "keep" if self.cfg.pipeline.partial_rollout else "wait"
         # Not AsyncLLM.pause_generation: it sleeps another 20 ms, for callers to whom the order of
@@ -192,7 +209,7 @@ class RolloutReplica(UsageProbe):
         if self.asleep:
             await self.engine.wake_up(["kv_cache"])
             self.asleep = False
-        await self.engine.update_weight_version(f"{self.incarnation}.{version}")
+        await self.engine.update_weight_version(f"{incarnation}.{version}")
         await self.engine.resume_generation()
         self.stamp = stamp
         return [report | {"pause": pause_s} for report in reports]
@@ -247,6 +264,9 @@ class RolloutReplica(UsageProbe):
         """
         if self.stamp is None:
             raise RuntimeError(f"rollout replica {self.index} has no verified weights")
+        return await self._until_dropped(self._trajectories(prompts, sampling))
+
+    async def _trajectories(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
         tasks = [
             asyncio.create_task(self._trajectory(prompt, index, sampling))
             for prompt in prompts
@@ -272,9 +292,52 @@ class RolloutReplica(UsageProbe):
         Returns:
             How many trajectories ask nothing of the engine.
         """
+        return await self._until_dropped(self._wait_for_capacity(sent, capacity))
+
+    async def _wait_for_capacity(self, sent: int, capacity: int) -> int:
         while sent - self.limiter.idle_trajectories >= capacity:
             await self.limiter.idle_changed.wait()
         return self.limiter.idle_trajectories
+
+    async def _until_dropped(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await a part of the current attempt's work. Raises RuntimeError: the attempt has
+        ended."""
+        task = asyncio.create_task(work)
+        self.work.add(task)
+        try:
+            await asyncio.wait([task])
+            if task.cancelled():
+                raise RuntimeError(f"rollout replica {self.index}: the attempt has ended")
+            return task.result()
+        finally:
+            task.cancel()
+            self.work.discard(task)
+
+    async def drop_work(self, incarnation: int) -> None:
+        """Trainers have died, and the next attempt takes this replica over: drop everything that
+        belongs to the one before. Returns when the engine has no request left.
+
+        Nothing is generated before verified weights of the new attempt have come.
+
+        Args:
+            incarnation: of the new attempt. Weights of earlier ones are refused from now on.
+
+        Raises:
+            RuntimeError: the engine died.
+        """
+        self.stamp = None
+        self.incarnation = incarnation
+        self._raise_if_engine_died()
+        self.rewards.drop_waiting()
+        for task in self.work:
+            task.cancel()
+        async with self.sync_lock:  # the senders are gone, which ends a sync
+            self.stamp = None  # a sync that was almost over may have set it
+            while self.work or self.engine.output_processor.has_unfinished_requests():
+                await asyncio.sleep(POLL_S)
+        # The caller counts from zero again.
+        self.limiter = ConcurrencyLimiter(self.cfg.agent.max_concurrency)
+        self._raise_if_engine_died()
 
     @functools.cached_property
     def loops(self) -> Loops:
@@ -328,7 +391,10 @@ class RolloutReplica(UsageProbe):
             log_probs = [row[int(t)].logprob for row, t in zip(rows, ids[1:], strict=True)]
             return np.array(log_probs, np.float32)
 
-        return await asyncio.gather(*(score_one(ids) for ids in sequences))
+        async def score_all() -> list[np.ndarray]:
+            return await asyncio.gather(*(score_one(ids) for ids in sequences))
+
+        return await self._until_dropped(score_all())
 
     async def _request(self, ids: np.ndarray, params: Any) -> Any:
         """The engine's last output for these token ids, int32 [T]."""
