@@ -331,6 +331,8 @@ class RolloutReplica(UsageProbe):
         self.rewards.drop_waiting()
         for task in self.work:
             task.cancel()
+        if self.endpoint is not None:
+            self.endpoint.close_all("attempt")
         async with self.sync_lock:  # the senders are gone, which ends a sync
             self.stamp = None  # a sync that was almost over may have set it
             while self.work or self.engine.output_processor.has_unfinished_requests():

@@ -30,6 +30,7 @@ from one_step_off.rollout.take_over import take_over
 from one_step_off.rollout.vllm_replica import RolloutReplica
 from one_step_off.runtime.prepare import Prepared
 from one_step_off.runtime.process_env import ENGINE_ENV, process_env
+from one_step_off.training.trainer_group import TrainGroup
 
 
 class RunEngines:
@@ -45,6 +46,7 @@ class RunEngines:
         incarnation: of the attempt that uses them; engines that start get other seeds in each.
         rollout: the replicas, as the latest attempt sees them.
         sync_epoch: of the latest attempt's weight sync.
+        frozen_groups: roles that do not learn, which the latest attempt has handed over with these.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class RunEngines:
         self.device = prepared.device
         self.incarnation = incarnation
         self.sync_epoch = 0
+        self.frozen_groups: dict[str, TrainGroup] = {}
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(self.cfg, self.device)
         self.env = process_env(self.device, self.host)
@@ -199,7 +202,8 @@ class RunEngines:
             await self.rollout.stop()
         if self.endpoint:
             await self.endpoint.end()
-        for actor in self.actors:
+        frozen_ranks = [rank for group in self.frozen_groups.values() for rank in group.ranks]
+        for actor in (*self.actors, *frozen_ranks):
             with contextlib.suppress(Exception):
                 ray.kill(actor)
         placement_groups = {}

@@ -11,6 +11,7 @@ from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, Sy
 from one_step_off.cluster.placement import ProcessSlot, spawn
 from one_step_off.cluster.remote_calls import not_alive
 from one_step_off.config.device_shares import shares_device
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.ray_trainer import Roles
 from one_step_off.rollout.replica_supervisor import NoReplica
@@ -30,6 +31,7 @@ class RunProcesses:
         engines: the pools, and all processes that are no trainers.
         keeps_engines: whether they come from the attempt before.
         hands_over: whether the next attempt gets them, so that they live on.
+        kept_roles: roles that do not learn, with the ranks of the attempt before.
         roles: what the pipeline works with.
         groups: role -> its group, for every role that holds a model under the training back end.
     """
@@ -59,6 +61,7 @@ class RunProcesses:
         if kept is not None:
             kept.begin_attempt(incarnation)
         self.engines = kept or RunEngines(prepared, incarnation, trainers_only)
+        self.kept_roles: set[str] = set()
         pool_of_role = self.cfg.placement.roles
         self.groups = {
             role: self._create_group(role)
@@ -86,7 +89,16 @@ class RunProcesses:
         return self.engines.host
 
     def _create_group(self, role: str) -> TrainGroup:
-        """The ranks of a role that holds a model under the training back end."""
+        """A role that holds a model under the training back end."""
+        former = self.engines.frozen_groups.pop(role, None)
+        if former is None:
+            return self._group_of(role, self._spawn_ranks(role))
+        self.kept_roles.add(role)
+        group = self._group_of(role, former.ranks)
+        group.shares = former.shares
+        return group
+
+    def _spawn_ranks(self, role: str) -> list[Any]:
         worker_class = self._worker_class(role)
         pool = self.cfg.placement.roles[role]
         slots = self.pools[pool]
@@ -97,7 +109,10 @@ class RunProcesses:
         for index, slot in enumerate(slots):
             args = (self.cfg, role, index, len(slots), self.device, total_steps)
             ranks.append(spawn(worker_class, args, slot, self.device, share, env))
-        lock = self.engines.pool_locks[pool]
+        return ranks
+
+    def _group_of(self, role: str, ranks: list[Any]) -> TrainGroup:
+        lock = self.engines.pool_locks[self.cfg.placement.roles[role]]
         if role != "reward_model":
             return TrainGroup(role, ranks, self.cfg, lock, self.host)
         return LocalRewardModel(
@@ -164,7 +179,8 @@ class RunProcesses:
         how much memory it may use while nothing else is loaded. Engines that were kept drop what
         they have of the attempt before."""
         engines = self.engines
-        loading = [group.setup for group in self.groups.values()]
+        groups = [group for role, group in self.groups.items() if role not in self.kept_roles]
+        loading = [group.setup for group in groups]
         shares_pool = any(group.colocated for group in self.groups.values())
         shares_devices = shares_device(self.cfg, self.cfg.placement.roles["rollout"])
         if not self.keeps_engines and (shares_pool or shares_devices):
@@ -193,7 +209,10 @@ class RunProcesses:
             return True
         if rejoin_failed and isinstance(error, (RoleError, SyncError)):
             return True
-        if isinstance(error, NoReplica) or not isinstance(error, (RoleError, SyncError)):
+        # ConfigError: ranks whose load of a checkpoint was cut off by another one's death say that
+        # it does not fit.
+        may_follow = isinstance(error, (RoleError, SyncError, ConfigError))
+        if isinstance(error, NoReplica) or not may_follow:
             return False
         # A process that waited for the one that died may have failed first.
         processes = ranks_by_name(self.groups)
@@ -204,9 +223,16 @@ class RunProcesses:
 
     async def hand_over_engines(self) -> RunEngines | None:
         """The engines, for the next attempt: where trainers have failed, and engines can be kept.
-        From then on `end` ends the trainers alone."""
-        if not self.engines.can_be_kept or not await not_alive(ranks_by_name(self.groups)):
+        With them go the roles that do not learn and have not failed. From then on `end` ends the
+        others alone."""
+        if not self.engines.can_be_kept:
             return None
+        failed = await not_alive(ranks_by_name(self.groups))
+        if not failed:
+            return None
+        failed_roles = {name.split()[0] for name in failed}
+        for role in self.groups.keys() - TRAINED_ROLES - failed_roles:
+            self.engines.frozen_groups[role] = self.groups.pop(role)
         self.hands_over = True
         self.engines.sync_epoch = self.roles.sync.epoch
         return self.engines

@@ -34,6 +34,8 @@ HANGS = ActorMethod(None, delay=30.0)
         (PhaseTimeout("step 3, actor"), WELL, True),
         (SyncError("trainer rank 0 waited in vain"), GONE, True),
         (SyncError("trainer rank 0 waited in vain"), HANGS, True),
+        (ConfigError("checkpoint: the part of the actor does not fit its model"), GONE, True),
+        (ConfigError("checkpoint: the part of the actor does not fit its model"), WELL, False),
         (SyncError("checksum"), WELL, False),
         (RoleError("rollout 0: the reward raised"), WELL, False),
         (ValueError("a mistake of ours"), GONE, False),
