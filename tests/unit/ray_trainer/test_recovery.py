@@ -11,6 +11,7 @@ import pytest
 
 from one_step_off.cluster import remote_calls
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
+from one_step_off.config.errors import ConfigError
 from one_step_off.ray_trainer import Pipeline, Resumed
 from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.runtime.processes import RunProcesses
