@@ -17,7 +17,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from agent_loop.tools import MCP_SCHEMAS
-from one_step_off.cluster.placement import create_pools, spawn
+from one_step_off.cluster.placement import are_reserved, create_pools, spawn
 from one_step_off.cluster.remote_calls import call_all
 from one_step_off.config.schema import Config
 from one_step_off.config.sources import source_rewards
@@ -85,9 +85,10 @@ class RunEngines:
 
     @property
     def can_be_kept(self) -> bool:
-        """Whether trainers can be started beside these replicas: they have their pool alone, and
-        one of them runs."""
-        return not self.rollout.shares_pool and bool(self.rollout.active)
+        """Whether trainers can be started beside these replicas: they have their pool alone, one of
+        them runs, and no node of the pools has failed."""
+        may_stay = not self.rollout.shares_pool and bool(self.rollout.active)
+        return may_stay and are_reserved(self.pools)
 
     def begin_attempt(self, incarnation: int) -> None:
         """Another attempt uses these from now on, with locks and a replica group of its own: those

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from one_step_off.cluster import remote_calls
+from one_step_off.cluster import placement, remote_calls
 from one_step_off.cluster.errors import ProcessDied, SyncError
 from one_step_off.config.schema import Config
 from one_step_off.monitoring.tracker import Tracker
@@ -36,6 +36,7 @@ def team(shares_pool: bool = False, active: tuple[int, ...] = (0,), **ranks: Act
     run.engines = object.__new__(RunEngines)
     run.engines.rollout = SimpleNamespace(shares_pool=shares_pool, active=list(active))
     run.engines.frozen_groups = {}
+    run.engines.pools = {}
     run.roles = SimpleNamespace(sync=SimpleNamespace(epoch=6))
     run.groups = {role: SimpleNamespace(ranks=[StandInActor(alive=a)]) for role, a in ranks.items()}
     run.hands_over = False
@@ -67,6 +68,18 @@ def test_engines_and_healthy_roles_that_do_not_learn_outlive_a_trainer(role, fai
 def test_otherwise_everything_ends(run):
     assert asyncio.run(run.hand_over_engines()) is None
     assert not run.hands_over
+
+
+def test_pools_with_a_failed_node_are_not_kept(monkeypatch):
+    states = {"a": "CREATED", "b": "CREATED"}
+    monkeypatch.setattr(placement, "placement_group_table", lambda group: {"state": states[group]})
+    run = team(actor=GONE)
+    groups: Any = ("a", "b")
+    run.engines.pools = {f"pool {g}": [placement.ProcessSlot(g, 0, 0, ())] for g in groups}
+    states["b"] = "RESCHEDULING"
+    assert asyncio.run(run.hand_over_engines()) is None
+    states["b"] = "CREATED"
+    assert asyncio.run(run.hand_over_engines()) is run.engines
 
 
 class Attempt:
