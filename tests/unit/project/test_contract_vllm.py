@@ -42,11 +42,12 @@ ENGINE_CALLS = {
     "update_weight_version": ("new_version",),
     "wake_up": ("tags",),
 }
-ENGINE_ATTRIBUTES = {"errored", "vllm_config", "engine_core"}
+ENGINE_ATTRIBUTES = {"errored", "vllm_config", "engine_core", "output_processor"}
 
 CALLS = [
     # module, function or method, the arguments that are given, in order where they are positional
     (CLIENT, "AsyncMPClient.pause_scheduler_async", ("mode", "clear_cache")),
+    ("vllm.v1.engine.output_processor", "OutputProcessor.has_unfinished_requests", ()),
     (CORE, "EngineCore.sleep", ("level", "mode")),
     (CORE, "EngineCore.wake_up", ("tags",)),
     (WORKER, "Worker.sleep", ("level",)),
@@ -80,6 +81,8 @@ def test_the_table_has_every_call_of_the_engine() -> None:
     used = used_attributes("self.engine") | used_attributes("AsyncLLM")
     assert used == ENGINE_CALLS.keys() | ENGINE_ATTRIBUTES
     assert used_attributes("self.engine.engine_core") == {"pause_scheduler_async"}
+    assert used_attributes("self.engine.output_processor") == {"has_unfinished_requests"}
+    assert "output_processor" in assigned_attributes(ENGINE, "AsyncLLM")
 
 
 @pytest.mark.parametrize(("module", "name", "given"), CALLS, ids=lambda part: str(part))
@@ -98,13 +101,13 @@ def test_an_imported_name_exists(module: str, name: str) -> None:
 def test_pause_modes() -> None:
     assert PAUSE_MODES <= literal_values("vllm.v1.engine", "PauseMode")
     replica = "one_step_off.rollout.vllm_replica"
-    assert PAUSE_MODES <= constants(replica, "RolloutReplica.sync"), "the modes that we give"
+    assert PAUSE_MODES <= constants(replica, "RolloutReplica._receive"), "the modes that we give"
 
 
 def test_wake_tags() -> None:
     """The tags under which the worker allocates are those that we wake."""
     assert WAKE_TAGS <= constants(WORKER)
-    assert WAKE_TAGS <= constants("one_step_off.rollout.vllm_replica", "RolloutReplica.sync")
+    assert WAKE_TAGS <= constants("one_step_off.rollout.vllm_replica", "RolloutReplica._receive")
 
 
 def test_the_sleep_level_discards_the_weights_and_keeps_the_buffers() -> None:
