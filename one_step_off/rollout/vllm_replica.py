@@ -9,7 +9,7 @@ import asyncio
 import functools
 import gc
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,6 +41,17 @@ from one_step_off.rollout.trajectory_run import TrajectoryRun
 T = TypeVar("T")
 
 POLL_S = 0.02
+
+
+def _part_of_sync(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+    """Hold `sync_lock` during a method of a replica, so that others know when it has ended."""
+
+    @functools.wraps(method)
+    async def call(self: "RolloutReplica", *args: Any) -> T:
+        async with self.sync_lock:
+            return await method(self, *args)
+
+    return call
 
 
 class RolloutReplica(UsageProbe):
@@ -150,6 +161,7 @@ class RolloutReplica(UsageProbe):
         """The size of each worker's KV cache."""
         return min(await self._call_workers("kv_cache_bytes"))
 
+    @_part_of_sync
     async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:
         """Join the weight-sync groups of a new epoch.
 
@@ -161,8 +173,7 @@ class RolloutReplica(UsageProbe):
             SyncError: a worker could not join.
         """
         replica_info = {"host": reachable_host(info["host"]), "first_receiver": first_receiver}
-        async with self.sync_lock:
-            await self._call_workers("connect_sync", info | replica_info)
+        await self._call_workers("connect_sync", info | replica_info)
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
         try:
@@ -172,6 +183,7 @@ class RolloutReplica(UsageProbe):
             message = lines[-1].removeprefix("Call to collective_rpc method failed: ")
             raise SyncError(message) from e
 
+    @_part_of_sync
     async def sync(self, stamp: Stamp) -> list[dict[str, Any]]:
         """Receive the weights `stamp`: pause, stream, verify, resume with empty caches.
 
@@ -185,10 +197,6 @@ class RolloutReplica(UsageProbe):
             SyncError: the engine stays paused, and generates nothing until another sync has
                 succeeded. Or the weights are those of an attempt that has ended.
         """
-        async with self.sync_lock:
-            return await self._receive(stamp)
-
-    async def _receive(self, stamp: Stamp) -> list[dict[str, Any]]:
         incarnation, version = stamp
         if incarnation < self.incarnation:
             raise SyncError(

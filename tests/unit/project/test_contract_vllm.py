@@ -101,13 +101,13 @@ def test_an_imported_name_exists(module: str, name: str) -> None:
 def test_pause_modes() -> None:
     assert PAUSE_MODES <= literal_values("vllm.v1.engine", "PauseMode")
     replica = "one_step_off.rollout.vllm_replica"
-    assert PAUSE_MODES <= constants(replica, "RolloutReplica._receive"), "the modes that we give"
+    assert PAUSE_MODES <= constants(replica, "RolloutReplica.sync"), "the modes that we give"
 
 
 def test_wake_tags() -> None:
     """The tags under which the worker allocates are those that we wake."""
     assert WAKE_TAGS <= constants(WORKER)
-    assert WAKE_TAGS <= constants("one_step_off.rollout.vllm_replica", "RolloutReplica._receive")
+    assert WAKE_TAGS <= constants("one_step_off.rollout.vllm_replica", "RolloutReplica.sync")
 
 
 def test_the_sleep_level_discards_the_weights_and_keeps_the_buffers() -> None:
