@@ -190,7 +190,7 @@ async def run_attempt(
         can_restart = True
         await train_model(prepared, state, processes, tracker, loop_runner)
     except Exception as error:
-        tracker.restart_begin = time.perf_counter()
+        tracker.restart_begin = tracker.restart_begin or time.perf_counter()
         has_new_step = len(tracker.steps) > tracker.steps_before
         rejoin_failed = bool(processes) and processes.keeps_engines and not has_new_step
         if processes and can_restart and await processes.is_process_failure(error, rejoin_failed):

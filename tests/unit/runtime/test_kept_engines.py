@@ -163,9 +163,12 @@ def test_a_second_failure_before_the_next_step_starts_everything_again(
     second, monkeypatch, tmp_path
 ):
     """Whatever fails: it may be the state that was kept."""
-    raised, started, _ = run(monkeypatch, tmp_path, [(3, DIED), (0, second), (9, None)])
+    clock = SimpleNamespace(perf_counter=iter([10.0, 20.0]).__next__)
+    monkeypatch.setattr(attempts, "time", clock)
+    raised, started, tracker = run(monkeypatch, tmp_path, [(3, DIED), (0, second), (9, None)])
     assert raised is None
     assert started == [None, "of 0", None]
+    assert tracker.restart_begin == 10.0, "the recovery counts from the first failure"
 
 
 def test_without_kept_engines_a_failed_sync_ends_the_run(monkeypatch, tmp_path):
