@@ -29,7 +29,7 @@ def test_a_batch_invariant_engine_joins_the_groups_with_the_trainers_settings(mo
     plan = BucketPlan.build([[WeightPiece(*PIECE)]], BUCKET_BYTES)
     engine.expected_names = {"w"}
     engine.receiver = SimpleNamespace(
-        connect=lambda: used.append(os.environ["NCCL_PROTO"]), plan=plan
+        connect=lambda **_: used.append(os.environ["NCCL_PROTO"]), plan=plan
     )
     engine.init_transfer_engine([[PIECE]], BUCKET_BYTES, 0, "", 1.0)
     assert used == ["LL"]
@@ -48,7 +48,7 @@ def test_trainers_that_divide_the_model_otherwise_get_another_receiver(monkeypat
             self.closed = False
             self.wire_thread = SimpleNamespace(stop=lambda: None)
 
-        def connect(self) -> None:
+        def connect(self, **_) -> None:
             connected.append(self)
 
         def close(self) -> None:
