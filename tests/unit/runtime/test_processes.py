@@ -28,6 +28,7 @@ def processes(*overrides: str, **attributes: Any) -> Any:
     run.engines.endpoint = None
     run.engines.former_rollout = None
     run.keeps_engines = False
+    run.kept_roles = set()
     for name, value in attributes.items():
         setattr(run.engines if name in ("pools", "rollout") else run, name, value)
     return run
