@@ -59,7 +59,6 @@ def run_with(
     assert recoveries[-1]["restarts/engines_kept"] == len(points)
 
 
-@pytest.mark.ci
 def test_ranks_of_actor_and_critic_die_in_each_phase_and_the_engines_stay(tmp_path, monkeypatch):
     points = [
         ("trainer", "idle"),  # while the replicas generate
