@@ -21,7 +21,7 @@ from benchmarks.agent_loop import stand_in_engine, vllm_workloads
 from benchmarks.agent_loop.report import table
 from benchmarks.common.command_line import Parser
 from benchmarks.common.report import write_results
-from one_step_off.runtime.processes import COMMON_ENV, ENGINE_ENV
+from one_step_off.runtime.process_env import COMMON_ENV, ENGINE_ENV
 
 
 def arguments() -> argparse.Namespace:

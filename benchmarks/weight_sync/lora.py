@@ -32,7 +32,7 @@ from one_step_off.data.samples import Prompt
 from one_step_off.rollout import vllm_replica
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.rollout.vllm_replica import RolloutReplica
-from one_step_off.runtime import processes
+from one_step_off.runtime import engines, processes
 from one_step_off.runtime.prepare import prepare
 from one_step_off.runtime.processes import RunProcesses
 from one_step_off.training.fsdp_workers import ActorWorker
@@ -151,7 +151,7 @@ FIGURES = (*SYNC_FIGURES, "tokens/s")
 async def start_way(cfg: Config, actor: type, replica: type) -> RunProcesses:
     """Start the processes of a way, sync them and make one update."""
     processes.WORKERS["actor"] = actor
-    processes.RolloutReplica = replica
+    engines.RolloutReplica = replica
     run = RunProcesses(prepare(cfg, lambda line: None))
     roles = run.roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())

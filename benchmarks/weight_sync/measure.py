@@ -41,12 +41,12 @@ class Settings:
 def start_processes(cfg: Config) -> tuple[Any, RunProcesses]:
     """Start the product's processes, with the benchmark's methods in the engines'."""
     from benchmarks.weight_sync.replica import BenchmarkReplica
-    from one_step_off.runtime import processes
+    from one_step_off.runtime import engines
 
     prepared = prepare(cfg, print)
     # After the validation: users may not set it.
     prepared.cfg.rollout.engine_kwargs = EXTENSION
-    processes.RolloutReplica = BenchmarkReplica
+    engines.RolloutReplica = BenchmarkReplica
     return prepared, RunProcesses(prepared)
 
 

@@ -16,7 +16,7 @@ from benchmarks.weight_sync.replica import BenchmarkReplica
 from one_step_off import main_ppo
 from one_step_off.cluster.remote_calls import call_all
 from one_step_off.data.samples import Stamp
-from one_step_off.runtime import processes
+from one_step_off.runtime import engines, processes
 from one_step_off.weight_sync.coordinator import WeightSync
 
 
@@ -47,7 +47,7 @@ class ZeroSync(WeightSync):
 def main() -> int:
     """Run the program with this sync. Returns the exit code."""
     processes.WeightSync = ZeroSync
-    processes.RolloutReplica = BenchmarkReplica
+    engines.RolloutReplica = BenchmarkReplica
     return main_ppo.main(sys.argv[1:])
 
 

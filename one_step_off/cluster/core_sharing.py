@@ -12,6 +12,7 @@ So no bit of a result depends on when a side waited.
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -77,6 +78,11 @@ class CoreUser:
     _core_binding: CoreBinding | None = None
     _last_core_change = -1
 
+    def use_own_cores(self) -> None:
+        """Forget what the other side did: its processes are gone."""
+        if self._core_binding is not None:
+            self._core_binding.bind(False)
+
     def bound_pids(self) -> list[int]:
         """The processes whose cores change together, once the actor has started its work."""
         return [os.getpid()]
@@ -114,7 +120,8 @@ class CoreSharing:
         self._works = dict.fromkeys(OTHER_SIDE, 0)
         self._wide_since: dict[str, float | None] = dict.fromkeys(OTHER_SIDE)
         self._wide_s = dict.fromkeys(OTHER_SIDE, 0.0)
-        self._changes = 0
+        # Not from zero: replicas that outlive an attempt have seen the numbers of the one before.
+        self._changes = time.monotonic_ns()
         self._pending: set[asyncio.Future] = set()  # asyncio itself does not hold them
 
     @contextmanager

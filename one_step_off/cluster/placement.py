@@ -154,6 +154,13 @@ def _reserve(
     return group
 
 
+def are_reserved(pools: dict[str, list[ProcessSlot]]) -> bool:
+    """Whether all slots are still there. Those of a node that has failed are not: Ray looks for
+    another node, and what is started in them waits meanwhile."""
+    groups = {id(slot.group): slot.group for slots in pools.values() for slot in slots}
+    return all(placement_group_table(group)["state"] == "CREATED" for group in groups.values())
+
+
 def describe_pools(cfg: Config, pools: dict[str, list[ProcessSlot]]) -> str:
     """What `create_pools` has reserved, and where: "pool train [2, 2] on 10.0.0.1 10.0.0.2: actor,
     critic; ..."."""

@@ -20,6 +20,7 @@ REASONS = {
     "time": "agent.timeout_s is over",
     "room": "no room is left in the context",
     "engine": "the engine failed",
+    "attempt": "the run has returned to its last checkpoint",
     "ended": "it has ended",
 }
 
@@ -94,6 +95,11 @@ class OpenEpisodes:
         if len(self._reasons) > MOST_CLOSED:
             del self._reasons[next(iter(self._reasons))]
             self._has_forgotten = True
+
+    def close_all(self, reason: str) -> None:
+        """End all episodes, as `close`."""
+        for key in list(self._open):
+            self.close(key, reason)
 
     def of(self, episode: Episode) -> OpenEpisode:
         """The record of an episode. Raises KeyError: it is closed."""

@@ -163,6 +163,10 @@ class ReplicaServer:
         """End an episode: requests with its key are refused, those in progress too."""
         self.episodes.close(episode.key, reason)
 
+    def close_all(self, reason: str) -> None:
+        """End all episodes."""
+        self.episodes.close_all(reason)
+
     async def offer(self, episode: Episode) -> None:
         """Give this episode to the next agent that asks for work. Returns when the agent, or its
         time limit, has ended it. The time limit counts from when the agent has received it.

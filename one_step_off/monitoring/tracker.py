@@ -42,6 +42,8 @@ class Tracker:
         usage: the newest metrics of memory and utilization; every row repeats them.
         epoch: the time since the epoch, in seconds, at which time.perf_counter was 0.
         begin: when the run began, by time.perf_counter.
+        restart_begin: when the failure was noticed after which no step has ended yet, by
+            time.perf_counter; None: there is none.
         loggers, meter: None: none.
         callbacks: the user's functions that are called after each step.
         passes_at: the reward with which a held-out sample passes, for pass@k.
@@ -78,6 +80,7 @@ class Tracker:
         self.callbacks = StepCallbacks()
         self.usage: dict[str, float] = {}
         self.spans: dict[str, float] = {}
+        self.restart_begin: float | None = None
 
     def start(
         self, step: int, evaluations: Sequence[Row] = (), unwritten: Row | None = None
@@ -193,6 +196,9 @@ class Tracker:
         row |= self.usage
         self.spans = {}
         self.unwritten = {}
+        if self.restart_begin is not None:
+            row["restarts/recovery_s"] = time.perf_counter() - self.restart_begin
+            self.restart_begin = None
         self._warn_of_new_faults(batch, metrics)
         if self.meter:
             sync_wait_s = row.get("actor/sync_wait_s", 0.0)

@@ -41,6 +41,12 @@ class RewardQueue:
             task.add_done_callback(self.tasks.discard)
         return await future
 
+    def drop_waiting(self) -> None:
+        """Score nothing of what waits: nobody asks for it any more."""
+        for _, future in self.waiting:
+            future.cancel()
+        self.waiting.clear()
+
     async def _drain(self, number: int, scorer: Any) -> None:
         """Let one worker score until nothing waits."""
         while self.waiting:

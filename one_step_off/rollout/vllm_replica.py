@@ -10,8 +10,8 @@ import functools
 import gc
 import os
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -39,6 +39,21 @@ from one_step_off.rollout.engine_processes import (
 from one_step_off.rollout.reward_queue import RewardQueue
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.rollout.trajectory_run import TrajectoryRun
+
+T = TypeVar("T")
+
+POLL_S = 0.02
+
+
+def _part_of_sync(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+    """Hold `sync_lock` during a method of a replica, so that others know when it has ended."""
+
+    @functools.wraps(method)
+    async def call(self: "RolloutReplica", *args: Any) -> T:
+        async with self.sync_lock:
+            return await method(self, *args)
+
+    return call
 
 
 class RolloutReplica(UsageProbe, CoreUser):
@@ -88,6 +103,8 @@ class RolloutReplica(UsageProbe, CoreUser):
         self.engine_processes: list[psutil.Process] = []
         self.endpoint_access = endpoint
         self.endpoint: Any = None  # a `ReplicaServer`
+        self.sync_lock = asyncio.Lock()  # held by each part of a sync, so that its end is known
+        self.work: set[asyncio.Task] = set()  # of the current attempt; see `drop_work`
 
     async def start(self, former: Sequence[ProcessId] = ()) -> tuple[int, list[ProcessId]]:
         """Load the engine.
@@ -146,6 +163,7 @@ class RolloutReplica(UsageProbe, CoreUser):
         """The size of each worker's KV cache."""
         return min(await self._call_workers("kv_cache_bytes"))
 
+    @_part_of_sync
     async def learn_kept(self, shapes: dict[str, Any]) -> list[dict[str, Any]]:
         """Which blocks of the tensors each worker keeps; see `OneStepOffTransferEngine.learn_kept`.
 
@@ -154,6 +172,7 @@ class RolloutReplica(UsageProbe, CoreUser):
         """
         return await self._call_workers("learn_kept", shapes, self.cfg.weight_sync.mode == "delta")
 
+    @_part_of_sync
     async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:
         """Join the weight-sync groups of a new epoch.
 
@@ -175,6 +194,7 @@ class RolloutReplica(UsageProbe, CoreUser):
             message = lines[-1].removeprefix("Call to collective_rpc method failed: ")
             raise SyncError(message) from e
 
+    @_part_of_sync
     async def sync(self, stamp: Stamp, only_kept: bool = False) -> list[dict[str, Any]]:
         """Receive the weights `stamp`: pause, stream, verify, resume with empty caches.
 
@@ -190,10 +210,16 @@ class RolloutReplica(UsageProbe, CoreUser):
 
         Raises:
             SyncError: the engine stays paused, and generates nothing until another sync has
-                succeeded.
+                succeeded. Or the weights are those of an attempt that has ended.
         """
+        incarnation, version = stamp
+        if incarnation < self.incarnation:
+            raise SyncError(
+                f"rollout replica {self.index} belongs to incarnation {self.incarnation}, and gets "
+                f"weights of incarnation {incarnation}, which has ended"
+            )
         self.stamp = None
-        self.incarnation, version = stamp
+        self.incarnation = incarnation
         begin = time.perf_counter()
         mode = "keep" if self.cfg.pipeline.partial_rollout else "wait"
         # Not AsyncLLM.pause_generation: it sleeps another 20 ms, for callers to whom the order of
@@ -206,7 +232,7 @@ class RolloutReplica(UsageProbe, CoreUser):
         if self.asleep:
             await self.engine.wake_up(["kv_cache"])
             self.asleep = False
-        await self.engine.update_weight_version(f"{self.incarnation}.{version}")
+        await self.engine.update_weight_version(f"{incarnation}.{version}")
         await self.engine.resume_generation()
         self.stamp = stamp
         return [report | {"pause": pause_s} for report in reports]
@@ -268,6 +294,9 @@ class RolloutReplica(UsageProbe, CoreUser):
         """
         if self.stamp is None:
             raise RuntimeError(f"rollout replica {self.index} has no verified weights")
+        return await self._until_dropped(self._trajectories(prompts, sampling))
+
+    async def _trajectories(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
         tasks = [
             asyncio.create_task(self._trajectory(prompt, index, sampling))
             for prompt in prompts
@@ -293,9 +322,55 @@ class RolloutReplica(UsageProbe, CoreUser):
         Returns:
             How many trajectories ask nothing of the engine.
         """
+        return await self._until_dropped(self._wait_for_capacity(sent, capacity))
+
+    async def _wait_for_capacity(self, sent: int, capacity: int) -> int:
         while sent - self.limiter.idle_trajectories >= capacity:
             await self.limiter.idle_changed.wait()
         return self.limiter.idle_trajectories
+
+    async def _until_dropped(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await a part of the current attempt's work. Raises RuntimeError: the attempt has
+        ended."""
+        task = asyncio.create_task(work)
+        self.work.add(task)
+        try:
+            await asyncio.wait([task])
+            if task.cancelled():
+                raise RuntimeError(f"rollout replica {self.index}: the attempt has ended")
+            return task.result()
+        finally:
+            task.cancel()
+            self.work.discard(task)
+
+    async def drop_work(self, incarnation: int) -> None:
+        """Trainers have died, and the next attempt takes this replica over: drop everything that
+        belongs to the one before. Returns when the engine has no request left.
+
+        Nothing is generated before verified weights of the new attempt have come.
+
+        Args:
+            incarnation: of the new attempt. Weights of earlier ones are refused from now on.
+
+        Raises:
+            RuntimeError: the engine died.
+        """
+        self.stamp = None
+        self.incarnation = incarnation
+        self._raise_if_engine_died()
+        self.rewards.drop_waiting()
+        self.use_own_cores()
+        for task in self.work:
+            task.cancel()
+        if self.endpoint is not None:
+            self.endpoint.close_all("attempt")
+        async with self.sync_lock:  # the senders are gone, which ends a sync
+            self.stamp = None  # a sync that was almost over may have set it
+            while self.work or self.engine.output_processor.has_unfinished_requests():
+                await asyncio.sleep(POLL_S)
+        # The caller counts from zero again.
+        self.limiter = ConcurrencyLimiter(self.cfg.agent.max_concurrency)
+        self._raise_if_engine_died()
 
     @functools.cached_property
     def loops(self) -> Loops:
@@ -349,7 +424,10 @@ class RolloutReplica(UsageProbe, CoreUser):
             log_probs = [row[int(t)].logprob for row, t in zip(rows, ids[1:], strict=True)]
             return np.array(log_probs, np.float32)
 
-        return await asyncio.gather(*(score_one(ids) for ids in sequences))
+        async def score_all() -> list[np.ndarray]:
+            return await asyncio.gather(*(score_one(ids) for ids in sequences))
+
+        return await self._until_dropped(score_all())
 
     async def _request(self, ids: np.ndarray, params: Any) -> Any:
         """The engine's last output for these token ids, int32 [T]."""

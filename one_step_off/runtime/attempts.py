@@ -5,6 +5,7 @@ incarnation: weight versions count trainer steps, so after a restart the same ve
 weights."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,11 +37,16 @@ class RunState:
         resume_point: the checkpoint with which it starts; None: the initial weights.
         pipeline: the pipeline of the latest attempt; None before the first one has started
             training.
+        engines: the `RunEngines` that the latest attempt has handed over; None: the next one starts
+            its own.
+        engines_kept: how many attempts have begun with the engines of the one before.
     """
 
     incarnation: int = 0
     resume_point: ResumePoint | None = None
     pipeline: Any = None
+    engines: Any = None
+    engines_kept: int = 0
 
     @property
     def has_trained(self) -> bool:
@@ -93,6 +99,22 @@ def run_with_restarts(prepared: Prepared, tracker: Tracker) -> None:
     state = initial_state(prepared)
     budget = RestartBudget(prepared.cfg.trainer.max_restarts)
     loop_runner = LoopRunner()
+    try:
+        _run_attempts(prepared, state, tracker, loop_runner, budget, first_position)
+    finally:
+        if state.engines is not None:  # no attempt has taken them over
+            loop_runner.run(state.engines.end())
+
+
+def _run_attempts(
+    prepared: Prepared,
+    state: RunState,
+    tracker: Tracker,
+    loop_runner: LoopRunner,
+    budget: RestartBudget,
+    first_position: dict[str, Any],
+) -> None:
+    """See `run_with_restarts`. `first_position`: of the data, at the beginning of the run."""
     last_failure: BaseException | None = None
     while True:
         try:
@@ -111,7 +133,9 @@ def run_with_restarts(prepared: Prepared, tracker: Tracker) -> None:
                 raise last_failure from last_failure.__cause__
             _prepare_restart(prepared, state, tracker, first_position)
             source = state.resume_point.path if state.resume_point else "the beginning"
-            tracker.log(f"{failed}; resuming from {source} as incarnation {state.incarnation}")
+            kept = ", the engines are kept" if state.engines is not None else ""
+            incarnation = f"incarnation {state.incarnation}{kept}"
+            tracker.log(f"{failed}; resuming from {source} as {incarnation}")
             tracker.close()
             remote_loggers = start_remote_loggers(prepared.cfg, resumed=True)
             open_files(prepared, state.resume_point, tracker, remote_loggers)
@@ -139,6 +163,9 @@ async def run_attempt(
 ) -> None:
     """One attempt: start all processes, train to the end, and end the processes.
 
+    It takes over the engines that the attempt before has handed over. If trainers die, it hands
+    them over to the next one in its turn.
+
     Raises:
         AttemptFailed: a process failed, so another attempt may succeed. A process that does not
             even start the first time is raised as it is: it would not start the second time.
@@ -149,15 +176,26 @@ async def run_attempt(
     can_restart = state.has_trained
     try:
         with tracker.console.working("starting engines and trainers"):
-            processes = RunProcesses(prepared, state.incarnation)
-            log_pools(prepared.cfg, processes, tracker)
+            processes = RunProcesses(prepared, state.incarnation, kept=state.engines)
+            state.engines = None
+            if processes.keeps_engines:
+                state.engines_kept += 1
+                processes.roles.rollout.on_message = tracker.log
+            else:
+                log_pools(prepared.cfg, processes, tracker)
             await processes.setup()
+        tracker.report_usage({"restarts/engines_kept": float(state.engines_kept)}, "")
         if processes.endpoint:
             processes.endpoint.report_to(tracker.log, tracker.report_usage)
         can_restart = True
         await train_model(prepared, state, processes, tracker, loop_runner)
     except Exception as error:
-        if processes and can_restart and await processes.is_process_failure(error):
+        tracker.restart_begin = tracker.restart_begin or time.perf_counter()
+        has_new_step = len(tracker.steps) > tracker.steps_before
+        rejoin_failed = bool(processes) and processes.keeps_engines and not has_new_step
+        if processes and can_restart and await processes.is_process_failure(error, rejoin_failed):
+            if not rejoin_failed:
+                state.engines = await processes.hand_over_engines()
             raise AttemptFailed(str(error)) from error
         raise
     finally:

@@ -2,102 +2,56 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
-import os
-from collections import Counter
 from typing import Any
 
 import ray
-from ray.util.placement_group import remove_placement_group
 
-from agent_loop.tools import MCP_SCHEMAS
 from one_step_off.checkpoint import TRAINED_ROLES
 from one_step_off.cluster.core_sharing import ROLLOUT, TRAINER, CoreSharing
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
-from one_step_off.cluster.placement import create_pools, spawn
-from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
-from one_step_off.cluster.remote_calls import call_all, not_alive
+from one_step_off.cluster.placement import ProcessSlot, spawn
+from one_step_off.cluster.remote_calls import not_alive
 from one_step_off.config.device_shares import shares_device
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import load_section_tokenizer, role_settings
-from one_step_off.config.schema import Config
-from one_step_off.config.sources import source_rewards
-from one_step_off.config.user_code import LOG_FOLDER
-from one_step_off.endpoint.usage import uses_endpoint
 from one_step_off.ray_trainer import Roles
-from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
-from one_step_off.rollout.sampling import engine_seed
-from one_step_off.rollout.vllm_replica import RolloutReplica
+from one_step_off.runtime.engines import RunEngines
 from one_step_off.runtime.prepare import Prepared
+from one_step_off.runtime.process_env import trainer_env
 from one_step_off.training.fsdp_workers import WORKERS
 from one_step_off.training.reward_models import LocalRewardModel, RemoteRewardModel
 from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync.coordinator import WeightSync
-
-# Huge pages (on CPUs): page faults cost as much as copying large tensors does.
-COMMON_ENV = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "THP_MEM_ALLOC_ENABLE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-# vLLM's CPU engine: no compilation (it stalls the first request for 16 s), threads on the cores
-# that we bind, and the worker inside the engine's process (one process less; a start takes 3 s and
-# not 20 s).
-CPU_ENGINE_ENV = {
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
-# On GPUs one thread: more of them would wait in loops on the cores that launch kernels.
-GPU_ENGINE_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-ENGINE_ENV = {"cpu": CPU_ENGINE_ENV, "cuda": GPU_ENGINE_ENV}
-# The members of a communicator must agree on these, and NCCL does not compare them: with different
-# values it hangs. Trainers and engines share communicators, and Ray's processes on other nodes
-# inherit from another shell. So all get the driver's values. (Not here: what differs from node to
-# node, as NCCL_SOCKET_IFNAME.) NCCL_CUMEM_ENABLE needs no value of ours: vLLM set it to 0 only for
-# NCCL before 2.22.3.
-NCCL_AGREED = tuple(
-    f"NCCL_{name}"
-    for name in (
-        "ALGO BUFFSIZE COLLNET_ENABLE CUMEM_ENABLE CUMEM_HOST_ENABLE IB_DISABLE MAX_CTAS "
-        "MAX_NCHANNELS MIN_CTAS MIN_NCHANNELS MNNVL_ENABLE NET NTHREADS NVLS_ENABLE P2P_DISABLE "
-        "P2P_LEVEL P2P_NET_DISABLE PROTO SHM_DISABLE"
-    ).split()
-)
-# A trainer on CPUs keeps the memory that a pass frees: to fault its pages in again costs more than
-# to work on them. It uses a single arena, since autograd's thread would have another one, which
-# returns large blocks whatever is set.
-CPU_TRAINER_MALLOC = (
-    "glibc.malloc.mmap_threshold=4294967296:"
-    "glibc.malloc.trim_threshold=8589934592:"
-    "glibc.malloc.arena_max=1"
-)
 
 
 class RunProcesses:
     """The roles of a run, and all Ray actors behind them.
 
     Attributes:
-        pools: pool name -> its process slots, node by node.
+        engines: the pools, and all processes that are no trainers.
+        keeps_engines: whether they come from the attempt before.
+        hands_over: whether the next attempt gets them, so that they live on.
+        kept_roles: roles that do not learn, with the ranks of the attempt before.
         roles: what the pipeline works with.
         groups: role -> its group, for every role that holds a model under the training back end.
-        actors: every Ray actor, to be ended with the run.
-        pool_locks: pool name -> the lock by which the roles of a pool take turns on its devices.
-        host: the address at which processes meet; "": each node's address in the network.
-        endpoint: the gateway of external agents; None: the run has none.
     """
 
     def __init__(
-        self, prepared: Prepared, incarnation: int = 0, trainers_only: bool = False
+        self,
+        prepared: Prepared,
+        incarnation: int = 0,
+        trainers_only: bool = False,
+        kept: RunEngines | None = None,
     ) -> None:
         """Reserve the pools and create the processes; nothing is loaded yet.
 
         Args:
             incarnation: the number of the attempt; engines sample with other seeds in each.
             trainers_only: create only the roles that learn, and no engines.
+            kept: the pools and engines of the attempt before; None: they are created.
 
         Raises:
             ConfigError: the cluster has too little for a pool.
@@ -105,146 +59,63 @@ class RunProcesses:
         self.prepared = prepared
         self.cfg = prepared.cfg
         self.device = prepared.device
-        self.incarnation = incarnation
-        self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
-        self.pools = create_pools(self.cfg, self.device)
-        self.pool_locks = {pool: asyncio.Lock() for pool in self.pools}
-        self.env = self._process_env()
-        self.log_folder = os.path.abspath(os.path.join(self.cfg.trainer.output_dir, LOG_FOLDER))
-        self.replica_starts: Counter[int] = Counter()  # replica index -> how often it was started
-        self.kv_cache_bytes: dict[int, int] = {}  # of replicas on a GPU that they share
+        self.keeps_engines = kept is not None
+        self.hands_over = False
+        if kept is not None:
+            kept.begin_attempt(incarnation)
+        self.engines = kept or RunEngines(prepared, incarnation, trainers_only)
+        self.kept_roles: set[str] = set()
         pool_of_role = self.cfg.placement.roles
-        self.endpoint = None if trainers_only else self._create_endpoint()
-        self.scorers = [] if trainers_only else self._create_scorers()
-        replicas = [] if trainers_only else self._create_replicas()
         self.groups = {
             role: self._create_group(role)
             for role in (TRAINED_ROLES if trainers_only else WORKERS)
             if role in pool_of_role
         }
-        rollout = self._create_rollout_group(replicas)
         for role, group in self.groups.items():
             if pool_of_role[role] == pool_of_role["rollout"]:
-                group.colocated = rollout
-        self.actors = [*self.scorers, *replicas]
-        if self.endpoint:
-            self.actors.append(self.endpoint.gateway)
-        for group in self.groups.values():
-            self.actors += group.ranks
-        self.roles = self._create_roles(rollout)
+                group.colocated = self.engines.rollout
+        self.roles = self._create_roles()
 
-    def _process_env(self) -> dict[str, str]:
-        """The environment variables of every process."""
-        env = dict(COMMON_ENV)
-        if self.device == "cuda":
-            env |= {name: os.environ[name] for name in NCCL_AGREED if name in os.environ}
-        is_one_machine = bool(self.host)
-        if is_one_machine:
-            env["VLLM_HOST_IP"] = self.host
-            env["GLOO_SOCKET_IFNAME"] = "lo"
-            if RUN_FOLDER_VARIABLE in os.environ:
-                env["TMPDIR"] = os.environ[RUN_FOLDER_VARIABLE]
-        return env
+    @property
+    def pools(self) -> dict[str, list[ProcessSlot]]:
+        """Pool name -> its process slots, node by node."""
+        return self.engines.pools
 
-    def _slot_share(self, pool: str) -> float:
-        """The part of each process slot that Ray books for every role in the pool."""
-        return 1.0 / list(self.cfg.placement.roles.values()).count(pool)
+    @property
+    def endpoint(self) -> Any:
+        """The gateway of external agents; None: the run has none."""
+        return self.engines.endpoint
 
-    def _create_scorers(self) -> list[Any]:
-        return [
-            spawn(
-                Scorer,
-                (self.cfg.reward, source_rewards(self.cfg)),
-                None,
-                self.device,
-                log=f"{self.log_folder}/reward_{index}.log",
-            )
-            for index in range(self.cfg.reward.workers)
-        ]
-
-    def _create_endpoint(self) -> Any:
-        """The supervisor of the gateway; None: the run has no endpoint."""
-        if not uses_endpoint(self.cfg, self.prepared.loop_names):
-            return None
-        # An HTTP server is slow to import, and most runs need none.
-        from one_step_off.endpoint.supervisor import GatewaySupervisor
-
-        def spawn_beside_driver(cls: type, args: tuple) -> Any:
-            log = f"{self.log_folder}/endpoint.log"
-            return spawn(cls, args, None, self.device, env=self.env, log=log)
-
-        replicas = len(self.pools[self.cfg.placement.roles["rollout"]])
-        return GatewaySupervisor(self.cfg, replicas, bool(self.host), spawn_beside_driver)
-
-    def _create_replicas(self) -> list[Any]:
-        slots = self.pools[self.cfg.placement.roles["rollout"]]
-        return [self._create_replica(index) for index in range(len(slots))]
-
-    def _create_replica(self, index: int) -> Any:
-        pool = self.cfg.placement.roles["rollout"]
-        seed = engine_seed(
-            self.cfg.trainer.seed, self.incarnation, index, self.replica_starts[index]
-        )
-        self.replica_starts[index] += 1
-        loop_names = self.prepared.loop_names
-        cfg = self._replica_cfg(index)
-        endpoint = self.endpoint.access if self.endpoint else None
-        args = (cfg, index, self.device, self.scorers, MCP_SCHEMAS, loop_names, seed, endpoint)
-        return spawn(
-            RolloutReplica,
-            args,
-            self.pools[pool][index],
-            self.device,
-            self._slot_share(pool),
-            self.env | ENGINE_ENV[self.device],
-            f"{self.log_folder}/rollout_{index}.log",
-        )
-
-    def _replica_cfg(self, index: int) -> Config:
-        """The config of a replica. One that is restarted on a shared GPU gets the KV cache of the
-        first start.
-
-        To choose a size, vLLM measures the GPU's memory and fails if another process frees some
-        meanwhile. At the first start the trainer is not there yet; later it is at work.
-        """
-        size = self.kv_cache_bytes.get(index)
-        if not size:
-            return self.cfg
-        engine_kwargs = {"kv_cache_memory_bytes": size} | self.cfg.rollout.engine_kwargs
-        rollout = dataclasses.replace(self.cfg.rollout, engine_kwargs=engine_kwargs)
-        return dataclasses.replace(self.cfg, rollout=rollout)
-
-    def _create_rollout_group(self, replicas: list[Any]) -> RolloutGroup:
-        cfg = self.cfg
-        seed_samples = cfg.rollout.seed_samples
-        is_seeded = seed_samples == "on" or (seed_samples == "auto" and self.device == "cpu")
-        pool = cfg.placement.roles["rollout"]
-        shares_pool = self._slot_share(pool) < 1
-        lock = self.pool_locks[pool] if shares_pool else None
-        return RolloutGroup(replicas, cfg, is_seeded, lock, self._restart_replica)
-
-    def _restart_replica(self, index: int) -> Any:
-        """End what is left of a failed replica; returns a new one in its slot."""
-        ray.kill(self.roles.rollout.replicas[index])
-        replica = self._create_replica(index)
-        self.actors.append(replica)
-        return replica
+    @property
+    def host(self) -> str:
+        """The address at which processes meet; "": each node's address in the network."""
+        return self.engines.host
 
     def _create_group(self, role: str) -> TrainGroup:
-        """The ranks of a role that holds a model under the training back end."""
+        """A role that holds a model under the training back end."""
+        former = self.engines.frozen_groups.pop(role, None)
+        if former is None:
+            return self._group_of(role, self._spawn_ranks(role))
+        self.kept_roles.add(role)
+        group = self._group_of(role, former.ranks)
+        group.shares = former.shares
+        return group
+
+    def _spawn_ranks(self, role: str) -> list[Any]:
         worker_class = self._worker_class(role)
         pool = self.cfg.placement.roles[role]
         slots = self.pools[pool]
         total_steps = self.prepared.data.stream.total_steps
-        env = dict(self.env)
-        if self.device == "cpu":
-            env["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", CPU_TRAINER_MALLOC)
+        share = self.engines.slot_share(pool)
+        env = trainer_env(self.device, self.host)
         ranks = []
         for index, slot in enumerate(slots):
             args = (self.cfg, role, index, len(slots), self.device, total_steps)
-            rank = spawn(worker_class, args, slot, self.device, self._slot_share(pool), env)
-            ranks.append(rank)
-        lock = self.pool_locks[pool]
+            ranks.append(spawn(worker_class, args, slot, self.device, share, env))
+        return ranks
+
+    def _group_of(self, role: str, ranks: list[Any]) -> TrainGroup:
+        lock = self.engines.pool_locks[self.cfg.placement.roles[role]]
         if role != "reward_model":
             return TrainGroup(role, ranks, self.cfg, lock, self.host)
         return LocalRewardModel(
@@ -266,12 +137,14 @@ class RunProcesses:
             return megatron_workers.WORKERS[role]
         return WORKERS[role]
 
-    def _create_roles(self, rollout: RolloutGroup) -> Roles:
+    def _create_roles(self) -> Roles:
         actor = self.groups["actor"]
+        rollout = self.engines.rollout
         canary = self.prepared.canary
         sync = WeightSync(
             actor, rollout.supervisor, canary, self.host, self._replicas_on_device_of_rank()
         )
+        sync.epoch = self.engines.sync_epoch  # receivers that stay have been in these groups
         models: dict[str, Any] = {}
         for role, group in self.groups.items():
             if role != "actor":
@@ -320,64 +193,75 @@ class RunProcesses:
         """Load every model and engine, and connect the weight sync.
 
         All at once, but not on shared devices: there the engines go first, because vLLM measures
-        how much memory it may use while nothing else is loaded."""
-        rollout = self.roles.rollout
-        loading = [group.setup for group in self.groups.values()]
+        how much memory it may use while nothing else is loaded. Engines that were kept drop what
+        they have of the attempt before."""
+        engines = self.engines
+        groups = [group for role, group in self.groups.items() if role not in self.kept_roles]
+        loading = [group.setup for group in groups]
         shares_pool = any(group.colocated for group in self.groups.values())
         shares_devices = shares_device(self.cfg, self.cfg.placement.roles["rollout"])
-        if shares_pool or shares_devices:
-            await rollout.setup()
+        if not self.keeps_engines and (shares_pool or shares_devices):
+            await engines.load()
+            if shares_devices:
+                await engines.keep_kv_cache_sizes()
+            if shares_pool:
+                await engines.rollout.sleep()
         else:
-            loading.append(rollout.setup)
-        if shares_devices:
-            await self._keep_kv_cache_sizes()
-        if shares_pool:
-            await rollout.sleep()
+            loading.append(engines.load)
         if self.endpoint:
             loading.append(self.endpoint.start)
         await asyncio.gather(*(load() for load in loading))
         await self.roles.sync.connect()
 
-    async def _keep_kv_cache_sizes(self) -> None:
-        """Remember the KV cache of each engine, for `_replica_cfg`."""
-        limit_s = self.cfg.trainer.start_timeout_s
-        replicas = self.roles.rollout.replicas
-        sizes = await call_all(limit_s, "rollout", replicas, "kv_cache_bytes")
-        self.kv_cache_bytes = dict(enumerate(sizes))
-
-    async def is_process_failure(self, error: Exception) -> bool:
+    async def is_process_failure(self, error: Exception, rejoin_failed: bool = False) -> bool:
         """Whether the attempt ended because a process died or hangs, so that another attempt may
-        succeed."""
+        succeed.
+
+        Args:
+            rejoin_failed: it ended before its first step, with engines of the attempt before. Then
+                a failure of any process counts: it may be one of the state that was kept, and the
+                next attempt starts all processes.
+        """
         if isinstance(error, (ProcessDied, PhaseTimeout)):
             return True
-        if isinstance(error, NoReplica) or not isinstance(error, (RoleError, SyncError)):
+        if rejoin_failed and isinstance(error, (RoleError, SyncError)):
+            return True
+        # ConfigError: ranks whose load of a checkpoint was cut off by another one's death say that
+        # it does not fit.
+        may_follow = isinstance(error, (RoleError, SyncError, ConfigError))
+        if isinstance(error, NoReplica) or not may_follow:
             return False
         # A process that waited for the one that died may have failed first.
-        processes = {}
-        for role, group in self.groups.items():
-            for index, rank in enumerate(group.ranks):
-                processes[f"{role} {index}"] = rank
+        processes = ranks_by_name(self.groups)
         rollout = self.roles.rollout
         for index in rollout.active:
             processes[f"rollout {index}"] = rollout.replicas[index]
         return bool(await not_alive(processes))
 
+    async def hand_over_engines(self) -> RunEngines | None:
+        """The engines, for the next attempt: where trainers have failed, and engines can be kept.
+        With them go the roles that do not learn and have not failed. From then on `end` ends the
+        others alone."""
+        if not self.engines.can_be_kept:
+            return None
+        failed = await not_alive(ranks_by_name(self.groups))
+        if not failed:
+            return None
+        failed_roles = {name.split()[0] for name in failed}
+        for role in self.groups.keys() - TRAINED_ROLES - failed_roles:
+            self.engines.frozen_groups[role] = self.groups.pop(role)
+        self.hands_over = True
+        self.engines.sync_epoch = self.roles.sync.epoch
+        return self.engines
+
     async def end(self) -> None:
         """End all processes and release their process slots."""
-        # The engines have child processes, which end in good order only if asked.
-        with contextlib.suppress(Exception):
-            await self.roles.rollout.stop()
-        if self.endpoint:
-            await self.endpoint.end()
-        for actor in self.actors:
-            with contextlib.suppress(Exception):
-                ray.kill(actor)
-        placement_groups = {}
-        for slots in self.pools.values():
-            for slot in slots:
-                placement_groups[id(slot.group)] = slot.group
-        for placement_group in placement_groups.values():
-            remove_placement_group(placement_group)
+        for group in self.groups.values():
+            for rank in group.ranks:
+                with contextlib.suppress(Exception):
+                    ray.kill(rank)
+        if not self.hands_over:
+            await self.engines.end()
 
     async def save_state(self, folder: str) -> asyncio.Future:
         """Let every role that learns copy its part of a checkpoint. The part is written when the
@@ -394,3 +278,12 @@ class RunProcesses:
             self.groups[role].load_state(folder) for role in TRAINED_ROLES if role in self.groups
         ]
         await asyncio.gather(*loads)
+
+
+def ranks_by_name(groups: dict[str, TrainGroup]) -> dict[str, Any]:
+    """ "ROLE RANK" -> the Ray actor, for the ranks of all roles."""
+    ranks = {}
+    for role, group in groups.items():
+        for index, rank in enumerate(group.ranks):
+            ranks[f"{role} {index}"] = rank
+    return ranks

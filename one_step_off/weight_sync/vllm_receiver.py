@@ -108,9 +108,16 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         """
         plan = BucketPlan.build([_weight_pieces(sent) for sent in pieces], bucket_bytes)
         index = first_receiver + get_tensor_model_parallel_rank()
-        if not hasattr(self, "receiver"):  # one for all epochs: it has a thread and buffers
+        former = getattr(self, "receiver", None)
+        if former is not None and former.plan.digest != plan.digest:
+            # The trainers were restarted, and divide the model otherwise.
+            former.close()
+            former.wire_thread.stop()
+            former = None
+        if former is None:  # one for all epochs: it has a thread and buffers
             device = torch.device(self.device)
             self.receiver = WeightReceiver(plan, index, device, host, timeout_s)
+        if not hasattr(self, "expected_names"):
             # The names that vLLM's own loader checks: every sync must load every parameter. Taken
             # from the whole model: after a failed update, a tied head has a name of its own.
             self.expected_names = {name for name, _ in self.model.named_parameters()}

@@ -70,7 +70,7 @@ def test_recorded_log_probs_equal_a_forward_pass(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from one_step_off.runtime.processes import COMMON_ENV, ENGINE_ENV
+    from one_step_off.runtime.process_env import COMMON_ENV, ENGINE_ENV
 
     for name, value in (COMMON_ENV | ENGINE_ENV["cpu"]).items():
         monkeypatch.setitem(os.environ, name, value)

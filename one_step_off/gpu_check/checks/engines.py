@@ -138,7 +138,7 @@ class _Engine:
 
     def __init__(self, cfg: Config, device: str, weights: dict[str, torch.Tensor]) -> None:
         from one_step_off.rollout.vllm_replica import RolloutReplica
-        from one_step_off.runtime.processes import COMMON_ENV, ENGINE_ENV
+        from one_step_off.runtime.process_env import COMMON_ENV, ENGINE_ENV
 
         os.environ.update(COMMON_ENV | ENGINE_ENV[device])
         self.loop = asyncio.new_event_loop()

@@ -14,7 +14,7 @@ import pytest
 from one_step_off.cluster import placement
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.runtime.processes import CPU_TRAINER_MALLOC
+from one_step_off.runtime.process_env import CPU_TRAINER_MALLOC
 from one_step_off.runtime.validation import validate
 
 BASE = (

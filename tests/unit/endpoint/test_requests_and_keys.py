@@ -101,6 +101,21 @@ def test_a_late_request_learns_why_its_episode_is_over():
     asyncio.run(check())
 
 
+def test_when_the_run_returns_to_its_checkpoint_all_episodes_end():
+    async def check() -> None:
+        async with endpoint() as running:
+            server = running.replicas[0]
+            episodes = [running.open() for _ in range(2)]
+            server.close_all("attempt")
+            assert len(server.episodes) == 0
+            for episode in episodes:
+                status, answer = await running.post(episode.key)
+                assert (status, answer["error"]["code"]) == (410, "attempt")
+                assert "returned to its last checkpoint" in answer["error"]["message"]
+
+    asyncio.run(check())
+
+
 def test_the_reasons_of_closed_episodes_take_bounded_memory(monkeypatch):
     monkeypatch.setattr("one_step_off.endpoint.open_episodes.MOST_CLOSED", 3)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -237,6 +238,16 @@ def test_speed_and_memory_in_rows_and_summary(tmp_path):
     assert not [name for name in summary if name.endswith(("_begin_s", "_end_s"))], (
         "of timestamps there is no median"
     )
+
+
+def test_the_first_row_after_a_failure_says_how_long_it_took(tmp_path):
+    tracker = Tracker(str(tmp_path), 3, out=io.StringIO())
+    for step in range(3):
+        if step == 1:
+            tracker.restart_begin = time.perf_counter() - 4.0
+        tracker.step(Batch(step, [sample(step, 2)], (0, 0)), step, times())
+    recoveries = [row.get("restarts/recovery_s") for row in tracker.steps]
+    assert recoveries == [None, pytest.approx(4.0, abs=1.0), None]
 
 
 def test_the_output_of_tools_is_part_of_the_response_and_not_generated(tmp_path):

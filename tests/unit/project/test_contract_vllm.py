@@ -42,11 +42,12 @@ ENGINE_CALLS = {
     "update_weight_version": ("new_version",),
     "wake_up": ("tags",),
 }
-ENGINE_ATTRIBUTES = {"errored", "vllm_config", "engine_core"}
+ENGINE_ATTRIBUTES = {"errored", "vllm_config", "engine_core", "output_processor"}
 
 CALLS = [
     # module, function or method, the arguments that are given, in order where they are positional
     (CLIENT, "AsyncMPClient.pause_scheduler_async", ("mode", "clear_cache")),
+    ("vllm.v1.engine.output_processor", "OutputProcessor.has_unfinished_requests", ()),
     (CORE, "EngineCore.sleep", ("level", "mode")),
     (CORE, "EngineCore.wake_up", ("tags",)),
     (WORKER, "Worker.sleep", ("level",)),
@@ -88,6 +89,8 @@ def test_the_table_has_every_call_of_the_engine() -> None:
     used = used_attributes("self.engine") | used_attributes("AsyncLLM")
     assert used == ENGINE_CALLS.keys() | ENGINE_ATTRIBUTES
     assert used_attributes("self.engine.engine_core") == {"pause_scheduler_async"}
+    assert used_attributes("self.engine.output_processor") == {"has_unfinished_requests"}
+    assert "output_processor" in assigned_attributes(ENGINE, "AsyncLLM")
 
 
 @pytest.mark.parametrize(("module", "name", "given"), CALLS, ids=lambda part: str(part))

@@ -11,6 +11,7 @@ import pytest
 
 from one_step_off.cluster import remote_calls
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
+from one_step_off.config.errors import ConfigError
 from one_step_off.ray_trainer import Pipeline, Resumed
 from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.runtime.processes import RunProcesses
@@ -34,6 +35,8 @@ HANGS = ActorMethod(None, delay=30.0)
         (PhaseTimeout("step 3, actor"), WELL, True),
         (SyncError("trainer rank 0 waited in vain"), GONE, True),
         (SyncError("trainer rank 0 waited in vain"), HANGS, True),
+        (ConfigError("checkpoint: the part of the actor does not fit its model"), GONE, True),
+        (ConfigError("checkpoint: the part of the actor does not fit its model"), WELL, False),
         (SyncError("checksum"), WELL, False),
         (RoleError("rollout 0: the reward raised"), WELL, False),
         (ValueError("a mistake of ours"), GONE, False),

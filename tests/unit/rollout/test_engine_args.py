@@ -13,7 +13,7 @@ def test_engine_arguments_make_the_intended_engine_on_cpus(models, monkeypatch):
     """vLLM has taken every name, and its own checks have changed none of the values."""
     from vllm import AsyncEngineArgs
 
-    from one_step_off.runtime.processes import ENGINE_ENV
+    from one_step_off.runtime.process_env import ENGINE_ENV
     from one_step_off.weight_sync.vllm_receiver import SyncWorkerExtension
 
     # As in a replica's process; without these variables the executor is another one.

@@ -12,19 +12,25 @@ import pytest
 from one_step_off.cluster.placement import ProcessSlot
 from one_step_off.config.loading import load_config
 from one_step_off.rollout.engine_args import engine_args
+from one_step_off.runtime.engines import RunEngines
 from one_step_off.runtime.processes import RunProcesses
 
 HALVES = "placement.pools={rollout: [0.5, 0.5], actor: [0.5, 0.5]}"
 
 
 def processes(*overrides: str, **attributes: Any) -> Any:
-    """A `RunProcesses` that has started nothing."""
+    """A `RunProcesses` that has started nothing. `attributes`: of it, or of its engines."""
     run: Any = object.__new__(RunProcesses)
     run.cfg = load_config(["model.path=tiny:qwen2", *overrides])
-    run.kv_cache_bytes = {}
-    run.endpoint = None
+    run.engines = object.__new__(RunEngines)
+    run.engines.cfg = run.cfg
+    run.engines.kv_cache_bytes = {}
+    run.engines.endpoint = None
+    run.engines.former_rollout = None
+    run.keeps_engines = False
+    run.kept_roles = set()
     for name, value in attributes.items():
-        setattr(run, name, value)
+        setattr(run.engines if name in ("pools", "rollout") else run, name, value)
     return run
 
 
@@ -47,7 +53,7 @@ def test_on_separate_devices_all_weights_go_over_the_network() -> None:
 
 
 def test_a_restarted_engine_gets_the_kv_cache_of_the_first_start() -> None:
-    run = processes(HALVES, "rollout.engine_kwargs={max_num_seqs: 8}")
+    run = processes(HALVES, "rollout.engine_kwargs={max_num_seqs: 8}").engines
     assert run._replica_cfg(0) is run.cfg, "the first start measures"
     run.kv_cache_bytes = {0: 1 << 30}
     restarted = run._replica_cfg(0)
@@ -86,8 +92,10 @@ def test_on_a_shared_device_the_engine_measures_before_the_trainer_loads(pools, 
     async def connect() -> None:
         parts.loaded.append("connected")
 
-    roles = SimpleNamespace(rollout=parts.group("rollout"), sync=SimpleNamespace(connect=connect))
-    run = processes(f"placement.pools={pools}", roles=roles, groups={"actor": parts.group("actor")})
+    rollout = parts.group("rollout")
+    roles = SimpleNamespace(rollout=rollout, sync=SimpleNamespace(connect=connect))
+    groups = {"actor": parts.group("actor")}
+    run = processes(f"placement.pools={pools}", roles=roles, groups=groups, rollout=rollout)
     asyncio.run(run.setup())
     assert parts.loaded[:3] == order
     assert parts.loaded[-1] == "connected"

@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
+from one_step_off.weight_sync.bucket_plan import BucketPlan
+from one_step_off.weight_sync.weight_piece import WeightPiece
+
+PIECE = ("w", "float32", (2, 2), 0, 2)
+BUCKET_BYTES = 64
+
 
 def test_a_batch_invariant_engine_joins_the_groups_with_the_trainers_settings(monkeypatch):
     from vllm.utils import nccl
@@ -20,7 +26,45 @@ def test_a_batch_invariant_engine_joins_the_groups_with_the_trainers_settings(mo
 
     used = []
     engine = object.__new__(vllm_receiver.OneStepOffTransferEngine)
-    engine.receiver = SimpleNamespace(connect=lambda kept: used.append(os.environ["NCCL_PROTO"]))
-    engine.init_transfer_engine([[("w", "float32", (2, 2), 0, 2)]], 64, 0, "", 1.0)
+    plan = BucketPlan.build([[WeightPiece(*PIECE)]], BUCKET_BYTES)
+    engine.expected_names = {"w"}
+    engine.receiver = SimpleNamespace(
+        connect=lambda **_: used.append(os.environ["NCCL_PROTO"]), plan=plan
+    )
+    engine.init_transfer_engine([[PIECE]], BUCKET_BYTES, 0, "", 1.0)
     assert used == ["LL"]
     assert os.environ["NCCL_PROTO"] == "Simple"
+
+
+def test_trainers_that_divide_the_model_otherwise_get_another_receiver(monkeypatch):
+    """As restarted ones may. With the old receiver each sync would fail: another bucket plan."""
+    from one_step_off.weight_sync import vllm_receiver
+
+    connected = []
+
+    class Receiver:
+        def __init__(self, plan, *_) -> None:
+            self.plan = plan
+            self.closed = False
+            self.wire_thread = SimpleNamespace(stop=lambda: None)
+
+        def connect(self, **_) -> None:
+            connected.append(self)
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr(vllm_receiver, "WeightReceiver", Receiver)
+    monkeypatch.setattr(vllm_receiver, "get_tensor_model_parallel_rank", lambda: 0)
+    engine = object.__new__(vllm_receiver.OneStepOffTransferEngine)
+    engine.device = "cpu"
+    engine.model = SimpleNamespace(named_parameters=lambda: [("w", None)])
+    halves = [[("w", "float32", (2, 2), 0, 1)], [("w", "float32", (2, 2), 1, 2)]]
+    for senders in ([[PIECE]], [[PIECE]], halves):
+        engine.init_transfer_engine(senders, BUCKET_BYTES, 0, "", 1.0)
+    first, same, other = connected
+    assert same is first
+    assert other is not first
+    assert other.plan.senders == 2
+    assert first.closed
+    assert not other.closed

@@ -1,0 +1,51 @@
+"""Replicas that outlive an attempt: the next one takes them over, with their loaded engines.
+
+Each drops what it holds of the attempt that has ended: requests, trajectories, episodes of external
+agents. From then on it refuses prompts and weights of earlier incarnations, and it generates
+nothing before it has verified weights of the new one. A replica that does not do so in time is
+replaced, while the others serve.
+"""
+
+import asyncio
+
+from one_step_off.cluster.errors import PhaseTimeout, RoleError, SyncError
+from one_step_off.cluster.remote_calls import name_failures, with_time_limit
+from one_step_off.rollout.replica_group import RolloutGroup
+
+DROP_S = 15.0
+"""Seconds for a replica to drop its work. A sync whose trainers have died ends by itself meanwhile,
+in about a second."""
+
+
+async def take_over(group: RolloutGroup, former: RolloutGroup, incarnation: int) -> None:
+    """Let the replicas of `former` serve in `group`, which has the same ones.
+
+    Args:
+        group: of the new attempt.
+        former: of the attempt that has ended.
+        incarnation: of the new attempt.
+    """
+    group.router.replica_capacity = former.router.replica_capacity
+    group.supervisor.restarts = former.restarts
+    for i, processes in enumerate(former.supervisor.child_processes):
+        group.supervisor.child_processes[i] = processes
+    numbers = range(len(group.replicas))
+    reasons = await asyncio.gather(*(_drop_work(former, i, incarnation) for i in numbers))
+    for i, reason in enumerate(reasons):
+        if reason:
+            group.supervisor.mark_failed(i, reason)
+    kept = reasons.count("")
+    group.on_message(f"{kept} of {len(reasons)} replicas were kept")
+
+
+async def _drop_work(former: RolloutGroup, i: int, incarnation: int) -> str:
+    """Let a replica drop its work; returns why it cannot be kept, "" if it can."""
+    if i in former.supervisor.restart_tasks:
+        return "it was not running when the attempt ended"
+    name = f"rollout {i}, drop_work"
+    answer = former.replicas[i].drop_work.remote(incarnation)
+    try:
+        await with_time_limit(DROP_S, name, name_failures(name, answer))
+    except (RoleError, SyncError, PhaseTimeout) as error:
+        return str(error)
+    return ""

@@ -1,0 +1,215 @@
+"""What a trainer's death leaves alive: the pools, the vLLM replicas, the reward workers and the
+endpoint's gateway.
+
+`RunEngines` belongs to one attempt at a time. An attempt that ends since a trainer died hands it to
+the next one, which starts trainers and takes the replicas over; every other end of an attempt ends
+it too.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+from collections import Counter
+from typing import Any
+
+import ray
+from ray.util.placement_group import remove_placement_group
+
+from agent_loop.tools import MCP_SCHEMAS
+from one_step_off.cluster.placement import are_reserved, create_pools, spawn
+from one_step_off.cluster.remote_calls import call_all
+from one_step_off.config.schema import Config
+from one_step_off.config.sources import source_rewards
+from one_step_off.config.user_code import LOG_FOLDER
+from one_step_off.endpoint.usage import uses_endpoint
+from one_step_off.rewards.scoring import Scorer
+from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.rollout.sampling import engine_seed
+from one_step_off.rollout.take_over import take_over
+from one_step_off.rollout.vllm_replica import RolloutReplica
+from one_step_off.runtime.prepare import Prepared
+from one_step_off.runtime.process_env import ENGINE_ENV, process_env
+from one_step_off.training.trainer_group import TrainGroup
+
+
+class RunEngines:
+    """The processes of a run that are no trainers, and the pools of all.
+
+    Attributes:
+        pools: pool name -> its process slots, node by node.
+        pool_locks: pool name -> the lock by which the roles of a pool take turns on its devices.
+        host: the address at which processes meet; "": each node's address in the network.
+        endpoint: the gateway of external agents; None: the run has none.
+        scorers: the reward workers.
+        actors: every Ray actor of these, to be ended with them.
+        incarnation: of the attempt that uses them; engines that start get other seeds in each.
+        rollout: the replicas, as the latest attempt sees them.
+        sync_epoch: of the latest attempt's weight sync.
+        frozen_groups: roles that do not learn, which the latest attempt has handed over with these.
+    """
+
+    def __init__(
+        self, prepared: Prepared, incarnation: int = 0, trainers_only: bool = False
+    ) -> None:
+        """Reserve the pools and create the processes; nothing is loaded yet.
+
+        Args:
+            incarnation: the number of the attempt.
+            trainers_only: create the pools, and no process.
+
+        Raises:
+            ConfigError: the cluster has too little for a pool.
+        """
+        self.prepared = prepared
+        self.cfg = prepared.cfg
+        self.device = prepared.device
+        self.incarnation = incarnation
+        self.sync_epoch = 0
+        self.frozen_groups: dict[str, TrainGroup] = {}
+        self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+        self.pools = create_pools(self.cfg, self.device)
+        self.env = process_env(self.device, self.host)
+        self.log_folder = os.path.abspath(os.path.join(self.cfg.trainer.output_dir, LOG_FOLDER))
+        self.replica_starts: Counter[int] = Counter()  # replica index -> how often it was started
+        self.kv_cache_bytes: dict[int, int] = {}  # of replicas on a GPU that they share
+        self.actors: list[Any] = []
+        self.pool_locks = {pool: asyncio.Lock() for pool in self.pools}
+        self.endpoint = None if trainers_only else self._create_endpoint()
+        self.scorers = [] if trainers_only else self._create_scorers()
+        self.actors += self.scorers
+        slots = [] if trainers_only else self.pools[self.cfg.placement.roles["rollout"]]
+        replicas = [self._create_replica(index) for index in range(len(slots))]
+        self.rollout = self._create_rollout_group(replicas)
+        self.former_rollout: RolloutGroup | None = None  # until its replicas are taken over
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether trainers can be started beside these replicas: they have their pool alone, one of
+        them runs, and no node of the pools has failed."""
+        may_stay = not self.rollout.shares_pool and bool(self.rollout.active)
+        return may_stay and are_reserved(self.pools)
+
+    def begin_attempt(self, incarnation: int) -> None:
+        """Another attempt uses these from now on, with locks and a replica group of its own: those
+        of the attempt before belong to an event loop that has ended."""
+        self.incarnation = incarnation
+        self.pool_locks = {pool: asyncio.Lock() for pool in self.pools}
+        self.former_rollout = self.rollout
+        self.rollout = self._create_rollout_group(self.rollout.replicas)
+
+    async def load(self) -> None:
+        """Load all engines; or let those of the attempt before drop its work."""
+        if self.former_rollout is None:
+            await self.rollout.setup()
+            return
+        former = self.former_rollout
+        self.former_rollout = None
+        await take_over(self.rollout, former, self.incarnation)
+
+    def slot_share(self, pool: str) -> float:
+        """The part of each process slot that Ray books for every role in the pool."""
+        return 1.0 / list(self.cfg.placement.roles.values()).count(pool)
+
+    def _create_scorers(self) -> list[Any]:
+        return [
+            spawn(
+                Scorer,
+                (self.cfg.reward, source_rewards(self.cfg)),
+                None,
+                self.device,
+                log=f"{self.log_folder}/reward_{index}.log",
+            )
+            for index in range(self.cfg.reward.workers)
+        ]
+
+    def _create_endpoint(self) -> Any:
+        """The supervisor of the gateway; None: the run has no endpoint."""
+        if not uses_endpoint(self.cfg, self.prepared.loop_names):
+            return None
+        # An HTTP server is slow to import, and most runs need none.
+        from one_step_off.endpoint.supervisor import GatewaySupervisor
+
+        def spawn_beside_driver(cls: type, args: tuple) -> Any:
+            log = f"{self.log_folder}/endpoint.log"
+            return spawn(cls, args, None, self.device, env=self.env, log=log)
+
+        replicas = len(self.pools[self.cfg.placement.roles["rollout"]])
+        endpoint = GatewaySupervisor(self.cfg, replicas, bool(self.host), spawn_beside_driver)
+        self.actors.append(endpoint.gateway)
+        return endpoint
+
+    def _create_replica(self, index: int) -> Any:
+        pool = self.cfg.placement.roles["rollout"]
+        seed = engine_seed(
+            self.cfg.trainer.seed, self.incarnation, index, self.replica_starts[index]
+        )
+        self.replica_starts[index] += 1
+        loop_names = self.prepared.loop_names
+        cfg = self._replica_cfg(index)
+        endpoint = self.endpoint.access if self.endpoint else None
+        args = (cfg, index, self.device, self.scorers, MCP_SCHEMAS, loop_names, seed, endpoint)
+        replica = spawn(
+            RolloutReplica,
+            args,
+            self.pools[pool][index],
+            self.device,
+            self.slot_share(pool),
+            self.env | ENGINE_ENV[self.device],
+            f"{self.log_folder}/rollout_{index}.log",
+        )
+        self.actors.append(replica)
+        return replica
+
+    def _replica_cfg(self, index: int) -> Config:
+        """The config of a replica. One that is restarted on a shared GPU gets the KV cache of the
+        first start.
+
+        To choose a size, vLLM measures the GPU's memory and fails if another process frees some
+        meanwhile. At the first start the trainer is not there yet; later it is at work.
+        """
+        size = self.kv_cache_bytes.get(index)
+        if not size:
+            return self.cfg
+        engine_kwargs = {"kv_cache_memory_bytes": size} | self.cfg.rollout.engine_kwargs
+        rollout = dataclasses.replace(self.cfg.rollout, engine_kwargs=engine_kwargs)
+        return dataclasses.replace(self.cfg, rollout=rollout)
+
+    def _create_rollout_group(self, replicas: list[Any]) -> RolloutGroup:
+        cfg = self.cfg
+        seed_samples = cfg.rollout.seed_samples
+        is_seeded = seed_samples == "on" or (seed_samples == "auto" and self.device == "cpu")
+        pool = cfg.placement.roles["rollout"]
+        shares_pool = self.slot_share(pool) < 1
+        lock = self.pool_locks[pool] if shares_pool else None
+        return RolloutGroup(replicas, cfg, is_seeded, lock, self._restart_replica)
+
+    def _restart_replica(self, index: int) -> Any:
+        """End what is left of a failed replica; returns a new one in its slot."""
+        ray.kill(self.rollout.replicas[index])
+        return self._create_replica(index)
+
+    async def keep_kv_cache_sizes(self) -> None:
+        """Remember the KV cache of each engine, for `_replica_cfg`."""
+        limit_s = self.cfg.trainer.start_timeout_s
+        replicas = self.rollout.replicas
+        sizes = await call_all(limit_s, "rollout", replicas, "kv_cache_bytes")
+        self.kv_cache_bytes = dict(enumerate(sizes))
+
+    async def end(self) -> None:
+        """End all processes and release the pools."""
+        # The engines have child processes, which end in good order only if asked.
+        with contextlib.suppress(Exception):
+            await self.rollout.stop()
+        if self.endpoint:
+            await self.endpoint.end()
+        frozen_ranks = [rank for group in self.frozen_groups.values() for rank in group.ranks]
+        for actor in (*self.actors, *frozen_ranks):
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        placement_groups = {}
+        for slots in self.pools.values():
+            for slot in slots:
+                placement_groups[id(slot.group)] = slot.group
+        for placement_group in placement_groups.values():
+            remove_placement_group(placement_group)
