@@ -6,16 +6,19 @@ import functools
 import os
 from abc import abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from one_step_off.algorithms import schedule
 from one_step_off.config.errors import ConfigError, first_line
+from one_step_off.config.role_sections import TrainedConfig
 from one_step_off.models import safe_unpickling
 from one_step_off.training.model_worker import ModelWorker
 from one_step_off.training.written_files import FileFacts, facts_of_rank
@@ -42,13 +45,20 @@ class CheckpointedWorker(ModelWorker):
     skipped_in_a_row = 0
 
     @abstractmethod
-    def _write_state(self, folder: str) -> Any:
-        """Copy weights and optimizer, and write them into `folder`. Returns a future of the
-        writing, or None if it is done already (collective)."""
+    def _write_state(self, folder: str) -> Future:
+        """Copy weights and optimizer to host memory, and begin to write them into `folder`, with
+        collectives of `_checkpoint_group` alone. Returns a future of the writing (collective)."""
 
     @abstractmethod
     def _read_state(self, folder: str) -> None:
         """Load weights and optimizer from `folder`, written by any number of ranks (collective)."""
+
+    def setup(self, master_addr: str, master_port: int) -> None:
+        """As of any model; a role that learns also gets the group of its checkpoints."""
+        super().setup(master_addr, master_port)
+        if isinstance(self.role_config, TrainedConfig):
+            # A group of its own: checkpoints are written while the other groups are used.
+            self._checkpoint_group = dist.new_group(backend="gloo")
 
     @functools.cached_property
     def decay(self) -> schedule.Decay:
@@ -86,8 +96,7 @@ class CheckpointedWorker(ModelWorker):
         """Wait until what `save_state` began is written. Returns size and checksum of this rank's
         files. Raises RuntimeError: it cannot be written."""
         try:
-            if self._writing:
-                self._writing.result()
+            self._writing.result()
             return facts_of_rank(self._checkpoint_folder, self.role, self.rank)
         # CheckpointException, torch's own, is no Exception.
         except (Exception, CheckpointException) as e:
