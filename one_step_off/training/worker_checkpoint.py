@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from one_step_off.algorithms import schedule
 from one_step_off.config.errors import ConfigError, first_line
-from one_step_off.config.role_sections import TrainedConfig
 from one_step_off.models import safe_unpickling
 from one_step_off.training.model_worker import ModelWorker
 from one_step_off.training.written_files import FileFacts, facts_of_rank
@@ -52,13 +50,6 @@ class CheckpointedWorker(ModelWorker):
     @abstractmethod
     def _read_state(self, folder: str) -> None:
         """Load weights and optimizer from `folder`, written by any number of ranks (collective)."""
-
-    def setup(self, master_addr: str, master_port: int) -> None:
-        """As of any model; a role that learns also gets the group of its checkpoints."""
-        super().setup(master_addr, master_port)
-        if isinstance(self.role_config, TrainedConfig):
-            # A group of its own: checkpoints are written while the other groups are used.
-            self._checkpoint_group = dist.new_group(backend="gloo")
 
     @functools.cached_property
     def decay(self) -> schedule.Decay:
