@@ -29,7 +29,6 @@ from one_step_off.models import tiny_qwen
 from one_step_off.training.trained_worker import TrainedWorker
 from one_step_off.training.written_files import FileFacts
 
-
 BACKENDS = ("fsdp", "megatron")
 
 
