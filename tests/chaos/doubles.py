@@ -17,7 +17,7 @@ from tests.chaos.kills import (
     Chaos,
     Kill,
     as_rows,
-    describe,
+    place_of,
 )
 from tests.chaos.points import POINTS, RARE
 
@@ -280,14 +280,13 @@ def describe_double(double: Double) -> str:
     relation = double.relation
     if double.delay_s:
         relation = f"{double.delay_s:.1f} s later"
-    lines = describe(first).split(": ")[0] + f" | {relation}: "
-    lines += f"{second.signal} {second.kind}, {second.point}, after step {second.step}"
+    line = f"{first.number:3d} {place_of(first)} | {relation}: {place_of(second)}"
     if not double.is_pair:
-        lines += " (only one of them was hit)"
+        line += " (only one of them was hit)"
     if double.ended:
-        lines += f" | {double.ended}; started again"
+        line += f" | {double.ended}; started again"
     outcome = double.wrong or f"recovered in {double.recovered_s:.1f} s"
-    return f"{lines} | {outcome}"
+    return f"{line} | {outcome}"
 
 
 def double_table(doubles: list[Double]) -> str:

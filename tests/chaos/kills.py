@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -200,8 +201,9 @@ class Chaos:
             return
         kill.pid = pid
         kill.step = self.command.steps()
-        kill.time = time.time()
-        os.kill(pid, getattr(signal, kill.signal))
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, getattr(signal, kill.signal))
+            kill.time = time.time()
 
     def _await_hit(self, kill: Kill, limit_s: float) -> dict[str, Any]:
         """Wait until the point is reached, and note it. Returns the order that was executed; {}:
@@ -295,8 +297,12 @@ def describe(kill: Kill) -> str:
         outcome = f"recovered in {kill.recovered_s:.1f} s"
     gone = "" if kill.gone_s is None else f", processes gone after {kill.gone_s:.1f} s"
     left = f", LEFT: {kill.left}" if kill.left else ""
-    place = f"{kill.signal} {kill.kind}, {kill.point}, after step {kill.step}"
-    return f"{kill.number:3d} {place}: {outcome}{gone}{left}"
+    return f"{kill.number:3d} {place_of(kill)}: {outcome}{gone}{left}"
+
+
+def place_of(kill: Kill) -> str:
+    """What was hit, where and when."""
+    return f"{kill.signal} {kill.kind}, {kill.point}, after step {kill.step}"
 
 
 def table(kills: list[Kill]) -> str:
