@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from one_step_off import checkpoint
 from tests.unit.checkpoint.checkpoint_helpers import checkpoint_names, save_worker
@@ -93,6 +95,44 @@ def test_a_full_disk_is_named_and_leaves_the_others(worker, monkeypatch):
     save_worker(worker, cfg, 15)
     assert checkpoint_names(intact.parent) == ["step_000010", "step_000015"]
     assert [path.name for path in intact.parent.glob(".*")] == [], "nothing unfinished stays"
+
+
+def save_and_die(rank, workers, cfg):
+    """A rank that is killed while its second checkpoint is written."""
+    torch.set_num_threads(1)
+    worker = workers()["actor"](cfg, "actor", rank, 1, "cpu", total_steps=10)
+    worker.setup("127.0.0.1", free_port())
+    worker.update(make_batch(cfg.model.path))
+    save_worker(worker, cfg, 10)
+    write_data = FileSystemWriter.write_data
+
+    def write_and_die(self, *args):
+        write_data(self, *args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    FileSystemWriter.write_data = write_and_die
+    save_worker(worker, cfg, 15)
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param("fsdp", marks=pytest.mark.slow), pytest.param("megatron")]
+)
+def test_a_death_in_mid_writing_leaves_the_last_complete_one(model_folders, tmp_path, backend):
+    workers = of_fsdp
+    if backend == "megatron":
+        pytest.importorskip("megatron.core", reason=NEEDS_MEGATRON)
+        workers = of_megatron
+    path = model_folders["tied"]
+    cfg = config(path, actor__backend=backend, trainer__output_dir=str(tmp_path / "run"))
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        mp.spawn(save_and_die, args=(workers, cfg), nprocs=1)
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".step_000015.unfinished",
+        "step_000010",
+    ]
+    assert list((folder / ".step_000015.unfinished").rglob("*.distcp"))
+    assert checkpoint.find(cfg) == folder / "step_000010"
 
 
 def write_at_once(worker: Any, folder: str) -> None:
