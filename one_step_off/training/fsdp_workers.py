@@ -5,10 +5,10 @@
 """
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict
@@ -90,8 +90,6 @@ class FsdpBackend(ModelWorker):
             weight_decay=role_config.weight_decay,
             fused=True,
         )
-        # A group of its own: checkpoints are written while the other groups are used.
-        self._checkpoint_group = dist.new_group(backend="gloo")
 
     def _parameters_with_gradients(self) -> list[Tensor]:
         return [p for p in self.model.parameters() if p.grad is not None]
@@ -162,7 +160,7 @@ class FsdpBackend(ModelWorker):
                 weights.pop(name, None)
         return {"model": weights, "optimizer": optimizer}
 
-    def _write_state(self, folder: str) -> Any:
+    def _write_state(self, folder: str) -> Future:
         self._create_moments()
         # New moments wait in host memory too, until the first step.
         self._move_moments("cpu")

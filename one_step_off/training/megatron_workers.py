@@ -10,6 +10,7 @@ stage, the same on each of its ranks: one of them reports.
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from one_step_off.config.role_sections import TrainedConfig
 from one_step_off.models import megatron_support
 from one_step_off.training import megatron_model, megatron_weights
 from one_step_off.training.critic_role import CriticRole
+from one_step_off.training.megatron_checkpoint import BackgroundWriter, copy_to_host
 from one_step_off.training.megatron_shims import count_padding_in_checkpoints, cuda_is_cpu
 from one_step_off.training.model_worker import BatchShare, ModelWorker, WorkItem
 from one_step_off.training.policy_role import PolicyRole
@@ -258,13 +260,15 @@ class MegatronBackend(ModelWorker):
         )
         return state
 
-    def _write_state(self, folder: str) -> None:
-        # Whole, before training continues: Megatron's way to write meanwhile is deprecated, and
-        # copies on GPUs only.
+    def _write_state(self, folder: str) -> Future:
         os.makedirs(folder, exist_ok=True)
+        writer = BackgroundWriter(self._checkpoint_group)
         with cuda_is_cpu(self.device):
             state = self._sharded_state(loading=False)
-            dist_checkpointing.save(state, folder, content_metadata=SHARDING)
+            for i, _ in enumerate(self.models):
+                copy_to_host(state[f"model{i}"])
+            dist_checkpointing.save(state, folder, writer, content_metadata=SHARDING)
+        return writer.writing
 
     def _read_state(self, folder: str) -> None:
         with cuda_is_cpu(self.device):

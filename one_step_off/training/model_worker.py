@@ -85,6 +85,9 @@ class ModelWorker(UsageProbe, CoreUser, ABC):
 
     adapters = lora.Adapters(torch.nn.Module())
     packed: bool
+    _checkpoint_group: dist.ProcessGroup
+    """Of a role that learns, for its checkpoints alone: they are written while other groups are
+    used."""
 
     def __init__(
         self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int = 0
@@ -154,6 +157,7 @@ class ModelWorker(UsageProbe, CoreUser, ABC):
         self._build_model()
         if isinstance(self.role_config, TrainedConfig):
             self._build_optimizer()
+            self._checkpoint_group = dist.new_group(backend="gloo")
         self._end_turn()
 
     def _choose_device(self) -> None:

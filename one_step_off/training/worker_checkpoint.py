@@ -6,6 +6,7 @@ import functools
 import os
 from abc import abstractmethod
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ class CheckpointedWorker(ModelWorker):
     skipped_in_a_row = 0
 
     @abstractmethod
-    def _write_state(self, folder: str) -> Any:
-        """Copy weights and optimizer, and write them into `folder`. Returns a future of the
-        writing, or None if it is done already (collective)."""
+    def _write_state(self, folder: str) -> Future:
+        """Copy weights and optimizer to host memory, and begin to write them into `folder`, with
+        collectives of `_checkpoint_group` alone. Returns a future of the writing (collective)."""
 
     @abstractmethod
     def _read_state(self, folder: str) -> None:
@@ -86,8 +87,7 @@ class CheckpointedWorker(ModelWorker):
         """Wait until what `save_state` began is written. Returns size and checksum of this rank's
         files. Raises RuntimeError: it cannot be written."""
         try:
-            if self._writing:
-                self._writing.result()
+            self._writing.result()
             return facts_of_rank(self._checkpoint_folder, self.role, self.rank)
         # CheckpointException, torch's own, is no Exception.
         except (Exception, CheckpointException) as e:

@@ -16,6 +16,10 @@ End the driver only (SIGTERM, Ctrl-C, kill -9), and compare the bits:
 
     python -m tests.chaos --exact --kills 20
 
+Kill in pairs: at one moment, or the second while the run recovers from the first:
+
+    python -m tests.chaos --double --kills 20
+
 Break weight syncs, and time the reaction:
 
     python -m tests.chaos --syncs
@@ -41,6 +45,7 @@ from typing import Any
 
 from tests.chaos import command as real
 from tests.chaos.command import Command
+from tests.chaos.doubles import DoubleChaos
 from tests.chaos.kills import ANYWHERE, Chaos, as_rows, describe, table
 from tests.chaos.points import KINDS, POINTS
 from tests.chaos.syncs import break_syncs
@@ -51,6 +56,8 @@ STEPS_LEFT = 5
 EXACT_STEPS = 12
 ENDLESS_STEPS = 1_000_000
 START_TIMEOUT_S = 300.0
+LIMIT_S = 150.0
+DOUBLE_LIMIT_S = 300.0
 END_TIMEOUT_S = 300.0
 INTERRUPTED = 130
 """The exit code after SIGTERM and Ctrl-C."""
@@ -70,7 +77,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--ranks", type=int, default=1, help="ranks of the trainer")
     add("--critic", action="store_true", help="also train a critic, in a pool of its own")
     add("--stop", action="store_true", help="also SIGSTOP: processes that hang")
-    add("--limit", type=float, default=150.0, help="seconds for one recovery")
+    add("--double", action="store_true", help="kills in pairs, at one moment or in the recovery")
+    add("--limit", type=float, help="seconds for one recovery; default: 150, for a pair 300")
     add("--reach", type=float, default=20.0, help="seconds for a point to be reached")
     add(
         "--exact",
@@ -94,6 +102,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     args.kinds = [kind for kind in args.kinds if _has_point(kind, args.points)]
+    if args.limit is None:
+        args.limit = DOUBLE_LIMIT_S if args.double else LIMIT_S
     return args
 
 
@@ -141,7 +151,9 @@ def run_with_kills(args: argparse.Namespace, resume_after: bool = True) -> dict[
     """
     arguments = real.settings(args.out / "run", ENDLESS_STEPS, args.ranks, args.critic, args.keys)
     command = Command(args.out, arguments)
-    chaos = Chaos(command, args.seed, args.limit, args.reach, _print_now)
+    start_chaos = DoubleChaos if args.double else Chaos
+    chaos = start_chaos(command, args.seed, args.limit, args.reach, _print_now)
+    chaos.trainer_ranks = args.ranks
     wrong: list[str] = []
     try:
         command.start()
@@ -174,7 +186,7 @@ def run_with_kills(args: argparse.Namespace, resume_after: bool = True) -> dict[
         "wrong": wrong,
         "seconds": time.monotonic() - begin,
         "table": table(chaos.kills),
-    }
+    } | chaos.more_results()
 
 
 def _print_now(line: str) -> None:
@@ -189,7 +201,7 @@ def _kill_at_random(args: argparse.Namespace, chaos: Chaos, begin: float) -> Non
         kinds = args.kinds
         if args.each:
             kinds = [args.kinds[len(chaos.done) % len(args.kinds)]]
-        chaos.once(chaos.choose(kinds, args.points, args.stop))
+        chaos.strike(kinds, args.points, args.stop)
 
 
 def _end_in_order(command: Command) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,11 +22,11 @@ ANYWHERE = "anywhere"
 TITLES = {
     "replica": "ray::RolloutReplica",
     "engine": "VLLM::EngineCore",
-    "trainer": "ray::ActorWorker",
-    "critic": "ray::CriticWorker",
+    "trainer": ("ray::ActorWorker", "ray::MegatronActorWorker"),
+    "critic": ("ray::CriticWorker", "ray::MegatronCriticWorker"),
     "scorer": "ray::Scorer",
 }
-"""Kind -> the beginning of its processes' command lines."""
+"""Kind -> the beginnings of its processes' command lines."""
 
 STOPPABLE = ("replica", "engine", "trainer")
 STOP_SHARE = 0.2
@@ -80,11 +81,20 @@ class Chaos:
         self.say = say
         self.kills: list[Kill] = []
         self.replicas = 2
+        self.trainer_ranks = 1
+
+    def more_results(self) -> dict[str, Any]:
+        """For result.json, beside the kills."""
+        return {}
 
     @property
     def done(self) -> list[Kill]:
         """The kills that hit."""
         return [kill for kill in self.kills if kill.time]
+
+    def strike(self, kinds: list[str], points: list[str], stop: bool) -> None:
+        """Kill once at random, see `choose`, and wait for the recovery."""
+        self.once(self.choose(kinds, points, stop))
 
     def choose(self, kinds: list[str], points: list[str], stop: bool) -> Kill:
         """A random kind, and a random point of that kind.
@@ -155,8 +165,9 @@ class Chaos:
     def _path(self, name: str) -> Any:
         return self.command.out / name
 
-    def _arm(self, kill: Kill) -> None:
-        """Write the order that `inject/sitecustomize.py` executes, in one step."""
+    def _arm(self, kill: Kill, also: Sequence[tuple[int, str]] = ()) -> None:
+        """Write the order that `inject/sitecustomize.py` executes, in one step. `also`: processes
+        that get a signal in the same moment."""
         if kill.point in RARE:
             kill.skip = 0
         order = {
@@ -165,6 +176,7 @@ class Chaos:
             "point": kill.point,
             "skip": kill.skip,
             "signal": kill.signal,
+            "also": also,
         }
         new_path = self._path("armed.new")
         new_path.write_text(json.dumps(order))
@@ -173,35 +185,43 @@ class Chaos:
     def _disarm(self) -> None:
         self._path("armed").unlink(missing_ok=True)
 
-    def _kill_directly(self, kill: Kill) -> None:
-        """Kill any process of the kind now, if there is one."""
-        if kill.kind == "driver":
-            pid = self.command.process.pid
-        else:
-            title = TITLES[kill.kind]
-            processes = self.command.processes().items()
-            pids = [pid for pid, command_line in processes if command_line.startswith(title)]
-            if not pids:
-                return
-            pid = self.random.choice(pids)
+    def _process_of(self, kind: str, other_than: int = 0) -> int:
+        """The id of any process of a kind, but not `other_than`; 0: there is none."""
+        if kind == "driver":
+            return self.command.process.pid
+        processes = self.command.processes().items()
+        pids = [pid for pid, line in processes if line.startswith(TITLES[kind])]
+        others = [pid for pid in pids if pid != other_than]
+        return self.random.choice(others) if others else 0
+
+    def _kill_directly(self, kill: Kill, other_than: int = 0) -> None:
+        """Kill any process of the kind now, if there is one. `other_than`: not this one."""
+        pid = self._process_of(kill.kind, other_than)
+        if not pid:
+            return
         kill.pid = pid
         kill.step = self.command.steps()
-        kill.time = time.time()
-        os.kill(pid, getattr(signal, kill.signal))
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, getattr(signal, kill.signal))
+            kill.time = time.time()
 
-    def _await_hit(self, kill: Kill, limit_s: float) -> None:
-        """Wait until the point is reached, and note it."""
+    def _await_hit(self, kill: Kill, limit_s: float) -> dict[str, Any]:
+        """Wait until the point is reached, and note it. Returns the order that was executed; {}:
+        none was."""
         hit_path = self._path(f"hit_{kill.number}")
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and not hit_path.exists():
             if self.command.process.poll() is not None and kill.kind != "driver":
-                return
+                time.sleep(POLL_S)  # the process that ended the driver too may just report it
+                break
             time.sleep(POLL_S)
-        if hit_path.exists():
-            hit = json.loads(hit_path.read_text())
-            kill.pid = hit["pid"]
-            kill.time = hit["time"]
-            kill.step = self.command.steps()
+        if not hit_path.exists():
+            return {}
+        hit = json.loads(hit_path.read_text())
+        kill.pid = hit["pid"]
+        kill.time = hit["time"]
+        kill.step = self.command.steps()
+        return hit
 
     def _restart_driver(self, kill: Kill) -> None:
         """After the driver's death: its processes must end by themselves, then the same command."""
@@ -240,10 +260,15 @@ class Chaos:
 
     def _wait_until_recovered(self, kill: Kill) -> str:
         """Why the run did not recover; "" if it did."""
-        deadline = kill.time + self.limit_s
+        return self._wait_until(lambda: self._has_recovered(kill), kill.time)
+
+    def _wait_until(self, has_recovered: Callable[[], bool], begin: float) -> str:
+        """Why the run did not recover within the limit after `begin`, by `time.time`; "" if it
+        did."""
+        deadline = begin + self.limit_s
         next_look = 0.0
         while time.time() < deadline:
-            if self._has_recovered(kill):
+            if has_recovered():
                 return ""
             code = self.command.process.poll()
             if code is not None:
@@ -272,8 +297,12 @@ def describe(kill: Kill) -> str:
         outcome = f"recovered in {kill.recovered_s:.1f} s"
     gone = "" if kill.gone_s is None else f", processes gone after {kill.gone_s:.1f} s"
     left = f", LEFT: {kill.left}" if kill.left else ""
-    place = f"{kill.signal} {kill.kind}, {kill.point}, after step {kill.step}"
-    return f"{kill.number:3d} {place}: {outcome}{gone}{left}"
+    return f"{kill.number:3d} {place_of(kill)}: {outcome}{gone}{left}"
+
+
+def place_of(kill: Kill) -> str:
+    """What was hit, where and when."""
+    return f"{kill.signal} {kill.kind}, {kill.point}, after step {kill.step}"
 
 
 def table(kills: list[Kill]) -> str:
@@ -295,6 +324,6 @@ def table(kills: list[Kill]) -> str:
     return "\n".join(lines)
 
 
-def as_rows(kills: list[Kill]) -> list[dict[str, Any]]:
+def as_rows(kills: list[Any]) -> list[dict[str, Any]]:
     """For result.json."""
     return [asdict(kill) for kill in kills]

@@ -175,7 +175,12 @@ POINTS = [
         "after",
     ),
     Point("in the canary", "trainer", f"{POLICY_ROLE}:PolicyRole.score"),
-    Point("checkpoint", "trainer", f"{FSDP}:FsdpBackend._write_state", only=_role("actor")),
+    Point(
+        "checkpoint",
+        "trainer",
+        f"{WORKER_CHECKPOINT}:CheckpointedWorker.save_state",
+        only=_role("actor"),
+    ),
     Point(
         "checkpoint: being written",
         "trainer",
@@ -193,7 +198,12 @@ POINTS = [
     Point("forward", "critic", f"{FSDP}:FsdpBackend._forward", only=_role("critic")),
     Point("optimizer", "critic", f"{FSDP}:FsdpBackend._clip_and_step", only=_role("critic")),
     Point("idle", "critic", f"{TRAINED_WORKER}:TrainedWorker.update", "idle", _role("critic")),
-    Point("checkpoint", "critic", f"{FSDP}:FsdpBackend._write_state", only=_role("critic")),
+    Point(
+        "checkpoint",
+        "critic",
+        f"{WORKER_CHECKPOINT}:CheckpointedWorker.save_state",
+        only=_role("critic"),
+    ),
     # A reward worker.
     Point("scoring", "scorer", "one_step_off.rewards.scoring:Scorer.score_batch"),
     Point("idle", "scorer", "one_step_off.rewards.scoring:Scorer.score_batch", "idle"),

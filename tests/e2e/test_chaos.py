@@ -12,6 +12,7 @@ import pytest
 
 from tests.chaos.__main__ import compare_stopped_runs, main, parse_arguments, run_with_kills
 from tests.chaos.command import Command, left_behind, settings
+from tests.chaos.doubles import RELATIONS
 from tests.chaos.points import KINDS
 from tests.chaos.syncs import break_syncs
 
@@ -71,6 +72,18 @@ def test_one_of_each_kind_of_process_dies_and_the_run_continues(tmp_path: Path):
 @pytest.mark.slow
 def test_everything_dies(tmp_path: Path):
     assert main(["--kills=10", "--critic", "--seed=1", f"--out={tmp_path}/c"]) == 0
+
+
+@pytest.mark.slow
+def test_both_replicas_die_in_every_relation(tmp_path: Path):
+    """At one moment, some seconds apart, and the second in the recovery from the first. The run
+    itself goes on each time."""
+    arguments = ["--double", "--kinds=replica", "--kills=6", "--seed=4", f"--out={tmp_path}/c"]
+    result = run_with_kills(parse_arguments(arguments), resume_after=False)
+    assert result["wrong"] == [], json.dumps(result, indent=1)
+    relations = {double["relation"] for double in result["doubles"]}
+    assert relations == set(RELATIONS), json.dumps(result, indent=1)
+    assert result["starts"] == 1, "the run itself never ended"
 
 
 def wait_for_hit(command: Command, hit_file: Path) -> None:

@@ -7,6 +7,7 @@ the hit, and kills or stops itself or its child, the engine; or it raises, hangs
 about to be compared.
 """
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.util
@@ -100,6 +101,7 @@ def _visit(point, when, args, kwargs):
         return
     victim = _engine_of(os.getpid()) if point.hits_child else os.getpid()
     if victim is not None and _claim(order):
+        _signal_others(order)
         _report_hit(order, victim)
         _execute(order, point, args, victim)
 
@@ -132,6 +134,16 @@ def _claim(order):
     except OSError:
         return False
     return True
+
+
+def _signal_others(order):
+    """Send the signals for other processes; those that were there stay in the order."""
+    hit = []
+    for pid, name in order.get("also", ()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, getattr(signal, name))
+            hit.append([pid, name])
+    order["also"] = hit
 
 
 def _report_hit(order, victim):

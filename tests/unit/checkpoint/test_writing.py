@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
 
 from one_step_off import checkpoint
 from one_step_off.checkpoint import manifest
@@ -17,7 +14,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.runtime.validation import validate
 from one_step_off.training.written_files import file_checksum
 from tests.unit.checkpoint.checkpoint_helpers import checkpoint_names, save, save_worker
-from tests.unit.training.fsdp_helpers import config, make_batch, whole
+from tests.unit.training.fsdp_helpers import config
 
 
 def test_a_rank_resumes_its_random_numbers_and_a_new_rank_keeps_a_new_run_s(run, start_single):
@@ -58,56 +55,6 @@ def test_the_ranks_checksums_are_taken_over_and_their_files_not_read_again(
     assert {key: written[key] for key in ("bytes", "checksum")} == manifest.file_facts(path)
     with pytest.raises(RuntimeError, match="__0_0.distcp has .* bytes, but its writer counted 1"):
         manifest.file_facts(path, {"actor/__0_0.distcp": (1, "0" * 32)})
-
-
-def test_training_continues_while_the_copy_is_written(
-    run, start_single, model_folders, monkeypatch
-):
-    cfg, path = run
-    worker = start_single(cfg)
-    batch = make_batch(model_folders["tied"])
-    worker.update(batch)
-    want = whole(worker)
-    optimizer_steps = worker.optimizer_steps
-    write_data = FileSystemWriter.write_data
-    may_write = threading.Event()
-
-    def slow(self, *args):
-        assert may_write.wait(30)
-        return write_data(self, *args)
-
-    monkeypatch.setattr(FileSystemWriter, "write_data", slow)
-    worker.save_state(str(path))
-    worker.update(batch)
-    assert any(not np.array_equal(v, want[n]) for n, v in whole(worker).items())
-    assert not worker._writing.done()
-    may_write.set()
-    worker.saved()
-    worker.load_state(str(path))
-    assert all(np.array_equal(v, want[n]) for n, v in whole(worker).items()), (
-        "what was saved is the state of then"
-    )
-    assert (worker.version, worker.optimizer_steps) == (1, optimizer_steps)
-
-
-def test_a_full_disk_is_named_and_leaves_the_others(run, start_single, monkeypatch):
-    cfg, path = run
-    worker = start_single(cfg)
-
-    def full(self, *args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(FileSystemWriter, "write_data", full)
-    with pytest.raises(RuntimeError, match="cannot be written: .*No space left on device"):
-        save_worker(worker, cfg, 15)
-    assert checkpoint.find(cfg) == path
-    monkeypatch.undo()
-    save_worker(worker, cfg, 15)
-    assert [p.name for p in sorted(path.parent.iterdir())] == [
-        "step_000005",
-        "step_000010",
-        "step_000015",
-    ]
 
 
 def test_an_end_between_writing_and_renaming_leaves_the_last_one(run, start_single, monkeypatch):
