@@ -1,8 +1,10 @@
 """The weight receiver in one vLLM worker."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +24,16 @@ from one_step_off.weight_sync.shared_memory import SharedMemoryReceiver
 RECEIVE_BUFFERS = 2
 """One is filled while the other is loaded."""
 
+
+@dataclass
+class ReceivedAhead:
+    """The first buckets of a sync, in memory of their own."""
+
+    version: int
+    has_deltas: bool
+    messages_of_bucket: list[Parts]
+
+
 LoadTensors = Callable[[list[tuple[str, torch.Tensor]]], None]
 """Receives the whole tensors of a bucket, by their names."""
 
@@ -40,6 +52,8 @@ class WeightReceiver(SyncEndpoint):
     layout: Layout | None = None
     """Where the model keeps what; set by the caller when it is proved. None: not known."""
     kept_model: KeptModel | None = None
+    received_ahead: ReceivedAhead | None = None
+    """The first buckets of a sync whose rest is still to come."""
 
     def __init__(
         self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
@@ -47,6 +61,7 @@ class WeightReceiver(SyncEndpoint):
         """As `SyncEndpoint`."""
         super().__init__(plan, index, device, host, timeout_s)
         self.buffers: list[torch.Tensor] = []
+        self.spare_memory = torch.zeros(0, dtype=torch.uint8)
         self.whole_routes = Routes(plan, 0)
         self.kept_routes: Routes | None = None
         self.transport_of_stream: dict[int, Any] = {}
@@ -116,22 +131,77 @@ class WeightReceiver(SyncEndpoint):
             SyncError: another plan or version, a time limit, a broken peer, or a checksum that
                 differs. The groups are closed then.
         """
-        self._begin_sync()
-        try:
-            if not self.transports:
-                raise SyncError(f"{self.name} is in no group; it must connect first")
+        if self.received_ahead is None:
+            self._begin_sync()
+        with self._giving_up_on_errors():
             if only_kept:
                 self._receive_kept(version)
             else:
                 self._receive_whole(load, version)
+        bare_wire = self.wire_seconds_per_byte * self.record.wire_bytes
+        return self._report() | {"bare_wire": bare_wire}
+
+    def receive_ahead(self, version: int, limit_bytes: int) -> None:
+        """Receive the first buckets of what this worker keeps, while the model is in use. `receive`
+        of the same version takes them and receives the rest.
+
+        Args:
+            version: that the senders must send.
+            limit_bytes: the memory for it; it stays allocated for later syncs.
+
+        Raises:
+            SyncError: as `receive`.
+        """
+        self._begin_sync()
+        with self._giving_up_on_errors():
+            has_deltas = self._receive_headers(version, only_kept=True)
+            routes = self._proved_routes()
+            sizes_of_bucket = self._sizes_of_buckets(routes)[: routes.leading_buckets(limit_bytes)]
+            memory = self._take_spare_memory(sum(sum(s.values()) for s in sizes_of_bucket))
+            ahead = ReceivedAhead(version, has_deltas, [])
+            for index, sizes in enumerate(sizes_of_bucket):
+                self.bucket_number = index + 1
+                own, memory = memory.split([sum(sizes.values()), len(memory) - sum(sizes.values())])
+                with self._phase("ahead"):
+                    messages = self._on_wire(self._receive_bucket, index, sizes, has_deltas, own)
+                    ahead.messages_of_bucket.append(self._own_messages(messages, sizes, own))
+            self.received_ahead = ahead
+
+    def _take_spare_memory(self, size: int) -> torch.Tensor:
+        """uint8 [size], of the last sync if it is enough."""
+        if len(self.spare_memory) < size:
+            self.spare_memory = torch.zeros(0, dtype=torch.uint8)  # freed before more is taken
+            self.spare_memory = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return self.spare_memory[:size]
+
+    def _own_messages(self, messages: Parts, sizes: dict[int, int], own: torch.Tensor) -> Parts:
+        """The messages in `own` memory, where they are not there yet: those of senders on this
+        device lie in the sender's buffer, which is released."""
+        owned = {}
+        places = own.split(list(sizes.values()))
+        for (stream, message), place in zip(messages.items(), places, strict=True):
+            target = place[: len(message)]
+            if message.data_ptr() != target.data_ptr():
+                target.copy_(message)
+            self.transport_of_stream[stream].release()
+            owned[stream] = target
+        return owned
+
+    @contextmanager
+    def _giving_up_on_errors(self) -> Iterator[None]:
+        """Around a sync, or a part of one: after an error the groups are closed, and what was
+        received is forgotten."""
+        try:
+            if not self.transports:
+                raise SyncError(f"{self.name} is in no group; it must connect first")
+            yield
         except BaseException as error:
             self._forget_received()
             self.give_up(error)
             raise
-        bare_wire = self.wire_seconds_per_byte * self.record.wire_bytes
-        return self._report() | {"bare_wire": bare_wire}
 
     def _forget_received(self) -> None:
+        self.received_ahead = None
         self.mirror = None
         self.kept_model = None
 
@@ -222,14 +292,19 @@ class WeightReceiver(SyncEndpoint):
             if tensors and bucket.completes_tensors:
                 load(tensors)
 
-        self._receive_buckets(self.whole_routes, has_deltas, apply, store)
+        nothing_yet = ReceivedAhead(version, has_deltas, [])
+        self._receive_buckets(self.whole_routes, nothing_yet, apply, store)
 
     def _receive_kept(self, version: int) -> None:
         """Receive what this worker keeps, and write it into the model."""
-        routes = self.kept_routes
-        if routes is None or self.layout is None:
-            raise SyncError(f"{self.name} cannot write into its model: nothing proves its layout")
-        has_deltas = self._receive_headers(version, only_kept=True)
+        ahead = self.received_ahead
+        self.received_ahead = None
+        routes = self._proved_routes()
+        if ahead is None:
+            has_deltas = self._receive_headers(version, only_kept=True)
+            ahead = ReceivedAhead(version, has_deltas, [])
+        if ahead.version != version:
+            raise SyncError(f"{self.name}: a part of version {ahead.version} was received ahead")
         messages_of_bucket = routes.messages_of_receiver(self.index)
         if self.kept_model is None:
             self.kept_model = KeptModel(messages_of_bucket, self.layout, self.device)
@@ -243,12 +318,27 @@ class WeightReceiver(SyncEndpoint):
         def store(index: int, parts: Parts) -> None:
             model.write(index, list(parts.values()))
 
-        self._receive_buckets(routes, has_deltas, apply, store)
+        self._receive_buckets(routes, ahead, apply, store)
+
+    def _proved_routes(self) -> Routes:
+        if self.kept_routes is None or self.layout is None:
+            raise SyncError(f"{self.name} cannot write into its model: nothing proves its layout")
+        return self.kept_routes
+
+    def _sizes_of_buckets(self, routes: Routes) -> list[dict[int, int]]:
+        """Per bucket: stream -> bytes of its full message."""
+        sizes_of_bucket = []
+        for messages in routes.messages_of_receiver(self.index):
+            sizes = {}
+            for message in messages:
+                sizes[routes.stream_number(message.sender, message.receivers)] = message.nbytes
+            sizes_of_bucket.append(sizes)
+        return sizes_of_bucket
 
     def _receive_buckets(
         self,
         routes: Routes,
-        has_deltas: bool,
+        ahead: ReceivedAhead,
         apply: Callable[[int, Parts], Parts],
         store: Callable[[int, Parts], None],
     ) -> None:
@@ -256,16 +346,11 @@ class WeightReceiver(SyncEndpoint):
 
         Args:
             routes: of this sync.
-            has_deltas: messages may be deltas, and so announce their size.
+            ahead: the first buckets, which are here already.
             apply: makes the messages of a bucket whole.
             store: puts a bucket where it belongs, and copies what it keeps.
         """
-        sizes_of_bucket: list[dict[int, int]] = []
-        for messages in routes.messages_of_receiver(self.index):
-            sizes = {}
-            for message in messages:
-                sizes[routes.stream_number(message.sender, message.receivers)] = message.nbytes
-            sizes_of_bucket.append(sizes)
+        sizes_of_bucket = self._sizes_of_buckets(routes)
         checksums: Parts = {}
         for sender, receivers in routes.streams_of_receiver(self.index):
             checksums[routes.stream_number(sender, receivers)] = torch.zeros(
@@ -274,15 +359,22 @@ class WeightReceiver(SyncEndpoint):
 
         def start(index: int) -> Future[Parts]:
             sizes = sizes_of_bucket[index]
-            return self.wire_thread.submit(self._receive_bucket, index, sizes, has_deltas)
+            buffer = self.buffers[index % RECEIVE_BUFFERS]
+            return self.wire_thread.submit(
+                self._receive_bucket, index, sizes, ahead.has_deltas, buffer
+            )
 
-        next_messages = start(0)
+        here = len(ahead.messages_of_bucket)
+        next_messages = start(here) if here < len(sizes_of_bucket) else None
         for index in range(len(sizes_of_bucket)):
             self.bucket_number = index + 1
             with self._phase("wait"):
-                messages = self._result_from_wire(next_messages)
-                if index + 1 < len(sizes_of_bucket):
-                    next_messages = start(index + 1)
+                if index < here:
+                    messages = ahead.messages_of_bucket[index]
+                else:
+                    messages = self._result_from_wire(next_messages)
+                    if index + 1 < len(sizes_of_bucket):
+                        next_messages = start(index + 1)
             with self._phase("apply"):
                 parts = apply(index, messages)
             with self._phase("verify"):
@@ -290,7 +382,7 @@ class WeightReceiver(SyncEndpoint):
                     checksums[stream][index] = checksum(part)
             with self._phase("load"):
                 store(index, parts)
-                for stream in messages:
+                for stream in messages if index >= here else ():
                     self.transport_of_stream[stream].release()
         self._verify_checksums(checksums)
 
@@ -319,16 +411,19 @@ class WeightReceiver(SyncEndpoint):
                 )
         return bool(has_deltas)
 
-    def _receive_bucket(self, index: int, sizes: dict[int, int], has_deltas: bool) -> Parts:
+    def _receive_bucket(
+        self, index: int, sizes: dict[int, int], has_deltas: bool, buffer: torch.Tensor
+    ) -> Parts:
         """On the wire's thread: the messages of one bucket, valid until they are released.
 
         Args:
             index: of the bucket.
             sizes: stream -> bytes of its full message.
             has_deltas: they may be shorter.
+            buffer: for all of them, uint8 [n].
         """
         begin = time.perf_counter()
-        buffer = self.buffers[index % RECEIVE_BUFFERS][: sum(sizes.values())]
+        buffer = buffer[: sum(sizes.values())]
         targets = dict(zip(sizes, buffer.split(list(sizes.values())), strict=True))
         if has_deltas:
             announced = self._receive_numbers(targets, 1)

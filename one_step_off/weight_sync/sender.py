@@ -4,10 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import nullcontext
-from dataclasses import dataclass
-from enum import Enum
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,36 +18,18 @@ from one_step_off.weight_sync.bucket_plan import BucketPlan, checksum
 from one_step_off.weight_sync.endpoint import MEASURED_TRANSFERS, SyncEndpoint
 from one_step_off.weight_sync.launch_order import Step, send_steps
 from one_step_off.weight_sync.routes import ALL_RECEIVERS, KeptByReceivers, Message, Routes
+from one_step_off.weight_sync.send_progress import (
+    BucketOnWire,
+    Messages,
+    SendKind,
+    SendProgress,
+)
 from one_step_off.weight_sync.sender_group_ends import GroupLeader, PiecePacker
 from one_step_off.weight_sync.sender_groups import Section
 from one_step_off.weight_sync.shared_memory import SharedBuffer, SharedMemorySender
 
 SEND_BUFFERS = 2
 """The next bucket is packed while one is on the wire."""
-
-
-class SendKind(Enum):
-    """What one sync sends."""
-
-    FULL = "full"
-    """All bytes of the model."""
-    DELTA = "delta"
-    """What changed since the last sync of the same epoch."""
-    RESEND = "resend"
-    """All bytes of the version that was sent last, from the sender's copy in host memory."""
-
-
-@dataclass
-class BucketOnWire:
-    """A bucket that the wire's thread is sending."""
-
-    index: int
-    seconds: Future[float]
-    """The time on the wire, when it has reached every receiver."""
-
-
-Messages = dict[int, torch.Tensor]
-"""Set of receivers -> what goes to it."""
 
 
 class WeightSender(SyncEndpoint):
@@ -89,6 +68,7 @@ class WeightSender(SyncEndpoint):
         self.shared_buffers: list[SharedBuffer] = []
         self.kept_parts: list[torch.Tensor] = []  # what was sent last, bucket by bucket
         self.deltas_since_full: int | None = None  # None: receivers hold nothing of this epoch
+        self.sent_ahead: SendProgress | None = None  # a sync of which a part was sent
         self.packer = PiecePacker(self.name)
 
     def close(self) -> None:
@@ -120,6 +100,7 @@ class WeightSender(SyncEndpoint):
         """
         self.close()
         self.deltas_since_full = None
+        self.sent_ahead = None
         # A separate connection: a group that was abandoned may still hold an earlier epoch's.
         store = dist.PrefixStore(f"{epoch}", self.store.clone())
         self.abort_signals = [AbortSignal(store)]
@@ -169,20 +150,50 @@ class WeightSender(SyncEndpoint):
             SyncError: names this sender, phase and bucket. The group is closed then, and receivers
                 do not wait for it any longer.
         """
-        self._begin_sync()
+        with self._giving_up_on_errors():
+            progress = self.sent_ahead
+            self.sent_ahead = None
+            if progress is None:
+                progress = self._begin_send(iter(tensors), version, only_kept)
+            elif (progress.version, progress.only_kept) != (version, only_kept):
+                raise SyncError(f"{self.name}: a part of version {progress.version} was sent ahead")
+            self._send_buckets(progress, len(self.plan.buckets))
+            self._end_send(progress)
+        changed_words = math.nan
+        if progress.kind is SendKind.DELTA:
+            changed_words = float(self.record.changed_words)
+        return self._report() | {"changed": changed_words}
+
+    def send_ahead(self, tensors: Iterable[torch.Tensor], version: int, limit_bytes: int) -> None:
+        """Send the first buckets of what receivers keep, while they still use their models. `send`
+        of the same version sends the rest; until then the tensors must not change.
+
+        Args:
+            tensors: as `send`.
+            version: as `send`.
+            limit_bytes: the memory of a receiver for it.
+
+        Raises:
+            SyncError: as `send`.
+        """
+        with self._giving_up_on_errors():
+            progress = self._begin_send(iter(tensors), version, only_kept=True)
+            self._send_buckets(progress, progress.routes.leading_buckets(limit_bytes))
+            self.sent_ahead = progress
+
+    @contextmanager
+    def _giving_up_on_errors(self) -> Iterator[None]:
+        """Around a send, or a part of one: after an error the groups are closed."""
         try:
             if not self.transports:
                 raise SyncError(f"{self.name} is in no group; it must connect first")
             with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-                kind = self._send_buckets(iter(tensors), version, only_kept)
+                yield
         except BaseException as error:
             self.deltas_since_full = None  # what receivers hold is unknown
+            self.sent_ahead = None
             self.give_up(error)
             raise
-        changed_words = math.nan
-        if kind is SendKind.DELTA:
-            changed_words = float(self.record.changed_words)
-        return self._report() | {"changed": changed_words}
 
     def _prepare_routes(self, receivers: int, kept: KeptByReceivers | None) -> None:
         """Find what goes to which receivers, and allocate the buffers for what must be cut."""
@@ -261,10 +272,11 @@ class WeightSender(SyncEndpoint):
         else:
             self.deltas_since_full = 0
 
-    def _send_buckets(
+    def _begin_send(
         self, tensors: Iterator[torch.Tensor], version: int, only_kept: bool
-    ) -> SendKind:
-        """Send header, buckets and checksums; returns what was sent."""
+    ) -> SendProgress:
+        """Choose what to send, and send the header."""
+        self._begin_sync()
         routes = self.kept_routes if only_kept else self.whole_routes
         if routes is None:
             raise SyncError(f"{self.name} does not know what the receivers keep")
@@ -283,27 +295,40 @@ class WeightSender(SyncEndpoint):
         )
         with self._phase("header"):
             self._on_wire(self._broadcast, {ALL_RECEIVERS: header})
+        return SendProgress(
+            version=version,
+            kind=kind,
+            routes=routes,
+            only_kept=only_kept,
+            tensors=tensors,
+            messages_of_bucket=routes.messages_of_sender(self.index),
+            buffers=itertools.cycle(zip(self.buffers, self.cut_buffers, strict=True)),
+            checksums=self._zero_checksums(routes),
+        )
 
-        self.checksums = self._zero_checksums(routes)
-        buffers = itertools.cycle(zip(self.buffers, self.cut_buffers, strict=True))
+    def _send_buckets(self, progress: SendProgress, stop: int) -> None:
+        """Send the next buckets, up to bucket `stop`."""
         on_wire: BucketOnWire | None = None
-        for index, routed in enumerate(routes.messages_of_sender(self.index)):
+        for index in range(progress.next_bucket, stop):
             size = self.part_sizes[index]
             if not size:  # the bucket holds nothing of this sender
                 continue
             self.bucket_number = index + 1
-            part_buffer, cut_buffer = next(buffers)
-            part = self._fill_part(index, part_buffer[:size], tensors, kind)
-            sent = self._prepare_messages(index, part, routed, cut_buffer, kind)
+            part_buffer, cut_buffer = next(progress.buffers)
+            part = self._fill_part(index, part_buffer[:size], progress)
+            sent = self._prepare_messages(index, part, cut_buffer, progress)
             self._finish_bucket(on_wire)
             on_wire = BucketOnWire(index, self.wire_thread.submit(self._broadcast, *sent))
-        self.packer.tensor_in_work = None  # it may be a copy, whose memory is free now
         self._finish_bucket(on_wire)
+        progress.next_bucket = stop
+
+    def _end_send(self, progress: SendProgress) -> None:
+        """Send the checksums of all buckets."""
+        self.packer.tensor_in_work = None  # it may be a copy, whose memory is free now
         with self._phase("wire"):
-            self._on_wire(self._broadcast, self.checksums)
+            self._on_wire(self._broadcast, progress.checksums)
         if self.kept_parts:
-            self.kept_version = version
-        return kind
+            self.kept_version = progress.version
 
     def _zero_checksums(self, routes: Routes) -> Messages:
         """Per set of receivers int64 [buckets, 2]."""
@@ -323,34 +348,29 @@ class WeightSender(SyncEndpoint):
             part = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
             self.kept_parts.append(part)
 
-    def _fill_part(
-        self, index: int, part: torch.Tensor, tensors: Iterator[torch.Tensor], kind: SendKind
-    ) -> torch.Tensor:
+    def _fill_part(self, index: int, part: torch.Tensor, progress: SendProgress) -> torch.Tensor:
         """`part` (uint8 [n], inside a send buffer), with this sender's part of one bucket."""
         with self._phase("gather"):
-            if kind is SendKind.RESEND:
+            if progress.kind is SendKind.RESEND:
                 part.copy_(self.kept_parts[index], non_blocking=True)
             else:
-                self._pack(index, part, tensors)
+                self._pack(index, part, progress.tensors)
         return part
 
     def _prepare_messages(
-        self,
-        index: int,
-        part: torch.Tensor,
-        routed: list[Message],
-        cut_buffer: torch.Tensor,
-        kind: SendKind,
+        self, index: int, part: torch.Tensor, cut_buffer: torch.Tensor, progress: SendProgress
     ) -> list[Messages]:
         """What goes to the receivers for one bucket; notes the checksums, and keeps the part.
 
         Returns:
             The messages; with deltas before them the number of bytes of each.
         """
+        kind = progress.kind
+        routed = progress.messages_of_bucket[index]
         messages = self._cut(part, routed, cut_buffer)
         with self._phase("checksum"):
             for number, message in messages.items():
-                self.checksums[number][index] = checksum(message)
+                progress.checksums[number][index] = checksum(message)
         payloads: Messages = {}
         if kind is SendKind.DELTA:
             with self._phase("encode"):
