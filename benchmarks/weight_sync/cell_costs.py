@@ -1,5 +1,5 @@
-"""What Python and torch cost per block that a worker keeps, on CPUs: blocks so small that their bytes
-take no time."""
+"""What Python and torch cost per block that a worker keeps, on CPUs: blocks so small that their
+bytes take no time."""
 
 from __future__ import annotations
 
