@@ -2,14 +2,18 @@
 through the driver, messages and communicators.
 
     python -m benchmarks.scale --out DIR [--ranks 8 64 512 4096] [--max-senders 8] [--bucket-mb 64]
-        [--layers 28]
+        [--layers 28] [--large-layers 94]
 
 The driver's part, the grouping and the plans are the program's own, over the pieces of a model of
 Qwen2.5-7B's shape under FSDP. Ranks, replicas and the transports between them are stand-ins that
 count: the size of each pickled argument and answer, and from the plans what would travel in a full
 sync. Two arms: "before" each rank is a sender and every call carries the pieces of all ranks by
 value; "after" --max-senders ranks send, and the calls carry references. There are as many vLLM
-workers as ranks, in replicas of 8 (at least one). Writes result.json and result.md into DIR.
+workers as ranks, in replicas of 8 (at least one).
+
+A second table compares whole tensors with the blocks that each worker keeps (TP 8): for that model,
+and for one of Qwen3-235B-A22B's shape with expert parallelism or without it, from 8 senders to 8
+replicas. Writes result.json and result.md into DIR.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import asyncio
 import pickle
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +32,19 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.common.command_line import Parser
+from benchmarks.common.large_models import (
+    QWEN3_235B,
+    QWEN25_7B,
+    LargeModel,
+    fsdp_pieces,
+    kept_by_worker,
+)
 from benchmarks.common.machine import machine, machine_line
 from benchmarks.common.report import markdown_table, write_results
 from one_step_off.config.schema import Config
 from one_step_off.weight_sync import coordinator
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
+from one_step_off.weight_sync.routes import KeptByReceivers, Routes
 from one_step_off.weight_sync.sender_groups import (
     SenderGroup,
     form_groups,
@@ -39,43 +52,18 @@ from one_step_off.weight_sync.sender_groups import (
     sections_of_rank,
 )
 from one_step_off.weight_sync.trainer_sender import SenderAddress
-from one_step_off.weight_sync.weight_piece import WeightPiece
 
 WORKERS_PER_REPLICA = 8
 REFERENCE_BYTES = 200
 """Assumed, for a reference into Ray's object store inside a call."""
 
-HIDDEN, MLP, KEYS, VOCABULARY = 3584, 18944, 512, 152064
-
 Figures = dict[str, Any]
 
 
-def model_shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of Qwen2.5-7B, with this number of layers (it has 28)."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}."
-        for name, rows in (("q", HIDDEN), ("k", KEYS), ("v", KEYS)):
-            shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, HIDDEN)
-            shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
-        shapes[f"{prefix}self_attn.o_proj.weight"] = (HIDDEN, HIDDEN)
-        shapes[f"{prefix}mlp.gate_proj.weight"] = (MLP, HIDDEN)
-        shapes[f"{prefix}mlp.up_proj.weight"] = (MLP, HIDDEN)
-        shapes[f"{prefix}mlp.down_proj.weight"] = (HIDDEN, MLP)
-        shapes[f"{prefix}input_layernorm.weight"] = (HIDDEN,)
-        shapes[f"{prefix}post_attention_layernorm.weight"] = (HIDDEN,)
-    return shapes | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+class Actor(SimpleNamespace):
+    """Stands in for an actor handle, which can be the key of a dict."""
 
-
-def fsdp_pieces(shapes: dict[str, tuple[int, ...]], ranks: int) -> Pieces:
-    """Per rank its rows of each tensor, as FSDP2 cuts them."""
-    pieces: Pieces = [[] for _ in range(ranks)]
-    for name, shape in shapes.items():
-        rows_per_rank = -(-shape[0] // ranks)
-        for rank, start in enumerate(range(0, shape[0], rows_per_rank)):
-            stop = min(shape[0], start + rows_per_rank)
-            pieces[rank].append(WeightPiece(name, "bfloat16", shape, start, stop))
-    return pieces
+    __hash__ = object.__hash__
 
 
 class DriverTraffic:
@@ -110,7 +98,7 @@ class DriverTraffic:
         methods = {}
         for name, answer in answers.items():
             methods[name] = SimpleNamespace(remote=self._method(answer))
-        return SimpleNamespace(**methods)
+        return Actor(**methods)
 
     def _method(self, answer: Any) -> Callable:
         async def remote(*args: Any) -> Any:
@@ -192,7 +180,7 @@ def sync_figures(plan: BucketPlan, groups: list[SenderGroup], pieces: Pieces) ->
 
 def measure(ranks: int, layers: int, max_senders: int, bucket_mb: int, stores: bool) -> Figures:
     """One arm at one number of ranks."""
-    pieces = fsdp_pieces(model_shapes(layers), ranks)
+    pieces = fsdp_pieces(replace(QWEN25_7B, layers=layers).shapes(), ranks)
     cfg = Config()
     cfg.weight_sync.max_senders = max_senders
     cfg.weight_sync.bucket_mb = bucket_mb
@@ -213,8 +201,86 @@ def measure(ranks: int, layers: int, max_senders: int, bucket_mb: int, stores: b
     }
 
 
+def _largest(counts: dict[int, int]) -> int:
+    return max(counts.values(), default=0)
+
+
+def routes_figures(plan: BucketPlan, routes: Routes) -> Figures:
+    """What these routes move in a full sync: at the receiver and the sender with most."""
+    to_receiver: dict[int, int] = dict.fromkeys(routes.sets[0], 0)
+    from_sender: dict[int, int] = dict.fromkeys(range(plan.senders), 0)
+    messages_to, messages_from = to_receiver.copy(), from_sender.copy()
+    cut_bytes = 0
+    for messages in routes.messages:
+        cut: dict[int, int] = dict.fromkeys(from_sender, 0)
+        for message in messages:
+            from_sender[message.sender] += message.nbytes
+            messages_from[message.sender] += 1
+            cut[message.sender] += 0 if message.is_whole_part else message.nbytes
+            for receiver in routes.sets[message.receivers]:
+                to_receiver[receiver] += message.nbytes
+                messages_to[receiver] += 1
+        cut_bytes = max(cut_bytes, _largest(cut))
+    streams = routes.streams_of_receiver(0)
+    return {
+        "communicators of a receiver": len(streams),
+        "communicators of a sender": len(routes.sets_of_sender(0)),
+        "sets of receivers": len(routes.sets),
+        "messages to a receiver": _largest(messages_to),
+        "bytes to a receiver": _largest(to_receiver),
+        "messages from a sender": _largest(messages_from),
+        "bytes from a sender": _largest(from_sender),
+        "cut buffers of a sender, bytes": 2 * cut_bytes,
+    }
+
+
+def measure_kept(
+    model: LargeModel, replicas: int, expert_parallel: bool, senders: int, bucket_mb: int
+) -> dict[str, Figures]:
+    """Whole tensors, and the blocks that each worker keeps."""
+    plan = BucketPlan.build(fsdp_pieces(model.shapes(), senders), bucket_mb << 20)
+    of_replica = [
+        kept_by_worker(model, worker, WORKERS_PER_REPLICA, expert_parallel)
+        for worker in range(WORKERS_PER_REPLICA)
+    ]
+    # Copies: the driver gets an answer of its own from each worker.
+    kept_of_receiver = [dict(kept) for _ in range(replicas) for kept in of_replica]
+    begin = time.process_time()
+    kept = KeptByReceivers.by_kind(kept_of_receiver)
+    compared = time.process_time()
+    routes = Routes.of_kept_blocks(plan, kept)
+    routed = time.process_time()
+    routes.messages_of_receiver(0)
+    routes.messages_of_sender(0)
+    sorted_s = time.process_time() - routed
+    whole = Routes(plan, len(kept_of_receiver))
+    # With whole tensors a receiver and a sender need one message for each part of a bucket.
+    figures = {"whole": routes_figures(plan, whole), "kept": routes_figures(plan, routes)}
+    figures["whole"] |= {"driver compares, CPU s": 0.0, "each process routes, CPU s": 0.0}
+    figures["kept"] |= {
+        "driver compares, CPU s": compared - begin,
+        "each process routes, CPU s": routed - compared + sorted_s,
+    }
+    return figures
+
+
+def kept_cases(args: argparse.Namespace) -> dict[str, dict[str, Figures]]:
+    """Both ways, per model and number of workers."""
+    cases = {}
+    settings = (args.max_senders, args.bucket_mb)
+    small = replace(QWEN25_7B, layers=args.layers)
+    for ranks in args.ranks:
+        replicas = max(1, ranks // WORKERS_PER_REPLICA)
+        name = f"7B, {replicas * WORKERS_PER_REPLICA:,} workers"
+        cases[name] = measure_kept(small, replicas, False, *settings)
+    large = replace(QWEN3_235B, layers=args.large_layers)
+    for name, expert_parallel in (("TP 8", False), ("TP 8, EP 8", True)):
+        cases[f"235B, 64 workers, {name}"] = measure_kept(large, 8, expert_parallel, *settings)
+    return cases
+
+
 def _format(name: str, value: float) -> str:
-    if name.endswith(", s"):
+    if name.endswith(" s"):
         return f"{value:.3g}"
     if "bytes" not in name:
         return f"{value:,}"
@@ -236,8 +302,20 @@ def table(result: Figures) -> str:
             cells.append(before if before == after else f"{before} → {after}")
         rows.append([name, *cells])
     headings = ["", *(f"{int(count):,} ranks" for count in counts)]
-    lines = markdown_table(headings, rows)
+    lines = [*markdown_table(headings, rows), "", *_kept_table(result["kept"])]
     return "\n".join([*lines, "", machine_line(result["machine"]), ""])
+
+
+def _kept_table(cases: dict[str, dict[str, Figures]]) -> list[str]:
+    """Per figure and case "whole → kept"."""
+    rows = []
+    for name in next(iter(cases.values()))["kept"]:
+        cells = []
+        for figures in cases.values():
+            whole, kept = (_format(name, figures[way][name]) for way in ("whole", "kept"))
+            cells.append(whole if whole == kept else f"{whole} → {kept}")
+        rows.append([name, *cells])
+    return markdown_table(["", *cases], rows)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -247,10 +325,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--max-senders", type=int, default=8)
     parser.add_argument("--bucket-mb", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--layers", type=int, default=28, help="of the smaller model")
+    parser.add_argument("--large-layers", type=int, default=94, help="of the larger one")
     args = parser.parse_args(argv)
-    if min(*args.ranks, args.max_senders, args.bucket_mb, args.layers) < 1:
-        parser.error("--ranks, --max-senders, --bucket-mb and --layers must be at least 1")
+    numbers = (args.max_senders, args.bucket_mb, args.layers, args.large_layers)
+    if min(*args.ranks, *numbers) < 1:
+        parser.error("all numbers must be at least 1")
     return args
 
 
@@ -263,6 +343,7 @@ def main(argv: list[str] | None = None) -> None:
         before = measure(*size, max_senders=ranks, bucket_mb=args.bucket_mb, stores=False)
         after = measure(*size, args.max_senders, args.bucket_mb, stores=True)
         result["ranks"][str(ranks)] = {"before": before, "after": after}
+    result["kept"] = kept_cases(args)
     args.out.mkdir(parents=True, exist_ok=True)
     markdown = table(result)
     write_results(args.out, result, markdown)

@@ -249,7 +249,7 @@ BENCHMARKS = [
     benchmark(
         "overhead", *"--replicas 2 --samples 16 --tokens 8 --ranks 2 --steps 4 --no-loggers".split()
     ),
-    benchmark("scale", *"--ranks 2 12 --layers 1".split()),
+    benchmark("scale", *"--ranks 2 12 --layers 1 --large-layers 1".split()),
     benchmark("overhead_ray", *"--samples 64 --tokens 16 --repeats 1".split()),
     benchmark(
         "weight_sync",

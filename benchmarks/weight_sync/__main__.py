@@ -2,7 +2,8 @@
 of the same bytes.
 
     python -m benchmarks.weight_sync --out DIR [--model tiny|0.5b|7b|32b] [--ranks N] [--replicas N]
-        [--tp N] [--arms raw per-tensor gather sharded delta shared file vllm] [--repeats N]
+        [--tp N] [--arms raw per-tensor gather whole sharded delta shared file vllm] [--repeats N]
+        [--unpacked]
     python -m benchmarks.weight_sync --exposed --out DIR [--repeats N] [--steps N]
         [--settings "training longer" ...]
 
@@ -40,7 +41,7 @@ def heading(args: argparse.Namespace, total_bytes: int) -> str:
         f"{args.ranks} trainer rank(s), {args.replicas} replica(s) of TP={args.tp}, buckets of "
         f"{args.bucket_mb} MiB, {args.changed:.1%} of the elements changed between repeats; "
         f"{order}; {len(os.sched_getaffinity(0))} cores, {args.device}, "
-        "huge pages in all processes."
+        "huge pages in all processes" + (", unpacked parameters." if args.unpacked else ".")
     )
 
 
@@ -58,6 +59,12 @@ def _add_layout_flags(parser: Parser) -> None:
         "--bucket-mb", type=int, default=64, help="weight_sync.bucket_mb, and the raw buffers' size"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--unpacked",
+        action="store_true",
+        help="vLLM does not pack its parameters for CPU kernels, so that workers receive what they "
+        "keep, as on GPUs",
+    )
 
 
 def _add_exposed_flags(parser: Parser) -> None:
@@ -124,7 +131,7 @@ def measure_arms(args: argparse.Namespace) -> dict:
         flush=True,
     )
     layout = Layout(args.model, args.ranks, args.replicas, args.tp, args.bucket_mb, args.device)
-    settings = Settings(args.arms, args.repeats, args.changed, args.apart)
+    settings = Settings(args.arms, args.repeats, args.changed, args.apart, args.unpacked)
     with tempfile.TemporaryDirectory() as folder:
         cfg = make_config(layout, folder + "/model")
         cfg.trainer.output_dir = folder
@@ -134,7 +141,9 @@ def measure_arms(args: argparse.Namespace) -> dict:
         finally:
             ray.shutdown()
     flags = vars(args) | {"out": str(args.out)}
-    return {"what": heading(args, found["bytes"]), "arguments": flags} | found
+    cores = len(os.sched_getaffinity(0))
+    what = heading(args, found["bytes"])
+    return {"what": what, "arguments": flags, "cores": cores} | found
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -23,7 +23,7 @@ from one_step_off.config.schema import WeightSyncConfig
 from one_step_off.weight_sync.coordinator import WeightSync
 from one_step_off.weight_sync.report import GATHERING_PHASES, RECEIVER_PHASES
 
-EXTRA_METRICS = ("bytes", "full_bytes", "raw_s", "wire_ratio", "in_place")
+EXTRA_METRICS = ("bytes", "worker_bytes", "full_bytes", "raw_s", "wire_ratio", "in_place")
 
 
 @dataclass
@@ -264,7 +264,22 @@ class Sharded(Product):
     """The product's default."""
 
     name = "sharded"
-    description = "every rank sends the rows that it owns, in buckets; checked by sums and names"
+    description = (
+        "every rank sends the rows that it owns, in buckets; a worker whose layout is proved gets "
+        "what it keeps; checked by sums and names"
+    )
+
+
+class Whole(Sharded):
+    """The product as if no worker had proved its layout."""
+
+    name = "whole"
+    description = "as sharded, but each worker gets whole tensors, which vLLM loads"
+
+    async def run(self, version: int) -> Took:
+        """One sync like the first one."""
+        self.sync.layouts.forget_proofs()
+        return await super().run(version)
 
 
 class Gather(Product):
@@ -296,5 +311,5 @@ class Shared(Product):
 
 ARMS: dict[str, type[Arm]] = {
     arm.name: arm
-    for arm in (Raw, PerTensor, Gather, Sharded, Delta, Shared, File, VLLM, VLLMOnNCCL)
+    for arm in (Raw, PerTensor, Gather, Whole, Sharded, Delta, Shared, File, VLLM, VLLMOnNCCL)
 }

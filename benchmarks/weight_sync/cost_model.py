@@ -3,10 +3,11 @@
     python -m benchmarks.sync_model
         estimates for GPU clusters, which are not measured
     python -m benchmarks.sync_model --check A/result.json B/...
-        the model against what benchmarks.weight_sync measured
+        the model against what benchmarks.weight_sync measured (model_check.py)
+    python -m benchmarks.sync_model --cells
+        what a block that a worker keeps costs in Python on this machine
 
-The estimates print their assumptions. `--check` takes the speeds of this machine from the first
-files (two: costs per byte and per tensor) and predicts the arm "sharded" of all of them.
+The estimates print their assumptions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command_line import Parser
+from benchmarks.common.large_models import KIMI_K2, QWEN3_235B, QWEN25_32B, LargeModel
 from benchmarks.common.report import markdown_table
+from benchmarks.weight_sync import cell_costs
+from benchmarks.weight_sync.shard_traffic import traffic_of
 
 GB = 1e9
 DELTA_BYTES = 2.1
@@ -43,6 +47,9 @@ class Machine:
         message_s: a sender's part of a bucket, however small.
         fixed_s: pause, preparing the layers, finishing them.
         finish: the part of finishing that depends on bytes: packing a tied head again, on CPUs.
+        collect: a leader takes its members' pieces from sockets.
+        cell_s: writing a block that a worker keeps, however small.
+        cut_s: a sender cuts such a block out of its part.
     """
 
     link: float
@@ -56,16 +63,20 @@ class Machine:
     message_s: float
     fixed_s: float
     finish: float = math.inf
+    collect: float = math.inf
+    cell_s: float = 0.0
+    cut_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Model:
-    """The weights that are sent."""
+    """The weights that are sent. `large`: its layers, for what workers keep."""
 
     name: str
     parameters: float
     tensors: int
     bytes_each: float = 2.0
+    large: LargeModel | None = None
 
     @property
     def size(self) -> float:
@@ -86,6 +97,11 @@ class Layout:
         at_once: senders whose parts travel at the same time; None: all of them.
         changed: share of the elements that changed, in delta mode; None: everything is sent.
         pipelined: a bucket travels while the one before it is loaded.
+        max_senders: so many ranks lead the others and send; None: every rank sends.
+        kept: each worker receives what it keeps, and writes it into its parameters.
+        expert_parallel: a worker keeps whole experts.
+        planned: what is kept travels as the program plans it; otherwise no receiver ever waits
+            while it misses something, which is a lower bound.
     """
 
     senders: int
@@ -96,6 +112,15 @@ class Layout:
     at_once: int | None = None
     changed: float | None = None
     pipelined: bool = True
+    max_senders: int | None = None
+    kept: bool = False
+    expert_parallel: bool = False
+    planned: bool = True
+
+    @property
+    def sending(self) -> int:
+        """How many ranks send."""
+        return 1 if self.gather else min(self.senders, self.max_senders or self.senders)
 
 
 def payload(model: Model, layout: Layout) -> float:
@@ -108,6 +133,9 @@ def payload(model: Model, layout: Layout) -> float:
 def _pack_s(machine: Machine, model: Model, layout: Layout, senders: int) -> float:
     """Seconds of the busiest sender."""
     seconds = model.size / senders / machine.pack
+    share_of_members = 1 - senders / layout.senders
+    if not layout.gather:
+        seconds += model.size * share_of_members / senders / machine.collect
     if layout.gather and layout.senders > 1:
         share_of_others = 1 - 1 / layout.senders
         seconds += model.size * share_of_others / min(machine.link, machine.within)
@@ -143,9 +171,48 @@ def _load_s(machine: Machine, model: Model, layout: Layout, senders: int) -> flo
     return seconds
 
 
+def _kept_phases(machine: Machine, model: Model, layout: Layout) -> dict[str, float]:
+    """As `phases`, if workers receive what they keep.
+
+    What is kept was planned for 8 senders at most. With more of them a worker gets as many bytes,
+    in more messages and smaller blocks.
+    """
+    senders = layout.sending
+    planned_senders = min(senders, PRODUCT_SENDERS)
+    ratio = senders / planned_senders
+    assert model.large is not None
+    traffic = traffic_of(
+        model.large,
+        planned_senders,
+        layout.tp,
+        layout.expert_parallel,
+        layout.bucket,
+        machine.link * 2 / model.bytes_each,
+        machine.message_s,
+    )
+    scale = model.bytes_each / 2
+    worker_bytes = traffic.worker_bytes * scale
+    worker_cells = traffic.worker_cells * ratio
+    wire_s = traffic.wire_s
+    if not layout.planned:
+        wire_s = worker_bytes / machine.link + traffic.worker_messages * ratio * machine.message_s
+    cut_s = traffic.sender_bytes * scale / ratio / machine.copy
+    return {
+        "pack": _pack_s(machine, model, layout, senders)
+        + cut_s
+        + traffic.sender_cells * machine.cut_s,
+        "wire": wire_s,
+        "load": worker_bytes / machine.check
+        + worker_bytes / machine.copy
+        + worker_cells * machine.cell_s,
+    }
+
+
 def phases(machine: Machine, model: Model, layout: Layout) -> dict[str, float]:
     """Seconds that each stage would take alone: "pack", "wire" and "load"."""
-    senders = 1 if layout.gather else layout.senders
+    if layout.kept:
+        return _kept_phases(machine, model, layout)
+    senders = layout.sending
     return {
         "pack": _pack_s(machine, model, layout, senders),
         "wire": _wire_s(machine, model, layout, senders),
@@ -162,10 +229,18 @@ def total(machine: Machine, model: Model, layout: Layout) -> float:
     stages = phases(machine, model, layout)
     if not layout.pipelined:
         stages = {"pack": stages["pack"], "receive": stages["wire"] + stages["load"]}
-    buckets = math.ceil(model.size / layout.bucket)
+    return fixed(machine, model) + together(stages, math.ceil(model.size / layout.bucket))
+
+
+def fixed(machine: Machine, model: Model) -> float:
+    """Seconds in which nothing travels."""
+    return machine.fixed_s + model.size / machine.finish
+
+
+def together(stages: dict[str, float], buckets: int) -> float:
+    """Seconds of stages that are busy at the same time."""
     longest = max(stages.values())
-    first_bucket = (sum(stages.values()) - longest) / buckets
-    return machine.fixed_s + model.size / machine.finish + longest + first_bucket
+    return longest + (sum(stages.values()) - longest) / buckets
 
 
 def step(generate: float, train: float, sync: float, overlap: bool) -> float:
@@ -183,8 +258,10 @@ def step(generate: float, train: float, sync: float, overlap: bool) -> float:
 
 
 # The link: 400 Gb/s, where a broadcast is assumed to reach 85 %. The others: data sheets of an
-# H100, with a guess of which share of its memory speed copies and casts reach. tensor_s is the
-# least known.
+# H100, with a guess of which share of its memory speed copies and casts reach. collect: measured
+# on CPUs over the loopback (docs/measured/scaling.md). cell_s: the launch of a copy where a fused
+# one is not possible. cut_s: Python around such a launch, as --cells measures it. tensor_s and
+# message_s are the least known.
 H100 = Machine(
     link=0.85 * 50 * GB,
     links=8,
@@ -196,20 +273,54 @@ H100 = Machine(
     tensor_s=1e-4,
     message_s=3e-5,
     fixed_s=0.1,
+    collect=2.5 * GB,
+    cell_s=1e-5,
+    cut_s=2e-5,
 )
-CASES = {
-    "32B, 16+16 GPUs": (Model("32B", 32.8e9, 771), Layout(16, 2, 8)),
-    "235B of 128 experts, 64+64 GPUs": (Model("235B", 235e9, 36_900), Layout(64, 8, 8)),
-    "1T of 384 experts, 256+256 GPUs": (Model("1T", 1.03e12, 71_000), Layout(256, 16, 16)),
-}
+PRODUCT_SENDERS = 8
+"""The default of weight_sync.max_senders."""
 MIDDLE_CASE = "235B of 128 experts, 64+64 GPUs"
-LARGE_BUCKET = 4 * 2**30
-VARIANTS: dict[str, dict[str, Any]] = {
-    "as configured": {},
-    "rank 0 gathers": {"gather": True},
-    "one sender after another, buckets of 4 GiB": {"bucket": LARGE_BUCKET, "at_once": 1},
-    "delta with mirrors, 2 % changed": {"changed": 0.02},
+CASES = {
+    "32B, 16+16 GPUs": (Model("32B", 32.8e9, 771, large=QWEN25_32B), Layout(16, 2, 8)),
+    MIDDLE_CASE: (
+        Model("235B", 235e9, 36_900, large=QWEN3_235B),
+        Layout(64, 8, 8, expert_parallel=True),
+    ),
+    "1T of 384 experts, 256+256 GPUs": (
+        Model("1T", 1.03e12, 71_000, large=KIMI_K2),
+        Layout(256, 16, 16, expert_parallel=True),
+    ),
 }
+LARGE_BUCKET = 4 * 2**30
+WHOLE: dict[str, Any] = {"max_senders": PRODUCT_SENDERS, "at_once": 1}
+KEPT: dict[str, Any] = {"max_senders": PRODUCT_SENDERS, "kept": True}
+EACH: dict[str, Any] = {"kept": True, "planned": False, "bucket": LARGE_BUCKET}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "whole tensors": WHOLE,
+    "whole tensors, buckets of 4 GiB": WHOLE | {"bucket": LARGE_BUCKET},
+    "whole tensors, rank 0 gathers": {"gather": True},
+    "whole tensors, delta with mirrors, 2 % changed": WHOLE | {"changed": 0.02},
+    "shard-exact": KEPT,
+    "shard-exact, buckets of 4 GiB": KEPT | {"bucket": LARGE_BUCKET},
+}
+OUTLOOK: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "leaders collect over NVLink": ({"collect": 0.8 * 450 * GB}, KEPT, 2),
+    "the same, buckets of 4 GiB": (
+        {"collect": 0.8 * 450 * GB},
+        KEPT | {"bucket": LARGE_BUCKET},
+        2,
+    ),
+    "each trainer GPU sends, no receiver ever waits, 4 GiB": ({}, EACH, 2),
+    "the same, blocks written and cut by fused kernels": ({"cell_s": 0.0, "cut_s": 0.0}, EACH, 2),
+    "the same in FP8": ({"cell_s": 0.0, "cut_s": 0.0}, EACH, 1),
+}
+"""What is not built: changes of the machine and of the layout, and bytes per parameter."""
+
+
+def _row(name: str, machine: Machine, model: Model, layout: Layout) -> list[str]:
+    stages = phases(machine, model, layout)
+    seconds = [*stages.values(), total(machine, model, layout)]
+    return [name, *(f"{value:.2f}" for value in seconds)]
 
 
 def estimates(machine: Machine = H100) -> str:
@@ -218,129 +329,32 @@ def estimates(machine: Machine = H100) -> str:
     for name, (model, layout) in CASES.items():
         rows = []
         for variant, changes in VARIANTS.items():
-            changed_layout = replace(layout, **changes)
-            stages = phases(machine, model, changed_layout)
-            seconds = [*stages.values(), total(machine, model, changed_layout)]
-            rows.append([variant, *(f"{value:.2f}" for value in seconds)])
+            rows.append(_row(variant, machine, model, replace(layout, **changes)))
+        for variant, (speeds, changes, bytes_each) in OUTLOOK.items():
+            other_machine = replace(machine, **speeds)
+            other_model = replace(model, bytes_each=bytes_each)
+            row = _row(variant, other_machine, other_model, replace(layout, **changes))
+            rows.append([f"*{row[0]}*", *row[1:]])
         case = f"{name}, {model.size / GB:.0f} GB in bf16"
         lines += [*markdown_table([case, "pack", "wire", "load", "sync"], rows), ""]
     return "\n".join(lines)
 
 
-def cards(machine: Machine = H100) -> str:
-    """The sync of the middle case by the number of senders that send at the same time."""
+def by_senders(machine: Machine = H100) -> str:
+    """The sync of the middle case by the number of senders: leaders collect less, and workers have
+    more communicators."""
     model, layout = CASES[MIDDLE_CASE]
-    counts = (1, 2, 4, 8)
+    counts = (8, 16, 32, 64)
     cells = []
     for count in counts:
-        changed_layout = replace(layout, bucket=LARGE_BUCKET, at_once=count)
+        changed_layout = replace(layout, **(EACH | {"max_senders": count}))
         cells.append(f"{total(machine, model, changed_layout):.2f}")
-    headings = [f"senders at once, {MIDDLE_CASE}", *map(str, counts)]
+    headings = [f"senders, {MIDDLE_CASE}", *map(str, counts)]
     return "\n".join(markdown_table(headings, [["sync, s", *cells]])) + "\n"
 
 
-@dataclass(frozen=True)
-class Point:
-    """A measured time of some items with some bytes."""
-
-    items: float
-    size: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds per item and per byte."""
-
-    per_item: float
-    per_byte: float
-
-
-def fit_cost(points: list[Point]) -> Cost:
-    """The costs of seconds = items * per_item + size * per_byte, none negative.
-
-    It goes through the points of the smallest and the largest size.
-    """
-    ordered = sorted(points, key=lambda point: point.size)
-    small = ordered[0]
-    large = ordered[-1]
-    determinant = small.items * large.size - large.items * small.size
-    if not determinant:
-        return Cost(0.0, large.seconds / large.size)
-    per_item = (small.seconds * large.size - large.seconds * small.size) / determinant
-    per_byte = (small.items * large.seconds - large.items * small.seconds) / determinant
-    if per_item < 0:
-        return Cost(0.0, large.seconds / large.size)
-    if per_byte <= 0:
-        # So little that its inverse, a speed, counts for nothing.
-        return Cost(large.seconds / large.items, 1e-15)
-    return Cost(per_item, per_byte)
-
-
-def fit_machine(results: list[dict[str, Any]]) -> Machine:
-    """This machine's speeds, from the arms "raw" and "sharded" of one or two runs."""
-    wire, load, pack, check, fixed = [], [], [], [], []
-    for result in results:
-        size = result["bytes"]
-        sharded = result["arms"]["sharded"]
-        split = sharded["split"]
-        sender = sharded["sender"]
-        pack_s = sender["gather"] + sender["checksum"]
-        fixed_s = split["pause"] + split["prepare"] + split["finish"]
-        raw_s = result["arms"]["raw"]["seconds"]["median"]
-        buckets = math.ceil(size / (result["arguments"]["bucket_mb"] << 20))
-        wire.append(Point(buckets, size, raw_s))
-        load.append(Point(result["tensors"], size, split["load"]))
-        pack.append(Point(1, size / result["arguments"]["ranks"], pack_s))
-        check.append(Point(1, size, split["verify"]))
-        fixed.append(Point(1, size, fixed_s))
-    wire_cost = fit_cost(wire)
-    load_cost = fit_cost(load)
-    fixed_cost = fit_cost(fixed)
-    # Between processes of one machine the memory is the link.
-    memory_speed = 1 / wire_cost.per_byte
-    return Machine(
-        link=memory_speed,
-        links=1,
-        within=memory_speed,
-        host=memory_speed,
-        pack=1 / fit_cost(pack).per_byte,
-        copy=1 / load_cost.per_byte,
-        check=1 / fit_cost(check).per_byte,
-        tensor_s=load_cost.per_item,
-        message_s=wire_cost.per_item,
-        fixed_s=fixed_cost.per_item,
-        finish=1 / fixed_cost.per_byte,
-    )
-
-
-def check_model(results: list[dict[str, Any]], known: int = 2) -> str:
-    """The model against measurements, as a table in Markdown.
-
-    Args:
-        results: result.json of each run.
-        known: how many of them give the speeds.
-    """
-    machine = fit_machine(results[:known])
-    rows = []
-    for number, result in enumerate(results):
-        flags = result["arguments"]
-        model = Model(flags["model"], result["bytes"] / 2, result["tensors"])
-        bucket = flags["bucket_mb"] * 2**20
-        layout = Layout(flags["ranks"], flags["replicas"], flags["tp"], bucket)
-        measured = result["arms"]["sharded"]["seconds"]["median"]
-        predicted = total(machine, model, layout)
-        name = f"{flags['model']}, {flags['ranks']} + {flags['replicas']} x TP {flags['tp']}"
-        if number < known:
-            name += " (fitted)"
-        ratio = predicted / measured
-        rows.append([name, f"{measured:.4g}", f"{predicted:.4g}", f"{ratio:.2f}"])
-    headings = ["run", "measured, s", "model, s", "model / measured"]
-    return "\n".join(markdown_table(headings, rows)) + "\n"
-
-
 def main() -> None:
-    """Print the estimates or the check."""
+    """Print the estimates, the check or the costs per block."""
     parser = Parser(__doc__)
     parser.add_argument(
         "--check",
@@ -352,12 +366,19 @@ def main() -> None:
     parser.add_argument(
         "--known", type=int, choices=(1, 2), default=2, help="how many of them give the speeds"
     )
+    parser.add_argument(
+        "--cells", action="store_true", help="measure what a block that a worker keeps costs here"
+    )
     args = parser.parse_args()
     if args.check:
+        from benchmarks.weight_sync.model_check import check_model
+
         results = [json.loads(path.read_text()) for path in args.check]
         print(check_model(results, args.known))
+    elif args.cells:
+        print(cell_costs.table())
     else:
-        print(f"{H100}\n\n{estimates()}\n{cards()}")
+        print(f"{H100}\n\n{estimates()}\n{by_senders()}")
 
 
 if __name__ == "__main__":

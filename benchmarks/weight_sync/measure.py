@@ -17,7 +17,8 @@ from one_step_off.runtime.prepare import prepare
 from one_step_off.runtime.processes import RunProcesses
 
 RAW = "raw"
-EXTENSION = {"worker_extension_cls": "benchmarks.weight_sync.engine.BenchmarkExtension"}
+EXTENSION = "benchmarks.weight_sync.engine.BenchmarkExtension"
+UNPACKED_EXTENSION = "benchmarks.weight_sync.unpacked_engine.BenchmarkExtension"
 WARM_UP_REPEAT = -1
 
 
@@ -30,22 +31,24 @@ class Settings:
         repeats: measured updates of each arm.
         changed: share of the elements that change between repeats.
         apart: one arm after the other, each with the raw broadcast alone; else all arms at once.
+        unpacked: vLLM does not pack its parameters for CPU kernels.
     """
 
     arms: list[str]
     repeats: int
     changed: float
     apart: bool
+    unpacked: bool = False
 
 
-def start_processes(cfg: Config) -> tuple[Any, RunProcesses]:
+def start_processes(cfg: Config, extension: str = EXTENSION) -> tuple[Any, RunProcesses]:
     """Start the product's processes, with the benchmark's methods in the engines'."""
     from benchmarks.weight_sync.replica import BenchmarkReplica
     from one_step_off.runtime import engines
 
     prepared = prepare(cfg, print)
     # After the validation: users may not set it.
-    prepared.cfg.rollout.engine_kwargs = EXTENSION
+    prepared.cfg.rollout.engine_kwargs = {"worker_extension_cls": extension}
     engines.RolloutReplica = BenchmarkReplica
     return prepared, RunProcesses(prepared)
 
@@ -177,7 +180,8 @@ async def measure_group(
 
 async def measure(cfg: Config, settings: Settings) -> dict[str, Any]:
     """Run all arms. Returns the figures of result.json."""
-    prepared, processes = start_processes(cfg)
+    extension = UNPACKED_EXTENSION if settings.unpacked else EXTENSION
+    prepared, processes = start_processes(cfg, extension)
     roles = processes.roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
     team = Team(roles, prepared.device, prepared.canary, processes.host)

@@ -10,10 +10,9 @@ Receivers of one kind keep the same blocks: the same tensor-parallel rank of eac
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -52,24 +51,24 @@ class KeptByReceivers:
         return KeptByReceivers(tuple(kinds), tuple(kind_of_receiver))
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A block of a slot that one set of receivers keeps."""
+class Cell(NamedTuple):
+    """A block of a slot that one set of receivers keeps.
+
+    A model of thousands of experts has a million of them, so this is no dataclass, which takes
+    three times as long to create.
+    """
 
     slot: Slot
     block: Block
+    nbytes: int
+    """Of the block."""
     offset: int
     """In its message, where that is not the sender's whole part."""
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the block."""
-        return math.prod(self.block.shape) * self.slot.dtype.itemsize
 
     @property
     def padded_bytes(self) -> int:
         """Bytes up to where the next cell may begin."""
-        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+        return _padded(self.nbytes)
 
     def in_part(self, part: torch.Tensor) -> torch.Tensor:
         """The block as a view into its sender's part of the bucket (uint8 [n])."""
@@ -139,8 +138,7 @@ class Routes:
     def __init__(self, plan: BucketPlan, receivers: int) -> None:
         """Every part goes to all receivers; see `of_kept_blocks` for the other way."""
         self.senders = plan.senders
-        self.sets = [tuple(range(receivers))]
-        self.rounds = [[ALL_RECEIVERS]]
+        self._number_rounds([[tuple(range(receivers))]])
         self.messages = []
         for bucket in plan.buckets:
             self.messages.append([_whole_part(bucket, s, ()) for s in _senders_of(bucket)])
@@ -154,19 +152,19 @@ class Routes:
         """
         _check_all_is_sent(plan, kept)
         routes = Routes(plan, len(kept.kind_of_receiver))
-        cells_of_bucket = [list(_cells_of(bucket, kept.blocks)) for bucket in plan.buckets]
+        cutter = _Cutter(kept.blocks)
         sent = (slot.piece for bucket in plan.buckets for slot in bucket.slots)
         if kept.keeps_all({piece.name: piece.shape for piece in sent}):
-            for bucket, cells, messages in zip(
-                plan.buckets, cells_of_bucket, routes.messages, strict=True
-            ):
-                for number, message in enumerate(messages):
-                    own = tuple(cell for cell, _ in cells if cell.slot.sender == message.sender)
-                    messages[number] = _whole_part(bucket, message.sender, own)
+            for index, bucket in enumerate(plan.buckets):
+                cells_of_sender = _cells_of_whole_parts(bucket, cutter)
+                routes.messages[index] = [
+                    _whole_part(bucket, sender, tuple(cells_of_sender.get(sender, ())))
+                    for sender in _senders_of(bucket)
+                ]
             return routes
-        routes._number_sets(cells_of_bucket, kept)
-        for index, cells in enumerate(cells_of_bucket):
-            routes.messages[index] = list(routes._cut_messages(cells, kept))
+        routes._number_sets(plan, cutter, kept)
+        for index, bucket in enumerate(plan.buckets):
+            routes.messages[index] = list(routes._cut_messages(bucket, cutter))
         return routes
 
     def sets_of_sender(self, sender: int) -> list[int]:
@@ -211,11 +209,9 @@ class Routes:
         round pair each sender with each set: with two senders and two sets the first turn has
         0 -> 0 and 1 -> 1, the second one 0 -> 1 and 1 -> 0.
         """
-        for number, together in enumerate(self.rounds):
-            if receivers in together:
-                pairs_at_once = max(self.senders, len(together))
-                return number, (together.index(receivers) - sender) % pairs_at_once
-        raise ValueError(f"there is no set {receivers}")
+        number, place = self._place_of_set[receivers]
+        pairs_at_once = max(self.senders, len(self.rounds[number]))
+        return number, (place - sender) % pairs_at_once
 
     def stream_number(self, sender: int, receivers: int) -> int:
         """A number for a sender's stream to a set of receivers; that to all receivers has the
@@ -240,14 +236,22 @@ class Routes:
     def _turn_of(self, message: Message) -> tuple[int, int]:
         return self.turn(message.sender, message.receivers)
 
-    def _number_sets(
-        self, cells_of_bucket: list[list[tuple[Cell, tuple[int, ...]]]], kept: KeptByReceivers
-    ) -> None:
+    def _number_rounds(self, rounds: list[list[tuple[int, ...]]]) -> None:
+        """Fill `sets` and `rounds`. `rounds`: the receivers of each set of each round."""
+        self.sets = []
+        self.rounds = []
+        self._place_of_set: list[tuple[int, int]] = []  # (round, place in it)
+        for together in rounds:
+            self.rounds.append([])
+            for place, members in enumerate(together):
+                self._place_of_set.append((len(self.rounds) - 1, place))
+                self.rounds[-1].append(len(self.sets))
+                self.sets.append(members)
+
+    def _number_sets(self, plan: BucketPlan, cutter: "_Cutter", kept: KeptByReceivers) -> None:
         """Fill `sets` and `rounds`: each set into the first round without any of its kinds."""
         every_kind = tuple(range(len(kept.blocks)))
-        kinds_of_sets = dict.fromkeys(
-            kinds for cells in cells_of_bucket for _, kinds in cells if kinds != every_kind
-        )
+        kinds_of_sets = cutter.kinds_of_sets(plan) - {every_kind}
         rounds: list[list[tuple[int, ...]]] = [[every_kind]]
         for kinds in sorted(kinds_of_sets):
             for together in rounds[1:]:
@@ -256,32 +260,37 @@ class Routes:
                     break
             else:
                 rounds.append([kinds])
-        self._number_of_kinds: dict[tuple[int, ...], int] = {}
-        self.sets = []
-        self.rounds = []
+        members_of_rounds: list[list[tuple[int, ...]]] = []
         for together in rounds:
-            self.rounds.append([])
+            members_of_rounds.append([])
             for kinds in together:
-                self._number_of_kinds[kinds] = len(self.sets)
-                self.rounds[-1].append(len(self.sets))
                 members = [r for r, kind in enumerate(kept.kind_of_receiver) if kind in kinds]
-                self.sets.append(tuple(members))
+                members_of_rounds[-1].append(tuple(members))
+        self._number_rounds(members_of_rounds)
+        self._number_of_kinds = {
+            kinds: number for number, kinds in enumerate(itertools.chain(*rounds))
+        }
 
-    def _cut_messages(
-        self, cells: list[tuple[Cell, tuple[int, ...]]], kept: KeptByReceivers
-    ) -> Iterator[Message]:
+    def _cut_messages(self, bucket: Bucket, cutter: "_Cutter") -> Iterator[Message]:
         """The messages of one bucket."""
         cells_of_message: dict[tuple[int, int], list[Cell]] = {}
         size_of_message: dict[tuple[int, int], int] = {}
-        for cell, kinds in cells:
-            key = (cell.slot.sender, self._number_of_kinds[kinds])
-            placed = Cell(cell.slot, cell.block, size_of_message.get(key, 0))
-            cells_of_message.setdefault(key, []).append(placed)
-            size_of_message[key] = placed.offset + placed.padded_bytes
+        for slot in bucket.slots:
+            itemsize = slot.dtype.itemsize
+            for block, numbers, kinds in cutter.cut(slot):
+                key = (slot.sender, self._number_of_kinds[kinds])
+                offset = size_of_message.get(key, 0)
+                size = numbers * itemsize
+                cells_of_message.setdefault(key, []).append(Cell(slot, block, size, offset))
+                size_of_message[key] = offset + _padded(size)
         for key in sorted(cells_of_message):
             sender, number = key
             own = tuple(cells_of_message[key])
             yield Message(sender, number, own, size_of_message[key], is_whole_part=False)
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _senders_of(bucket: Bucket) -> list[int]:
@@ -293,27 +302,77 @@ def _whole_part(bucket: Bucket, sender: int, cells: tuple[Cell, ...]) -> Message
     return Message(sender, ALL_RECEIVERS, cells, bucket.part_bytes[sender], is_whole_part=True)
 
 
-def _cells_of(
-    bucket: Bucket, kept: tuple[KeptBlocks, ...]
-) -> Iterator[tuple[Cell, tuple[int, ...]]]:
-    """The cells of a bucket, each with the kinds of receivers that keep it. What nobody keeps is
-    left out."""
+def _cells_of_whole_parts(bucket: Bucket, cutter: "_Cutter") -> dict[int, list[Cell]]:
+    """Per sender the cells of its part, where nothing of the part is left out."""
+    cells: dict[int, list[Cell]] = {}
     for slot in bucket.slots:
-        if not slot.nbytes:
-            continue
-        own = slot.piece.block
-        kept_of_kind = [_clip(blocks.get(slot.piece.name, ()), own) for blocks in kept]
+        for block, numbers, _ in cutter.cut(slot):
+            cell = Cell(slot, block, numbers * slot.dtype.itemsize, 0)
+            cells.setdefault(slot.sender, []).append(cell)
+    return cells
+
+
+class _Cut(NamedTuple):
+    """A block that a slot is cut into."""
+
+    block: Block
+    numbers: int
+    """In the block."""
+    kinds: tuple[int, ...]
+    """The kinds of receivers that keep it."""
+
+
+class _Cutter:
+    """Cuts slots at the borders of what receivers keep.
+
+    Layers are alike, and so are experts: what was found for one tensor is used again for each one
+    of the same shape of which the same blocks are kept.
+    """
+
+    def __init__(self, kept: tuple[KeptBlocks, ...]) -> None:
+        """`kept`: by kind."""
+        self.kept = kept
+        self.pattern_of_tensor: dict[str, int] = {}
+        self.number_of_pattern: dict[tuple, int] = {}
+        self.cuts: dict[tuple[int, int, int, int], list[_Cut]] = {}
+
+    def cut(self, slot: Slot) -> list[_Cut]:
+        """The blocks of a slot, without those that nobody keeps."""
+        piece = slot.piece
+        pattern = self.pattern_of_tensor.get(piece.name)
+        if pattern is None:
+            kept = tuple(blocks.get(piece.name, ()) for blocks in self.kept)
+            key = (piece.shape, kept)
+            pattern = self.number_of_pattern.setdefault(key, len(self.number_of_pattern))
+            self.pattern_of_tensor[piece.name] = pattern
+        place = (pattern, piece.dim, piece.start, piece.stop)
+        if place not in self.cuts:
+            self.cuts[place] = list(self._cut(piece.name, piece.block))
+        return self.cuts[place]
+
+    def kinds_of_sets(self, plan: BucketPlan) -> set[tuple[int, ...]]:
+        """The kinds of all blocks of a plan."""
+        for bucket in plan.buckets:
+            for slot in bucket.slots:
+                self.cut(slot)
+        return {cut.kinds for cuts in self.cuts.values() for cut in cuts}
+
+    def _cut(self, name: str, own: Block) -> Iterator[_Cut]:
+        """The blocks of a slot that holds `own` of a tensor."""
+        if not own.numel:
+            return
+        kept_of_kind = [_clip(blocks.get(name, ()), own) for blocks in self.kept]
         if all(blocks == (own,) for blocks in kept_of_kind):
-            yield Cell(slot, own, 0), tuple(range(len(kept)))
-            continue
+            yield _Cut(own, own.numel, tuple(range(len(self.kept))))
+            return
         for block in _grid(own, itertools.chain(*kept_of_kind)):
             kinds = tuple(
                 kind
                 for kind, blocks in enumerate(kept_of_kind)
-                if any(block.intersect(other) == block for other in blocks)
+                if any(other.contains(block) for other in blocks)
             )
             if kinds:
-                yield Cell(slot, block, 0), kinds
+                yield _Cut(block, block.numel, kinds)
 
 
 def _clip(blocks: Sequence[Block], own: Block) -> tuple[Block, ...]:

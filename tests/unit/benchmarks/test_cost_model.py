@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.weight_sync import cost_model
+from benchmarks.weight_sync import cost_model, model_check
 from benchmarks.weight_sync.cost_model import H100, Layout, Model
 
 MODEL = Model("32B", 32.8e9, 771)
@@ -106,27 +106,27 @@ def measured(megabytes: float, tensors: int) -> dict[str, Any]:
 
 def test_the_model_finds_the_speeds_that_measurements_were_made_of() -> None:
     results = [measured(1, 26), measured(988, 290), measured(400, 100)]
-    machine = cost_model.fit_machine(results[:2])
+    machine = model_check.fit_machine(results[:2])
     assert machine.link == pytest.approx(3e9)
     assert machine.tensor_s == pytest.approx(4e-4)
     assert machine.copy == pytest.approx(1e9)
     assert machine.fixed_s == pytest.approx(0.04)
-    table = cost_model.check_model(results)
+    table = model_check.check_model(results)
     assert table.count("| 1.00 |") == 3
-    assert "400 MB, 1 + 1 x TP 1 |" in table
-    assert cost_model.fit_machine(results[1:2]).tensor_s == 0.0
+    assert "400 MB, 1 + 1 x TP 1, sharded |" in table
+    assert model_check.fit_machine(results[1:2]).tensor_s == 0.0
 
 
 def test_the_estimates_say_what_they_are() -> None:
     text = cost_model.estimates()
     assert text.startswith("Estimates, not measurements")
     assert all(name in text for name in cost_model.CASES)
-    assert "senders at once" in cost_model.cards()
+    assert "| senders, 235B" in cost_model.by_senders()
 
 
 def test_the_page_shows_the_estimates_as_the_script_prints_them() -> None:
     page = (Path(__file__).parents[3] / "docs/measured/weight_sync_estimates.md").read_text()
-    lines = (cost_model.estimates() + cost_model.cards()).splitlines()
+    lines = (cost_model.estimates() + cost_model.by_senders()).splitlines()
     for line in lines:
         if line.startswith("|"):
             assert line in page, "put the output of python -m benchmarks.sync_model into the page"

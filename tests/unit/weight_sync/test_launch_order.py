@@ -187,9 +187,7 @@ def routes_with(senders: int, rounds: list[list[set[int]]]) -> Routes:
     """The order of turns for these sets of receivers."""
     routes = Routes.__new__(Routes)
     routes.senders = senders
-    routes.sets = [tuple(sorted(members)) for together in rounds for members in together]
-    numbers = iter(range(len(routes.sets)))
-    routes.rounds = [[next(numbers) for _ in together] for together in rounds]
+    routes._number_rounds([[tuple(sorted(members)) for members in together] for together in rounds])
     return routes
 
 
