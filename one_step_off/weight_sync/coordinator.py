@@ -30,7 +30,6 @@ from one_step_off.cluster.remote_calls import (
     MAX_ATTEMPTS,
     call_all,
     call_each,
-    not_alive,
     store_once,
 )
 from one_step_off.config.schema import Config
@@ -43,11 +42,10 @@ from one_step_off.weight_sync.replica_layouts import ReplicaLayouts, plain_kept_
 from one_step_off.weight_sync.routes import KeptByReceivers
 from one_step_off.weight_sync.sender_groups import SenderGroup, form_groups
 from one_step_off.weight_sync.sync_calls import (
-    ABORT_NOTICE_S,
-    BUSY_GRACE_S,
     BrokenSync,
     SyncCall,
     await_quietly,
+    find_failed,
     run_or_abort,
     transfer_limits,
 )
@@ -458,7 +456,8 @@ class WeightSync:
         """
         _, version = stamp
         what = f"weight sync of version {version}"
-        dead_ranks, dead_replicas = await self._find_failed(broken, replicas)
+        ranks = {f"trainer rank {i}": rank for i, rank in enumerate(self.actor.ranks)}
+        dead_ranks, dead_replicas = await find_failed(broken, ranks, replicas, self.cfg.sender)
         if dead_ranks:
             raise TrainerDied(f"{what}: {'; '.join(dead_ranks.values())}") from broken.error
         if not dead_replicas:
@@ -467,27 +466,6 @@ class WeightSync:
             raise ProcessDied(f"{what}: {'; '.join(dead_replicas.values())}") from broken.error
         for number, reason in dead_replicas.items():
             self._restart_replica(number, reason, what, is_restore)
-
-    async def _find_failed(
-        self, broken: BrokenSync, replicas: dict[int, Any]
-    ) -> tuple[dict[str, str], dict[int, str]]:
-        """The processes that are gone or hang: trainers (name -> reason) and replicas (number ->
-        reason)."""
-        ranks = {f"trainer rank {i}": rank for i, rank in enumerate(self.actor.ranks)}
-        number_of = {f"rollout {number}": number for number in replicas}
-        actors = {who: replicas[number] for who, number in number_of.items()}
-        dead_ranks, dead_by_name = await asyncio.gather(not_alive(ranks), not_alive(actors))
-        dead_replicas = {number_of[who]: reason for who, reason in dead_by_name.items()}
-        limit_s = ABORT_NOTICE_S + BUSY_GRACE_S
-        for call in broken.hanging:
-            reason = f"{call.who}: it hangs, and did not end {limit_s:g} s after an abort"
-            if call.replica is not None:
-                dead_replicas.setdefault(call.replica, reason)
-            elif self.cfg.sender != "gather":
-                # The ranks of a gathering trainer wait for the first one, which failed: they do not
-                # hang by themselves.
-                dead_ranks.setdefault(call.who, reason)
-        return dead_ranks, dead_replicas
 
     def _restart_replica(self, number: int, reason: str, what: str, is_restore: bool) -> None:
         """Restart a failed replica, or give it up after MAX_ATTEMPTS syncs of all replicas in a

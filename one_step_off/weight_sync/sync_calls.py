@@ -104,6 +104,36 @@ async def run_or_abort(
             task.cancel()
 
 
+async def find_failed(
+    broken: BrokenSync, ranks: dict[str, Any], replicas: dict[int, Any], sender: str
+) -> tuple[dict[str, str], dict[int, str]]:
+    """The processes that are gone or hang after a broken sync.
+
+    Args:
+        broken: the failure.
+        ranks: name -> Ray actor, of the trainers.
+        replicas: number -> Ray actor, of those in the sync.
+        sender: weight_sync.sender.
+
+    Returns:
+        Name -> reason of trainers, and number -> reason of replicas.
+    """
+    number_of = {f"rollout {number}": number for number in replicas}
+    actors = {who: replicas[number] for who, number in number_of.items()}
+    dead_ranks, dead_by_name = await asyncio.gather(not_alive(ranks), not_alive(actors))
+    dead_replicas = {number_of[who]: reason for who, reason in dead_by_name.items()}
+    limit_s = ABORT_NOTICE_S + BUSY_GRACE_S
+    for call in broken.hanging:
+        reason = f"{call.who}: it hangs, and did not end {limit_s:g} s after an abort"
+        if call.replica is not None:
+            dead_replicas.setdefault(call.replica, reason)
+        elif sender != "gather":
+            # The ranks of a gathering trainer wait for the first one, which failed: they do not
+            # hang by themselves.
+            dead_ranks.setdefault(call.who, reason)
+    return dead_ranks, dead_replicas
+
+
 async def await_quietly(calls: list[Awaitable[Any]]) -> None:
     """Await these calls for ABORT_TIMEOUT_S seconds at most, and ignore their failures: `not_alive`
     finds a process that fails or hangs."""
