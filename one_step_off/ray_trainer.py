@@ -233,6 +233,8 @@ class Pipeline:
         self._check_skipped_updates(batch, metrics)
         # Scored now, before the next update changes the weights.
         self.expected_canary = self.roles.sync.score_canary()
+        if self.cfg.weight_sync.receive_ahead and self.batches.is_generating:
+            self.roles.sync.ahead.begin(batch.step + 1)
         # The wait until the weights were sent is no training.
         train_s = now() - begin - metrics.get("actor/sync_wait_s", 0.0)
         metrics["time/log_prob_s"] = log_prob_s

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -172,6 +173,7 @@ class LightReplica(FaultInjector):
         self.stamp: tuple[int, int] | None = None
         self.receiver: WeightReceiver | None = None
         self.layout: LightLayout | None = None
+        self.ahead: Future | None = None
         self.engine = ThreadPoolExecutor(1)
         self.weights: dict[str, torch.Tensor] = {}
 
@@ -198,6 +200,8 @@ class LightReplica(FaultInjector):
 
     def _connect(self, info: dict[str, Any], index: int) -> None:
         self.pass_place("connect")
+        with suppress(Exception):
+            self._finish_ahead()
         if self.receiver is None:
             pieces = [[WeightPiece(*fields) for fields in sent] for sent in info["pieces"]]
             plan = BucketPlan.build(pieces, info["bucket_bytes"])
@@ -211,6 +215,20 @@ class LightReplica(FaultInjector):
             self.layout and KeptByReceivers.by_kind([self.layout.kept] * info["receivers"]),
         )
 
+    async def receive_ahead(self, version: int, limit_bytes: int) -> None:
+        await self._in_engine(self._receive_ahead, version, limit_bytes)
+
+    def _receive_ahead(self, version: int, limit_bytes: int) -> None:
+        self.pass_place("ahead", version)
+        self.receiver.layout = self.layout
+        thread = ThreadPoolExecutor(1)
+        self.ahead = thread.submit(self.receiver.receive_ahead, version, limit_bytes)
+
+    def _finish_ahead(self) -> None:
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.result()
+
     async def sync(self, stamp: tuple[int, int], only_kept: bool = False) -> list[dict[str, Any]]:
         self.stamp = None
         _, version = stamp
@@ -219,6 +237,7 @@ class LightReplica(FaultInjector):
         return [report]
 
     def _receive(self, version: int, only_kept: bool) -> dict[str, Any]:
+        self._finish_ahead()
         self.receiver.layout = self.layout
         self.layout.version = version
 

@@ -284,6 +284,13 @@ class WeightSyncConfig:
     bucket_mb: int = config_key(
         64, "size of a bucket, in MiB; sender and receiver reuse two each", low=1
     )
+    receive_ahead: bool = config_key(
+        False,
+        "replicas receive new weights into spare memory while they still generate",
+    )
+    receive_ahead_mb: int = config_key(
+        0, "most spare memory of a vLLM worker for that, in MiB; 0: all that it keeps", low=0
+    )
     keep_sent: bool = config_key(
         True,
         "senders keep the last weights they sent in host memory, for replicas that are restarted",

@@ -109,6 +109,11 @@ class BatchSource(ABC):
         """Whether the trainer should wait for the batch of `step` before the next sync, not after
         it."""
 
+    @property
+    @abstractmethod
+    def is_generating(self) -> bool:
+        """Whether samples of the next step are still to come."""
+
     @abstractmethod
     async def _samples(self, step: int) -> Generated:
         """Wait for the samples of `step`. Raises NoReplica."""
@@ -177,6 +182,11 @@ class WholeBatchSource(BatchSource):
         self._begin_step(step)
         prompts = self.stream.next_batch()
         self.pending = tasks.create_task(self.or_fail(self._generate(step, prompts)))
+
+    @property
+    def is_generating(self) -> bool:
+        """See `BatchSource.is_generating`."""
+        return self.pending is not None and not self.pending.done()
 
     def ready(self, step: int) -> bool:
         """See `BatchSource.ready`: always, because the sync replaces the weights of the batch that
@@ -283,6 +293,11 @@ class PartialRolloutSource(BatchSource):
         self.pool.begin(prompts, version, step)
         if prompts:
             tasks.create_task(self.or_fail(self._generate(step, prompts)))
+
+    @property
+    def is_generating(self) -> bool:
+        """See `BatchSource.is_generating`."""
+        return bool(self.pool.unfinished)
 
     def ready(self, step: int) -> bool:
         """See `BatchSource.ready`. Where the samples are not complete, the replicas get the newest

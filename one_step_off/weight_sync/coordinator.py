@@ -36,6 +36,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Stamp
 from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync import report
+from one_step_off.weight_sync.ahead import AheadTransfer
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.canary import Canary
 from one_step_off.weight_sync.replica_layouts import ReplicaLayouts, plain_kept_by_receivers
@@ -154,6 +155,8 @@ class WeightSync:
         """What all workers of the epoch keep; None: only whole tensors can be sent."""
         self.last_sent: tuple[Stamp, LogProbs] | None = None
         """What replicas must hold, and the trainer's log-probs of the canary."""
+        self.ahead = AheadTransfer(self)
+        """What the replicas receive while they still generate."""
         self.failed_syncs: dict[int, int] = {}
         """Replica -> syncs of all replicas that it failed in a row."""
         self.on_trace: Callable[[list[report.Span]], None] = lambda spans: None
@@ -214,6 +217,10 @@ class WeightSync:
     def score_canary(self) -> Awaitable[LogProbs]:
         """Ask the trainer for its log-probs of the canary, at the weights that it has now."""
         return self.actor.score(self.canary)
+
+    def sends_only_kept(self, replicas: list[Any]) -> bool:
+        """Whether each worker of these replicas gets what it keeps, and not whole tensors."""
+        return self.kept is not None and self.layouts.are_proved(replicas)
 
     async def __call__(
         self, stamp: Stamp, expected: Awaitable[LogProbs] | None = None
@@ -328,6 +335,7 @@ class WeightSync:
 
     async def _regroup(self, numbers: list[int]) -> None:
         """Create new groups, of the senders and these replicas. Raises BrokenSync."""
+        await self.ahead.discard()
         self.epoch += 1
         self.connected_replicas = []
         workers_per_replica = self.rollout.cfg.rollout.tensor_parallel_size
@@ -335,7 +343,7 @@ class WeightSync:
         same_device = self._same_device_receivers(numbers)
         replicas = [self.rollout.replicas[number] for number in numbers]
         self.layouts.forget_all_but(self.rollout.replicas)
-        await self.layouts.learn(dict(zip(numbers, replicas, strict=True)), self._abort)
+        await self.layouts.learn(dict(zip(numbers, replicas, strict=True)), self.abort)
         self.kept = self.layouts.kept_by(replicas)
         if self.kept is not None and any(same_device):
             # In shared memory all read the sender's own part, of which nothing is cut.
@@ -351,10 +359,10 @@ class WeightSync:
         calls = []
         for member, leader in self.members:
             answer = member.join_leader.remote(self.epoch, self.member_addresses[leader])
-            calls.append(SyncCall(self._rank_name(member), member, answer))
+            calls.append(SyncCall(self.rank_name(member), member, answer))
         for i, sender in enumerate(self.senders):
             answer = sender.connect_sync.remote(self.epoch, receivers, same_device[i], shared_kept)
-            calls.append(SyncCall(self._rank_name(sender), sender, answer))
+            calls.append(SyncCall(self.rank_name(sender), sender, answer))
         for position, (number, replica) in enumerate(zip(numbers, replicas, strict=True)):
             first_receiver = position * workers_per_replica
             answer = replica.connect_sync.remote(shared_info, first_receiver)
@@ -363,10 +371,10 @@ class WeightSync:
             self.cfg.timeout_s, len(self.senders), receivers
         )
         what = f"weight sync, groups of epoch {self.epoch}"
-        await run_or_abort(what, calls, limit_s, limit_s, self._abort)
+        await run_or_abort(what, calls, limit_s, limit_s, self.abort)
         self.connected_replicas = replicas
 
-    def _rank_name(self, rank: Any) -> str:
+    def rank_name(self, rank: Any) -> str:
         """A trainer's name in messages. Not all ranks send: one that owns no pieces does not."""
         return f"trainer rank {self.actor.ranks.index(rank)}"
 
@@ -384,17 +392,18 @@ class WeightSync:
         begin = time.perf_counter()
         _, version = stamp
         replicas = [self.rollout.replicas[number] for number in numbers]
-        only_kept = self.kept is not None and self.layouts.are_proved(replicas)
+        await self.ahead.finish(version)
+        only_kept = self.sends_only_kept(replicas)
         calls = []
         for rank in self.sending_ranks:
             answer = rank.send_weights.remote(version, only_kept)
-            calls.append(SyncCall(self._rank_name(rank), rank, answer))
+            calls.append(SyncCall(self.rank_name(rank), rank, answer))
         for number, replica in zip(numbers, replicas, strict=True):
             answer = replica.sync.remote(stamp, only_kept)
             calls.append(SyncCall(f"rollout {number}", replica, answer, number))
         first_limit_s, rest_limit_s = transfer_limits(self.cfg.timeout_s, self.total_bytes)
         what = f"weight sync of version {version}"
-        reports = await run_or_abort(what, calls, first_limit_s, rest_limit_s, self._abort)
+        reports = await run_or_abort(what, calls, first_limit_s, rest_limit_s, self.abort)
         sent = reports[: len(self.sending_ranks)]
         received = dict(zip(numbers, reports[len(self.sending_ranks) :], strict=True))
         self.layouts.note_reports(dict(zip(replicas, received.values(), strict=True)))
@@ -428,11 +437,11 @@ class WeightSync:
             answer = replica.score.remote(self.canary)
             calls.append(SyncCall(f"rollout {number}", replica, answer, number))
         limit_s = self.cfg.timeout_s
-        scores = await run_or_abort(what, calls, limit_s, limit_s, self._abort)
+        scores = await run_or_abort(what, calls, limit_s, limit_s, self.abort)
         replica_log_probs = dict(zip(numbers, scores, strict=True))
         return self.canary_check.check(trainer_log_probs, replica_log_probs, what, self.on_log)
 
-    async def _abort(self, error: Exception) -> None:
+    async def abort(self, error: Exception) -> None:
         """End every wait of the epoch's groups, at trainers and replicas alike."""
         reason = str(error)
         ranks = [*self.senders, *(member for member, _ in self.members)]

@@ -123,9 +123,9 @@ class SyncEndpoint:
         self.bucket_number = 0  # of the bucket in work, counted from 1; 0 before the first
 
     def _start_wire_thread(self) -> WorkerThread:
-        return WorkerThread("weight-wire", self._prepare_thread)
+        return WorkerThread("weight-wire", self.prepare_thread)
 
-    def _prepare_thread(self) -> None:
+    def prepare_thread(self) -> None:
         """Runs first on a new thread: CUDA's device and stream are kept per thread."""
         unpin()
         if self.device.type == "cuda":
@@ -176,7 +176,7 @@ class SyncEndpoint:
             TimeoutError: not by the deadline.
             Aborted, DistNetworkError: as `AbortSignal.check`.
         """
-        thread = WorkerThread("weight-connect", self._prepare_thread)
+        thread = WorkerThread("weight-connect", self.prepare_thread)
         future = thread.submit(function, *args)
         thread.stop()
         try:

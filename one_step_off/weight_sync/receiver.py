@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,20 +17,12 @@ from one_step_off.weight_sync.endpoint import MEASURED_TRANSFERS, SyncEndpoint
 from one_step_off.weight_sync.kept_model import KeptModel, Layout
 from one_step_off.weight_sync.launch_order import Step, receive_steps
 from one_step_off.weight_sync.mirror import Mirror
+from one_step_off.weight_sync.received_ahead import ReceivedAhead, SpareMemory, in_own_memory
 from one_step_off.weight_sync.routes import ALL_RECEIVERS, KeptByReceivers, Routes
 from one_step_off.weight_sync.shared_memory import SharedMemoryReceiver
 
 RECEIVE_BUFFERS = 2
 """One is filled while the other is loaded."""
-
-
-@dataclass
-class ReceivedAhead:
-    """The first buckets of a sync, in memory of their own."""
-
-    version: int
-    has_deltas: bool
-    messages_of_bucket: list[Parts]
 
 
 LoadTensors = Callable[[list[tuple[str, torch.Tensor]]], None]
@@ -61,7 +52,7 @@ class WeightReceiver(SyncEndpoint):
         """As `SyncEndpoint`."""
         super().__init__(plan, index, device, host, timeout_s)
         self.buffers: list[torch.Tensor] = []
-        self.spare_memory = torch.zeros(0, dtype=torch.uint8)
+        self.spare_memory = SpareMemory(device)
         self.whole_routes = Routes(plan, 0)
         self.kept_routes: Routes | None = None
         self.transport_of_stream: dict[int, Any] = {}
@@ -139,7 +130,8 @@ class WeightReceiver(SyncEndpoint):
             else:
                 self._receive_whole(load, version)
         bare_wire = self.wire_seconds_per_byte * self.record.wire_bytes
-        return self._report() | {"bare_wire": bare_wire}
+        spare = {"spare_bytes": float(len(self.spare_memory.flat))}
+        return self._report() | {"bare_wire": bare_wire} | spare
 
     def receive_ahead(self, version: int, limit_bytes: int) -> None:
         """Receive the first buckets of what this worker keeps, while the model is in use. `receive`
@@ -157,35 +149,16 @@ class WeightReceiver(SyncEndpoint):
             has_deltas = self._receive_headers(version, only_kept=True)
             routes = self._proved_routes()
             sizes_of_bucket = self._sizes_of_buckets(routes)[: routes.leading_buckets(limit_bytes)]
-            memory = self._take_spare_memory(sum(sum(s.values()) for s in sizes_of_bucket))
+            memory = self.spare_memory.take([sum(s.values()) for s in sizes_of_bucket])
             ahead = ReceivedAhead(version, has_deltas, [])
             for index, sizes in enumerate(sizes_of_bucket):
                 self.bucket_number = index + 1
-                own, memory = memory.split([sum(sizes.values()), len(memory) - sum(sizes.values())])
+                own = memory[index]
                 with self._phase("ahead"):
                     messages = self._on_wire(self._receive_bucket, index, sizes, has_deltas, own)
-                    ahead.messages_of_bucket.append(self._own_messages(messages, sizes, own))
+                    ahead.messages_of_bucket.append(in_own_memory(messages, sizes, own))
+                    self._release(messages)
             self.received_ahead = ahead
-
-    def _take_spare_memory(self, size: int) -> torch.Tensor:
-        """uint8 [size], of the last sync if it is enough."""
-        if len(self.spare_memory) < size:
-            self.spare_memory = torch.zeros(0, dtype=torch.uint8)  # freed before more is taken
-            self.spare_memory = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        return self.spare_memory[:size]
-
-    def _own_messages(self, messages: Parts, sizes: dict[int, int], own: torch.Tensor) -> Parts:
-        """The messages in `own` memory, where they are not there yet: those of senders on this
-        device lie in the sender's buffer, which is released."""
-        owned = {}
-        places = own.split(list(sizes.values()))
-        for (stream, message), place in zip(messages.items(), places, strict=True):
-            target = place[: len(message)]
-            if message.data_ptr() != target.data_ptr():
-                target.copy_(message)
-            self.transport_of_stream[stream].release()
-            owned[stream] = target
-        return owned
 
     @contextmanager
     def _giving_up_on_errors(self) -> Iterator[None]:
@@ -382,9 +355,14 @@ class WeightReceiver(SyncEndpoint):
                     checksums[stream][index] = checksum(part)
             with self._phase("load"):
                 store(index, parts)
-                for stream in messages if index >= here else ():
-                    self.transport_of_stream[stream].release()
+                if index >= here:
+                    self._release(messages)
         self._verify_checksums(checksums)
+
+    def _release(self, messages: Parts) -> None:
+        """The senders may overwrite these messages."""
+        for stream in messages:
+            self.transport_of_stream[stream].release()
 
     def _receive_headers(self, version: int, only_kept: bool) -> bool:
         """Whether messages may be deltas and so announce their size, after checking every sender's

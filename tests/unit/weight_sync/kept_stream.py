@@ -9,7 +9,7 @@ import torch
 
 from one_step_off.weight_sync.kept_blocks import Block, KeptBlocks
 from one_step_off.weight_sync.routes import KeptByReceivers
-from tests.unit.weight_sync.weight_stream import Job, Weights, WeightStream
+from tests.unit.weight_sync.weight_stream import Job, Weights, WeightStream, run_together
 
 SHAPES = {
     "embed": (40, 6),
@@ -148,3 +148,15 @@ class KeptStream(WeightStream):
 
         results, _ = self.sync(weights, version, change_jobs=change)
         return results
+
+    def send_ahead(self, weights: Weights, version: int, limit_bytes: int) -> list[Any]:
+        """The part of a sync that comes while the models are in use: results of senders, then of
+        receivers."""
+        jobs: list[Job] = []
+        for index, sender in enumerate(self.senders):
+            jobs.append(
+                lambda s=sender, i=index: s.send_ahead(self.rows(weights, i), version, limit_bytes)
+            )
+        for receiver in self.receivers:
+            jobs.append(lambda r=receiver: r.receive_ahead(version, limit_bytes))
+        return run_together(jobs)

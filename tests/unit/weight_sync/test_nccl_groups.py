@@ -141,7 +141,7 @@ def test_a_creation_that_blocks_is_abandoned_in_time_and_aborted_when_it_ends(mo
     plan = BucketPlan.build(row_pieces(SHAPES, 1), 64)
     sender = WeightSender(plan, 0, CPU, HOST, 5.0)
     sender.device = CUDA
-    monkeypatch.setattr(sender, "_prepare_thread", lambda: None)
+    monkeypatch.setattr(sender, "prepare_thread", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 31))
     may_connect.clear()
     begin = time.monotonic()
@@ -156,7 +156,7 @@ def test_a_creation_that_blocks_is_abandoned_in_time_and_aborted_when_it_ends(mo
 def test_the_memory_of_communicators_is_counted(monkeypatch):
     plan = BucketPlan.build(row_pieces(SHAPES, 1), 64)
     sender = WeightSender(plan, 0, CPU, HOST, 5.0)
-    monkeypatch.setattr(sender, "_prepare_thread", lambda: None)
+    monkeypatch.setattr(sender, "prepare_thread", lambda: None)
     free = iter([900, 500, 500, 400, 400, 450])  # the last group: something else gave memory back
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 1000))
     assert "communicator_bytes" not in sender._report()

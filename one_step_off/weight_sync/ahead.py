@@ -1,0 +1,87 @@
+"""The driver's part of what the replicas receive ahead: new weights, while they still generate with
+the ones before.
+
+Where generation is the longer phase, the trainer has its new weights before the replicas pause. The
+senders then send at once, and each worker puts what it gets into spare memory. At the pause it only
+copies that into its model. Nothing of it is used before: the checksums and the canary are checked
+at the pause, as in every sync.
+
+It is left out, and everything travels at the pause, where not every worker has a proved layout, or
+where the groups have to be created again.
+"""
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from one_step_off.cluster.errors import SyncError
+from one_step_off.weight_sync.sync_calls import SyncCall, run_or_abort, transfer_limits
+
+
+class AheadTransfer:
+    """The first part of one sync, at most one at a time."""
+
+    def __init__(self, sync: Any) -> None:
+        """`sync`: the `WeightSync` whose groups and processes are used."""
+        self.sync = sync
+        self.version: int | None = None
+        self.task: asyncio.Task | None = None
+
+    def begin(self, version: int) -> None:
+        """Begin to send `version` while the replicas still generate. The next sync must be of the
+        same version, and the trainer's weights must not change before it has ended. Returns at
+        once; does nothing where it is not possible."""
+        sync = self.sync
+        limit_bytes = (sync.cfg.receive_ahead_mb << 20) or sync.total_bytes
+        numbers = sync.rollout.active
+        replicas = [sync.rollout.replicas[number] for number in numbers]
+        is_idle = self.task is None and not sync.lock.locked()
+        has_groups = bool(replicas) and replicas == sync.connected_replicas
+        # A rank that gives its pieces to another one gives all of them at once.
+        is_allowed = not sync.members or limit_bytes >= sync.total_bytes
+        if not (is_idle and has_groups and is_allowed and sync.sends_only_kept(replicas)):
+            return
+        calls = []
+        for rank in sync.sending_ranks:
+            answer = rank.send_ahead.remote(version, limit_bytes)
+            calls.append(SyncCall(sync.rank_name(rank), rank, answer))
+        for number, replica in zip(numbers, replicas, strict=True):
+            answer = replica.receive_ahead.remote(version, limit_bytes)
+            calls.append(SyncCall(f"rollout {number}", replica, answer, number))
+        what = f"weight sync of version {version}, ahead"
+        limits = transfer_limits(sync.cfg.timeout_s, sync.total_bytes)
+        self.version = version
+        self.task = asyncio.create_task(run_or_abort(what, calls, *limits, sync.abort))
+        self.task.add_done_callback(_take_error)
+
+    async def finish(self, version: int) -> None:
+        """Wait for what was begun, before the rest of `version` is sent.
+
+        Raises:
+            BrokenSync: it failed.
+            SyncError: another version was begun.
+        """
+        if self.task is None:
+            return
+        task, begun = self.task, self.version
+        self.task = None
+        await task
+        if begun != version:
+            raise SyncError(f"version {begun} was sent ahead, and {version} is to be sent")
+
+    async def discard(self) -> None:
+        """End what was begun: its groups are about to be closed."""
+        if self.task is None:
+            return
+        task = self.task
+        self.task = None
+        if not task.done():
+            await self.sync.abort(SyncError(f"version {self.version} is sent in other groups"))
+        with suppress(Exception):
+            await task
+
+
+def _take_error(task: asyncio.Task) -> None:
+    """asyncio complains of errors that nobody asks for; `finish` may come much later or never."""
+    if not task.cancelled():
+        task.exception()
