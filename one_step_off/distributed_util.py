@@ -129,9 +129,8 @@ class DedicatedGroup:
         connect_timeout_s: float,
         name: str = "",
     ) -> None:
-        """Create the group. Blocks until all ranks have joined.
-
-        NCCL may block longer than any limit, so call this on a thread that can be abandoned.
+        """Create the group. Blocks until all ranks have joined. NCCL may block longer than any
+        limit, so call this on a thread that can be abandoned.
 
         Args:
             store: of the sender; it also carries the abort signal.
@@ -151,20 +150,19 @@ class DedicatedGroup:
         self.device = device
         self.timeout_s = timeout_s
         self.rank = rank
-        # What each member has announced; the key is there when the member is.
-        self.ready_keys = [f"{name}ready{member}" for member in range(world_size)]
+        self.ready_keys = [f"{name}ready{member}" for member in range(world_size)]  # set by members
         self.announced = 0  # broadcasts that this receiver has announced, or this sender awaited
         self.abort_signal = AbortSignal(store)
         # A separate connection: while one thread waits in a store, no second thread can use it.
         self.ready_store = store.clone()
         self.group: Any = None
         self.work: Any = None
+        group_store = dist.PrefixStore(name, store) if name else store
+        group_args = (group_store, rank, world_size, device, host, connect_timeout_s)
         try:
             self._meet(connect_timeout_s)
-            own_store = dist.PrefixStore(name, store) if name else store
-            self.group = _create_group(own_store, rank, world_size, device, host, connect_timeout_s)
-            # NCCL connects at the first transfer, which belongs to this phase and not to the first
-            # sync.
+            self.group = _create_group(*group_args)
+            # NCCL connects at the first transfer, which belongs to this phase.
             self.start_send(torch.zeros(1, device=device))
             self.wait(connect_timeout_s)
         except BaseException:

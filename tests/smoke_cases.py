@@ -275,6 +275,9 @@ BENCHMARKS = [
     ),
     SmokeCase("sync_model", "benchmarks.sync_model", prints="| sync, s |"),
     SmokeCase(
+        "sync_model_cells", "benchmarks.sync_model", ("--cells",), prints="microseconds per block"
+    ),
+    SmokeCase(
         "sync_model_check",
         "benchmarks.sync_model",
         ("--check", "outputs/weight_sync/result.json", "outputs/weight_sync/result.json"),
@@ -292,7 +295,9 @@ BENCHMARKS = [
     benchmark("estimators", "--repeats", "1"),
     benchmark("agent_loop", *"--conversations 8 --reward-s 0.05 --repeats 1".split()),
     benchmark(
-        "checkpoint", *"--model tiny:qwen2 --layers 1 --repeats 1".split(), writes=("result.json",)
+        "checkpoint",
+        *"--model tiny:qwen2 --layers 1 --repeats 1 --backend fsdp".split(),
+        writes=("result.json",),
     ),
     benchmark("lora", "--model", "tiny", "--repeats", "1"),
 ]

@@ -185,10 +185,8 @@ def test_a_side_has_all_cores_while_the_other_waits() -> None:
         alone_trainer,
         alone_rollout,
     ]
-    numbers = trainer.numbers + replica.numbers
-    first = min(numbers)
-    expected = list(range(first, first + len(numbers)))
-    assert sorted(numbers) == expected, "each change has its own number"
+    numbers = sorted(trainer.numbers + replica.numbers)
+    assert len(set(numbers)) == len(numbers), "each change has its own number"
 
 
 def test_a_failed_phase_gives_the_cores_back() -> None:
