@@ -174,8 +174,13 @@ class LightReplica(FaultInjector):
         self.receiver: WeightReceiver | None = None
         self.layout: LightLayout | None = None
         self.ahead: Future | None = None
+        self.rollout_s = 0.01
         self.engine = ThreadPoolExecutor(1)
         self.weights: dict[str, torch.Tensor] = {}
+
+    def set_rollout_s(self, seconds: float) -> None:
+        """Let generation take so long."""
+        self.rollout_s = seconds
 
     async def _in_engine(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.engine, function, *args)
@@ -261,7 +266,7 @@ class LightReplica(FaultInjector):
     async def rollout(self, prompts: list[Prompt], sampling: Any) -> list[Sample]:
         if self.stamp is None:
             raise RuntimeError("no verified weights")
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self.rollout_s)
         return [
             stamped_sample(prompt, index, self.stamp)
             for prompt in prompts
