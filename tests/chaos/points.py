@@ -69,7 +69,8 @@ def _change_plan(args: tuple) -> None:
 
 def _change_checksum(args: tuple) -> None:
     """As one changed bit of the first bucket would."""
-    args[1][0, 0, 0] ^= 1
+    first, *_ = args[1].values()
+    first[0, 0] ^= 1
 
 
 def _change_log_probs(args: tuple) -> None:
@@ -144,8 +145,8 @@ POINTS = [
         "after",
         version=_second_argument,
     ),
-    Point("between buckets", "engine", "one_step_off.weight_sync.bucket_plan:Bucket.join", "after"),
-    Point("loading", "engine", f"{VLLM_RECEIVER}:OneStepOffTransferEngine._load"),
+    Point("between buckets", "engine", f"{RECEIVER}:WeightReceiver._release", "after"),
+    Point("loading", "engine", "one_step_off.weight_sync.kept_model:KeptModel.write"),
     Point(
         "after the last bucket",
         "engine",
