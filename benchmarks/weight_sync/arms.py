@@ -51,9 +51,12 @@ class Arm:
         description: what it does, for the report.
         sign_changes: its first updates. Before each of them one in so many elements changes its
             sign.
+        needs_own_model: it relies on what it left in the engine's model, so that no other arm may
+            load that in between.
     """
 
     name = ""
+    needs_own_model = False
     description = ""
     sign_changes: tuple[int, ...] = (2,)
 
@@ -296,6 +299,7 @@ class Delta(Product):
     name = "delta"
     description = "every rank sends the elements of its rows that changed; checked likewise"
     keys = {"mode": "delta"}
+    needs_own_model = True
     sign_changes = (2, 8)  # the first one is sent in full anyway
 
 

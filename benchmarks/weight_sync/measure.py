@@ -151,12 +151,15 @@ def groups_of_arms(arms: list[Any], apart: bool) -> list[list[Any]]:
 
     Args:
         arms: the raw broadcast, and the others.
-        apart: each of the others alone with the raw broadcast; else all of them.
+        apart: each of the others alone with the raw broadcast; else all that can share the
+            engine's model.
     """
     raw, *others = arms
-    if not apart or not others:
+    if not others:
         return [arms]
-    return [[raw, arm] for arm in others]
+    together = [] if apart else [arm for arm in others if not arm.needs_own_model]
+    groups = [[raw, *together]] if together else []
+    return groups + [[raw, arm] for arm in others if arm not in together]
 
 
 async def measure_group(

@@ -186,7 +186,8 @@ class WeightSenderMixin:
             return self.sender.send(self.weight_tensors(), version, only_kept)
         gathered = self.gathered(self.pieces, self.device)
         if self.rank == 0:
-            return self.sender.send((tensor for _, tensor in gathered), version)
+            tensors = (tensor for _, tensor in gathered)
+            return self.sender.send(tensors, version, only_kept)
         for _ in gathered:  # the collectives; nothing is yielded on this rank
             pass
         return {"bytes": 0.0, "changed": 0.0, "bucket_wire": [], "spans": []}

@@ -151,9 +151,12 @@ def test_a_forgotten_arm_leaves_nothing_on_a_worker() -> None:
 
 
 def test_arms_apart_have_the_raw_broadcast_beside_them() -> None:
-    assert groups_of_arms(["raw", "a", "b"], apart=True) == [["raw", "a"], ["raw", "b"]]
-    assert groups_of_arms(["raw", "a", "b"], apart=False) == [["raw", "a", "b"]]
-    assert groups_of_arms(["raw"], apart=True) == [["raw"]]
+    raw, a, b = (SimpleNamespace(needs_own_model=False) for _ in range(3))
+    delta = SimpleNamespace(needs_own_model=True)
+    assert groups_of_arms([raw, a, b], apart=True) == [[raw, a], [raw, b]]
+    assert groups_of_arms([raw, a, b], apart=False) == [[raw, a, b]]
+    assert groups_of_arms([raw, a, delta, b], apart=False) == [[raw, a, b], [raw, delta]]
+    assert groups_of_arms([raw], apart=True) == [[raw]]
 
 
 def runs_with_steps(*step_seconds: float) -> list[list[dict[str, Any]]]:
