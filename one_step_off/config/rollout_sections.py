@@ -28,7 +28,7 @@ class PlacementConfig:
         "separate for rollout and trainer",
     )
     share_idle_cores: bool = config_key(
-        True,
+        False,
         "with pinned cores: while rollout or trainer waits for the other, "
         "the other also works on its cores",
     )

@@ -295,7 +295,8 @@ class Replica(CoreUser):
 
 os.sched_setaffinity(0, eval(sys.argv[1]))
 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-pools = create_pools(load_config(["placement.device=cpu"]), "cpu")
+keys = ["placement.device=cpu", "placement.share_idle_cores=true"]
+pools = create_pools(load_config(keys), "cpu")
 actors = [spawn(Replica, (), pools["rollout"][0], "cpu"), spawn(Rank, (), pools["actor"][0], "cpu")]
 ray.get([actor.busy.remote(0.0) for actor in actors])
 answers = [actor.busy.remote(3.0) for actor in actors]

@@ -276,20 +276,21 @@ def test_idle_cores_are_shared_with_the_other_side(monkeypatch: pytest.MonkeyPat
         cfg = good(*keys)
         return guest_cores(cfg, process_cores(cfg, "cpu", cores))
 
-    assert guests([0, 1]) == {"rollout": [[1]], "actor": [[0]]}
+    share = "placement.share_idle_cores=true"
+    assert guests([0, 1], share) == {"rollout": [[1]], "actor": [[0]]}
     pools = "placement.pools={rollout: [2], actor: [1], critic: [1]}"
     roles = "placement.roles={rollout: rollout, actor: actor, critic: critic}"
     keys = [pools, roles, "algorithm.adv_estimator=gae"]
-    assert guests(list(range(8)), *keys) == {
+    assert guests(list(range(8)), share, *keys) == {
         "rollout": [[4, 5], [6, 7]],
         "actor": [[0, 1]],
         "critic": [[2, 3]],
     }
     none = {"rollout": [[]], "actor": [[]]}
-    assert guests([0, 1], "placement.share_idle_cores=false") == none
-    assert guests([0, 1], "placement.pin_cores=false") == none
-    assert guests([0]) == none, "both have the same core"
-    assert guests([0, 1], *SHARED, "pipeline.staleness=0") == {"all": [[], []]}
+    assert guests([0, 1]) == none
+    assert guests([0, 1], share, "placement.pin_cores=false") == none
+    assert guests([0], share) == none, "both have the same core"
+    assert guests([0, 1], share, *SHARED, "pipeline.staleness=0") == {"all": [[], []]}
 
 
 def test_placement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,11 +85,11 @@ def test_one_gpu_is_shared_or_colocated(capsys) -> None:
 
 def test_idle_cores_of_a_cpu_make_the_shorter_phase_useful(capsys) -> None:
     keys = [*GPUS, "placement.device=cpu", "placement.pools={rollout: [1], actor: [1]}"]
-    assert main([*keys, "--times", "9,15,0"]) == 0
+    assert main([*keys, "placement.share_idle_cores=true", "--times", "9,15,0"]) == 0
     out = capsys.readouterr().out
     assert "the other also works on its cores" in out
     assert rows_of(out)["1 + 1", "one step off"] == pytest.approx(9 + 6 / 1.8, rel=0.02)
-    assert main([*keys, "placement.share_idle_cores=false", "--times", "9,15,0"]) == 0
+    assert main([*keys, "--times", "9,15,0"]) == 0
     assert rows_of(capsys.readouterr().out)["1 + 1", "one step off"] == pytest.approx(15, rel=0.02)
 
 
