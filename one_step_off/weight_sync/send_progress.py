@@ -49,4 +49,6 @@ class SendProgress:
     """For a part and for what is cut out of it."""
     checksums: Messages
     """Of each set of receivers int64 [buckets, 2]."""
+    kept_parts: list[torch.Tensor]
+    """Where a copy of what is sent goes, bucket by bucket; empty: none is kept."""
     next_bucket: int = 0

@@ -67,6 +67,7 @@ class WeightSender(SyncEndpoint):
         # For all epochs: a receiver that is killed never releases what it has mapped on a GPU.
         self.shared_buffers: list[SharedBuffer] = []
         self.kept_parts: list[torch.Tensor] = []  # what was sent last, bucket by bucket
+        self.kept_next: list[torch.Tensor] = []  # of a sync that is sent ahead
         self.deltas_since_full: int | None = None  # None: receivers hold nothing of this epoch
         self.sent_ahead: SendProgress | None = None  # a sync of which a part was sent
         self.packer = PiecePacker(self.name)
@@ -119,7 +120,7 @@ class WeightSender(SyncEndpoint):
                 self._connect_transports(store, same_device, deadline)
                 self._measure_link()
                 # Now, because pinned memory takes long to allocate.
-                self._allocate_kept_parts()
+                self._allocate_kept_parts(self.kept_parts)
         except BaseException as error:
             self.give_up(error)
             raise
@@ -154,7 +155,7 @@ class WeightSender(SyncEndpoint):
             progress = self.sent_ahead
             self.sent_ahead = None
             if progress is None:
-                progress = self._begin_send(iter(tensors), version, only_kept)
+                progress = self._begin_send(iter(tensors), version, only_kept, self.kept_parts)
             elif (progress.version, progress.only_kept) != (version, only_kept):
                 raise SyncError(f"{self.name}: a part of version {progress.version} was sent ahead")
             self._send_buckets(progress, len(self.plan.buckets))
@@ -177,7 +178,9 @@ class WeightSender(SyncEndpoint):
             SyncError: as `send`.
         """
         with self._giving_up_on_errors():
-            progress = self._begin_send(iter(tensors), version, only_kept=True)
+            # The version before stays kept: a replica that is restarted meanwhile needs it.
+            self._allocate_kept_parts(self.kept_next)
+            progress = self._begin_send(iter(tensors), version, True, self.kept_next)
             self._send_buckets(progress, progress.routes.leading_buckets(limit_bytes))
             self.sent_ahead = progress
 
@@ -273,9 +276,13 @@ class WeightSender(SyncEndpoint):
             self.deltas_since_full = 0
 
     def _begin_send(
-        self, tensors: Iterator[torch.Tensor], version: int, only_kept: bool
+        self,
+        tensors: Iterator[torch.Tensor],
+        version: int,
+        only_kept: bool,
+        kept_parts: list[torch.Tensor],
     ) -> SendProgress:
-        """Choose what to send, and send the header."""
+        """Choose what to send, and send the header. `kept_parts`: where a copy of it goes."""
         self._begin_sync()
         routes = self.kept_routes if only_kept else self.whole_routes
         if routes is None:
@@ -283,8 +290,8 @@ class WeightSender(SyncEndpoint):
         kind = self._choose_kind(version)
         self._count_send(kind)
         sends_deltas = self.full_every > 0
-        self._allocate_kept_parts()
-        if kind is not SendKind.RESEND:
+        self._allocate_kept_parts(self.kept_parts)
+        if kind is not SendKind.RESEND and kept_parts is self.kept_parts:
             self.kept_version = None  # until all parts are kept
         if self.leader is not None:
             wants_data = kind is not SendKind.RESEND
@@ -304,6 +311,7 @@ class WeightSender(SyncEndpoint):
             messages_of_bucket=routes.messages_of_sender(self.index),
             buffers=itertools.cycle(zip(self.buffers, self.cut_buffers, strict=True)),
             checksums=self._zero_checksums(routes),
+            kept_parts=kept_parts,
         )
 
     def _send_buckets(self, progress: SendProgress, stop: int) -> None:
@@ -327,7 +335,9 @@ class WeightSender(SyncEndpoint):
         self.packer.tensor_in_work = None  # it may be a copy, whose memory is free now
         with self._phase("wire"):
             self._on_wire(self._broadcast, progress.checksums)
-        if self.kept_parts:
+        if progress.kept_parts:
+            if progress.kept_parts is self.kept_next:
+                self.kept_parts, self.kept_next = self.kept_next, self.kept_parts
             self.kept_version = progress.version
 
     def _zero_checksums(self, routes: Routes) -> Messages:
@@ -339,14 +349,14 @@ class WeightSender(SyncEndpoint):
             )
         return checksums
 
-    def _allocate_kept_parts(self) -> None:
-        """Host memory for what was sent last, if it is needed and not there yet."""
-        if self.kept_parts or not (self.full_every > 0 or self.keep_sent):
+    def _allocate_kept_parts(self, parts: list[torch.Tensor]) -> None:
+        """Host memory for what is sent, if it is needed and not there yet."""
+        if parts or not (self.full_every > 0 or self.keep_sent):
             return
         pinned = self.device.type == "cuda"
         for size in self.part_sizes:
             part = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
-            self.kept_parts.append(part)
+            parts.append(part)
 
     def _fill_part(self, index: int, part: torch.Tensor, progress: SendProgress) -> torch.Tensor:
         """`part` (uint8 [n], inside a send buffer), with this sender's part of one bucket."""
@@ -375,9 +385,9 @@ class WeightSender(SyncEndpoint):
         if kind is SendKind.DELTA:
             with self._phase("encode"):
                 payloads = self._encode_deltas(index, routed, messages)
-        if self.kept_parts and kind is not SendKind.RESEND:
+        if progress.kept_parts and kind is not SendKind.RESEND:
             with self._phase("keep"):
-                self.kept_parts[index].copy_(part, non_blocking=True)
+                progress.kept_parts[index].copy_(part, non_blocking=True)
         for number, payload in payloads.items():
             # Only now: a message may be the part itself.
             messages[number] = messages[number][: len(payload)].copy_(payload)

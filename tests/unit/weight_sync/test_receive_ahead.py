@@ -96,6 +96,27 @@ def test_a_spoiled_byte_of_the_first_part_is_found_at_the_pause():
     assert "phase verify: checksum of bucket 1" in str(results[3])
 
 
+@pytest.mark.parametrize("full_every", [0, 9])
+def test_a_replica_that_is_restarted_meanwhile_gets_the_version_before(full_every):
+    stream = KeptStream(2, 1, 2)
+    for sender in stream.senders:
+        sender.keep_sent = True
+        sender.full_every = full_every
+    stream.connect(3)
+    before, after = (random_weights(SHAPES, "bfloat16") for _ in range(2))
+    assert_no_errors(stream.sync_kept(before, 1))
+    assert_no_errors(stream.send_ahead(after, 2, 500))
+    stream.connect(4)
+    assert_no_errors(stream.sync_kept(after, 1))  # from the kept copies
+    for layout in stream.layouts:
+        layout.assert_holds(before)
+    for version in (2, 3):
+        assert_no_errors(stream.send_ahead(after, version, 500))
+        assert_no_errors(stream.sync_kept(after, version))
+        for layout in stream.layouts:
+            layout.assert_holds(after)
+
+
 def test_a_new_epoch_forgets_what_came_ahead():
     stream = KeptStream(2, 1, 2)
     weights = random_weights(SHAPES, "bfloat16")
