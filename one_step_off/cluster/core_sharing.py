@@ -1,4 +1,4 @@
-"""Cores that work for the side of the pipeline that has work, on CPUs.
+"""Sharing of idle cores between rollout and trainer, on CPUs.
 
 Rollout and trainer have cores of their own. While one side waits for the other, the other's
 processes may also run on its cores. Only the cores change, never the number of threads: every

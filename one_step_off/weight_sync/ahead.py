@@ -1,13 +1,13 @@
-"""The driver's part of what the replicas receive ahead: new weights, while they still generate with
-the ones before.
+"""Early transfer of new weights: replicas receive them while they still generate with the version
+before. This is the driver's part.
 
-Where generation is the longer phase, the trainer has its new weights before the replicas pause. The
-senders then send at once, and each worker puts what it gets into spare memory. At the pause it only
-copies that into its model. Nothing of it is used before: the checksums and the canary are checked
-at the pause, as in every sync.
+Where generation is the longer phase, the trainer has new weights before the replicas pause. The
+senders then send immediately, and each worker receives into spare memory. At the pause the worker
+copies this memory into its model. The weights are not used earlier: checksums and canary are
+checked at the pause, as in every sync.
 
-It is left out, and everything travels at the pause, where not every worker has a proved layout, or
-where the groups have to be created again.
+There is no early transfer unless every worker has a proved layout. If the groups are created again,
+all weights are sent at the pause.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
-"""What the workers of each replica keep of the model, as the driver knows it.
+"""The driver's record of what the workers of each replica keep of the model.
 
-A worker says which blocks it keeps when its process is new. Its first sync brings whole tensors,
-and proves that it was right. From then on it needs only these blocks. After a sync that failed
-nothing counts as proved.
+A new worker reports which blocks it keeps. Its first sync brings whole tensors and proves the
+report. Later syncs bring only these blocks. After a failed sync no report counts as proved.
 """
 
 from collections.abc import Sequence

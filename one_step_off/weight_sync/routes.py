@@ -1,9 +1,9 @@
 """Which bytes of each bucket go to which receivers.
 
-A sender packs its part of a bucket as the bucket plan says. As long as nothing is known of the
-receivers, the part goes to all of them. When every receiver has told which blocks it keeps, the
-part is cut into cells, so that each cell is kept by one set of receivers as a whole. The cells of
-one set make one message: what all keep (norms, for instance) is broadcast to all, a slice of one
+A sender packs its part of a bucket in the layout of the bucket plan. In the first sync the part
+goes to all receivers. When every receiver has reported which blocks it keeps, the part is cut into
+cells: each cell is a block that one set of receivers keeps. The cells of one set make one message.
+Blocks that all receivers keep (norms, for instance) are broadcast to all. A slice of one
 tensor-parallel rank goes to that rank of every replica.
 
 Receivers of one kind keep the same blocks: the same tensor-parallel rank of each replica.

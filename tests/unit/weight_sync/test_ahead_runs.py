@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from one_step_off.cluster.errors import RoleError, SyncError
 from tests.sync_actors import STEPS, Fault, Team
@@ -19,19 +18,6 @@ pytestmark = pytest.mark.timeout(240)
 RUN_S = 60.0
 GENERATE_S = 0.5
 """Longer than an update, so that weights are there before generation ends."""
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
-    yield
-    ray.shutdown()
 
 
 def run_ahead(folder: Path, fault: tuple[str, Fault] | None = None, **options: Any) -> Team:

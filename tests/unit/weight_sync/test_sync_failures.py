@@ -33,19 +33,6 @@ FOREVER_S = 100.0
 """A limit that no test reaches."""
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
-    yield
-    ray.shutdown()
-
-
 @asynccontextmanager
 async def connected_team(*args: Any, **options: Any) -> AsyncIterator[Team]:
     """A `Team` with these arguments, killed at the end."""
