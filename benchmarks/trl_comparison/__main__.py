@@ -46,11 +46,19 @@ from one_step_off.runtime.validation import validate
 ARMS = {
     "ours": OURS,
     "ours-sync": "one_step_off, synchronous",
+    "ours-shared-cores": "one_step_off, idle cores shared",
     "trl-1": "TRL, 1 thread",
     "trl-all": "TRL, a thread per core",
     "trl-vllm": "TRL, vLLM colocate",
 }
 """Values of the flag `--arms` -> names of the arms in tables."""
+
+KEYS_OF_ARM = {
+    "ours": [],
+    "ours-sync": ["pipeline.staleness=0"],
+    "ours-shared-cores": ["placement.share_idle_cores=true"],
+}
+"""Config keys of this program's arms."""
 
 SMOLLM2_KEYS = [
     "data.train_batch_size=4",
@@ -111,9 +119,8 @@ def run_once(
     Raises:
         RunFailed: the run ended with an error.
     """
-    if arm.startswith("ours"):
-        arm_keys = ["pipeline.staleness=0"] if arm == "ours-sync" else []
-        rows = run_arm(args.config, [*keys, *arm_keys], folder, [], cores=args.cores)
+    if arm in KEYS_OF_ARM:
+        rows = run_arm(args.config, [*keys, *KEYS_OF_ARM[arm]], folder, [], cores=args.cores)
         # Nothing is generated during the last step, so it is shorter than the others.
         return rows[args.warmup : -1]
     flags = {

@@ -323,7 +323,10 @@ class WeightSender(SyncEndpoint):
                 continue
             self.bucket_number = index + 1
             part_buffer, cut_buffer = next(progress.buffers)
-            part = self._fill_part(index, part_buffer[:size], progress)
+            part = part_buffer[:size]
+            if self._packs_into_kept_parts(progress):
+                part = progress.kept_parts[index]
+            self._fill_part(index, part, progress)
             sent = self._prepare_messages(index, part, cut_buffer, progress)
             self._finish_bucket(on_wire)
             on_wire = BucketOnWire(index, self.wire_thread.submit(self._broadcast, *sent))
@@ -358,14 +361,23 @@ class WeightSender(SyncEndpoint):
             part = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
             parts.append(part)
 
-    def _fill_part(self, index: int, part: torch.Tensor, progress: SendProgress) -> torch.Tensor:
-        """`part` (uint8 [n], inside a send buffer), with this sender's part of one bucket."""
+    def _packs_into_kept_parts(self, progress: SendProgress) -> bool:
+        """Whether parts are packed where they are kept, and sent from there.
+
+        Not where deltas are made, which compare a part with the kept one. Not on GPUs, where parts
+        are kept in host memory, and not where receivers read the send buffers themselves.
+        """
+        makes_deltas = self.full_every > 0
+        is_on_cpu = self.device.type == "cpu"
+        return bool(progress.kept_parts) and is_on_cpu and not (makes_deltas or self.shared_buffers)
+
+    def _fill_part(self, index: int, part: torch.Tensor, progress: SendProgress) -> None:
+        """Put this sender's part of one bucket into `part` (uint8 [n])."""
         with self._phase("gather"):
-            if progress.kind is SendKind.RESEND:
-                part.copy_(self.kept_parts[index], non_blocking=True)
-            else:
+            if progress.kind is not SendKind.RESEND:
                 self._pack(index, part, progress.tensors)
-        return part
+            elif part is not self.kept_parts[index]:
+                part.copy_(self.kept_parts[index], non_blocking=True)
 
     def _prepare_messages(
         self, index: int, part: torch.Tensor, cut_buffer: torch.Tensor, progress: SendProgress
@@ -386,8 +398,10 @@ class WeightSender(SyncEndpoint):
             with self._phase("encode"):
                 payloads = self._encode_deltas(index, routed, messages)
         if progress.kept_parts and kind is not SendKind.RESEND:
-            with self._phase("keep"):
-                progress.kept_parts[index].copy_(part, non_blocking=True)
+            kept_part = progress.kept_parts[index]
+            if part is not kept_part:
+                with self._phase("keep"):
+                    kept_part.copy_(part, non_blocking=True)
         for number, payload in payloads.items():
             # Only now: a message may be the part itself.
             messages[number] = messages[number][: len(payload)].copy_(payload)
