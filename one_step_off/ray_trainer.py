@@ -4,7 +4,8 @@
     rollout | gen 0 (v0) | gen 1 (v0)      | sync v1 | gen 2 (v1)      | sync v2 | ...
     trainer |            | train 0: v0->v1 | sync v1 | train 1: v1->v2 | sync v2 | ...
 
-With `pipeline.staleness` above 1 generation runs further ahead: see `config/sync_schedule.py`.
+With `pipeline.staleness` above 1 generation runs further ahead: see
+`one_step_off/config/sync_schedule.py`.
 Read `Pipeline._loop`, `_step` and `_train`: the rest of this file prepares a step or records what
 it did.
 """
@@ -331,6 +332,9 @@ class Pipeline:
         begin = now()
         sync_metrics = await self.roles.sync((self.incarnation, version), self.expected_canary)
         self.tracker.span("sync", "weights", version, begin, now())
+        if self.batches.never_drains and not metrics["time/wait_trainer_s"]:
+            # They generate again while the canary is scored.
+            metrics["time/rollout_paused_s"] = sync_metrics.get("sync/paused_s", 0.0)
         self.synced_version = version
         self.canary_metrics = {
             name: value for name, value in sync_metrics.items() if name.startswith("canary/")
@@ -473,5 +477,7 @@ def count_faults(samples: list[Sample]) -> dict[str, float]:
 def generation_seconds(metrics: dict[str, float]) -> float:
     """Where the replicas generate throughout a step: all of it but for syncs and waits for new
     weights."""
-    idle_s = metrics.get("time/sync_s", 0.0) + metrics.get("time/wait_trainer_s", 0.0)
+    sync_s = metrics.get("time/sync_s", 0.0)
+    paused_s = metrics.get("time/rollout_paused_s", sync_s)
+    idle_s = paused_s + metrics.get("time/wait_trainer_s", 0.0)
     return max(0.0, metrics["time/step_s"] - idle_s)

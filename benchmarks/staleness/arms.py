@@ -76,15 +76,13 @@ def speed_figures(rows: list[Row], staleness: int) -> dict[str, float]:
     the tokens."""
     steady = steady_rows(rows, staleness)
     seconds = sum(row["time/step_s"] for row in steady)
-
-    def share(*names: str) -> float:
-        return sum(row.get(name) or 0.0 for row in steady for name in names) / seconds
-
+    paused_s = sum(row.get("time/rollout_paused_s", row.get("time/sync_s", 0.0)) for row in steady)
+    waited_s = sum(row.get("time/wait_trainer_s", 0.0) for row in steady)
     return {
         "samples/s": sum(row["samples"] for row in steady) / seconds,
-        "rollout idle": share("time/sync_s", "time/wait_trainer_s"),
-        "rollout syncs": share("time/sync_s"),
-        "trainer idle": 1 - share("time/train_s"),
+        "rollout idle": (paused_s + waited_s) / seconds,
+        "rollout syncs": paused_s / seconds,
+        "trainer idle": 1 - sum(row["time/train_s"] for row in steady) / seconds,
         "mean age": statistics.fmean(mean_age(row) for row in steady),
         "oldest": max(row["staleness/max"] for row in steady),
     }

@@ -58,8 +58,10 @@ def restored_in_flight(
         samples: of its files; [] where it has none.
         find_prompt: returns the prompt of an id.
     """
-    rows = state.get("batches", _rows_of_one_batch(state, len(samples)))
-    pool_rows = state.get("pool", _rows_of_prompts(state))
+    if "batches" in state:
+        rows, pool_rows = state["batches"], state["pool"]
+    else:
+        rows, pool_rows = _rows_of_one_batch(state, len(samples)), _rows_of_prompts(state)
     remaining = iter(samples)
 
     def take(count: int) -> list[Sample]:

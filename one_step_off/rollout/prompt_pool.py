@@ -9,7 +9,7 @@ being trained on, or with dynamic sampling by being replaced.
 A prompt started with version v is trained on in step v + staleness at the latest, so no token is
 older there than that. If some groups would otherwise miss their last step, the step takes those
 groups first and waits for them. There are enough places for all, as long as the prompts that have
-begun keep to the inequality of `config/sync_schedule.py`.
+begun keep to the inequality of `one_step_off/config/sync_schedule.py`.
 """
 
 from collections import Counter

@@ -1,5 +1,5 @@
 """Whole batches between the syncs (`weight_sync.in_flight=wait`): which weights make which batch is
-known in advance, see `config/sync_schedule.py`."""
+known in advance, see `one_step_off/config/sync_schedule.py`."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -253,7 +253,8 @@ class RolloutReplica(UsageProbe, CoreUser):
         await self.engine.update_weight_version(f"{incarnation}.{version}")
         await self.engine.resume_generation()
         self.stamp = stamp
-        return [report | {"pause": pause_s} for report in reports]
+        paused_s = time.perf_counter() - begin
+        return [report | {"pause": pause_s, "paused": paused_s} for report in reports]
 
     async def ping(self) -> tuple[int, int]:
         """Answer once the engine has, between two of its steps.

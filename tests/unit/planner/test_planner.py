@@ -316,4 +316,4 @@ def test_the_staleness_of_the_config_is_a_row_of_its_own(capsys) -> None:
     assert main([*GPUS, *keys, "--times", "60,70,5,30"]) == 0
     found = rows_of(capsys.readouterr().out)
     assert len(found) == 1 + 3 * 7
-    assert found["2 + 6", "staleness 2, recompute"] < found["2 + 6", "one step off"]
+    assert found["1 + 7", "staleness 2, recompute"] < found["1 + 7", "one step off"]

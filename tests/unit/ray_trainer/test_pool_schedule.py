@@ -324,7 +324,7 @@ def test_complete_groups_are_saved_when_the_last_replica_fails(tmp_path):
 
     async def generate(prompts, purpose, sampling, on_group):
         calls.append(purpose)
-        is_last = len(calls) == 3
+        is_last = len(calls) == 2
         complete = prompts[:-1] if is_last else prompts
         for prompt in complete:
             on_group([make_sample(prompt, i, [world.engine_version]) for i in range(2)])

