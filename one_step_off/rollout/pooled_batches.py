@@ -14,8 +14,8 @@ from one_step_off.rollout.replacements import notes_of_replaced, uninformative_p
 
 @dataclass(eq=False)
 class PooledSource(BatchSource):
-    """Keeps as many prompts in progress as `sync_schedule.prompts_allowed` says, so that the replicas
-    have work between the steps too."""
+    """Keeps as many prompts in progress as `prompts_allowed` says, so that the replicas have work
+    between the steps too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
