@@ -4,6 +4,8 @@
     rollout | gen 0 (v0) | gen 1 (v0)      | sync v1 | gen 2 (v1)      | sync v2 | ...
     trainer |            | train 0: v0->v1 | sync v1 | train 1: v1->v2 | sync v2 | ...
 
+With `pipeline.staleness` above 1 generation runs further ahead: see
+`one_step_off/config/sync_schedule.py`.
 Read `Pipeline._loop`, `_step` and `_train`: the rest of this file prepares a step or records what
 it did.
 """
@@ -19,28 +21,33 @@ from one_step_off.algorithms.batch_advantages import (
     make_kl_controller,
     set_baselines,
 )
-from one_step_off.checkpoint import TRAINED_ROLES, Checkpointer, write_batch
-from one_step_off.cluster.errors import RoleError
+from one_step_off.checkpoint import Checkpointer
+from one_step_off.checkpoint.in_flight import samples_and_state
+from one_step_off.checkpoint.skipped_updates import SkippedUpdates
 from one_step_off.cluster.remote_calls import now, with_time_limit
 from one_step_off.config.schema import Config
+from one_step_off.config.sync_schedule import (
+    is_sync_step,
+    last_begun_batch,
+    sync_period,
+    waits_for_requests,
+)
 from one_step_off.data.episodes import one_per_episode
 from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample
 from one_step_off.data.staleness import assert_staleness
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.rollout.batch_sources import (
-    BatchSource,
-    PartialRolloutSource,
-    RestoredBatch,
-    WholeBatchSource,
-)
+from one_step_off.rollout.batch_sources import BatchSource, InFlight
+from one_step_off.rollout.pooled_batches import PooledSource
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
+from one_step_off.rollout.scheduled_batches import ScheduledSource
 from one_step_off.training.reward_models import mix
 from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 from one_step_off.weight_sync.overlap import SyncOverlap
 
-KEPT_BATCHES = 5  # batches with skipped updates that are kept for --replay
+NO_SYNC = {"time/wait_trainer_s": 0.0, "time/sync_s": 0.0, "sync/bytes": 0.0}
+"""The metrics of a step at which no weights are sent."""
 
 
 @dataclass
@@ -61,19 +68,13 @@ class Resumed:
 
     Attributes:
         step: the first step to train.
-        samples: the finished samples of that step; None: they are generated again.
-        generate_s: how long these samples took.
+        in_flight: what was generated or begun and not trained.
         kl_coef: the adapted KL coefficient.
-        incarnation: of the trainer that made the samples.
-        unfinished: prompts that were being generated besides; they are generated again.
     """
 
     step: int
-    samples: list[Sample] | None
-    generate_s: float
+    in_flight: InFlight = field(default_factory=InFlight)
     kl_coef: float | None = None
-    incarnation: int = 0
-    unfinished: list[Prompt] = field(default_factory=list)
 
 
 class Stopped(Exception):
@@ -133,7 +134,7 @@ class Pipeline:
         self.canary_metrics: dict[str, float] = {}
         self.evaluation: asyncio.Task | None = None
         self.checkpoint_writes: list[asyncio.Task] = []  # one at most
-        self.empty_batches = 0  # in a row; all their groups were dropped
+        self.skipped_updates = SkippedUpdates(cfg, tracker)
         self.stopping = False
         for role in (roles.actor, roles.ref, roles.critic, roles.reward_model):
             if role is not None:
@@ -181,20 +182,20 @@ class Pipeline:
         for step in range(self.start, total_steps):
             await self._step(step, total_steps)
         if self.checkpointer and self.checkpointer.in_use:
-            await self._save(total_steps, None)
+            await self._save(total_steps)
 
     async def _step(self, step: int, total_steps: int) -> None:
         begin = now()
         overlapped = self.sync_overlap.begin_step()
         batch = None
-        # Wait for the rollouts of this step, made with v(step - 1).
+        # Wait for the rollouts of this step, made with v(step - 1) or older weights.
         if self.one_step_ahead and not self._sync_goes_first(step):
             batch, batch_metrics = await self.batches.batch(step)
         # Checkpoint when due: the trainer's v(step) and these samples are both complete here.
-        await self._checkpoint_if_due(step, batch)
+        await self._checkpoint_if_due(step)
         # Sync v(step) into every replica, then launch evaluation when due, then the rollouts of the
-        # next step.
-        sync_task = self.background.create_task(self._sync_and_launch(step, total_steps))
+        # next steps. With staleness above 1 some steps have no sync.
+        sync_task = self.background.create_task(self._sync_and_launch(step))
         if not overlapped:
             await sync_task
         if batch is None:
@@ -205,7 +206,7 @@ class Pipeline:
         metrics = batch_metrics | train_metrics | await sync_task
         metrics["time/step_s"] = now() - begin
         self.trained_steps = step + 1
-        if self.cfg.pipeline.partial_rollout:
+        if self.batches.never_drains:
             metrics["time/generate_s"] = generation_seconds(metrics)
         metrics |= self.sync_overlap.end_step(metrics)
         metrics["restarts/replicas"] = self.roles.rollout.restarts
@@ -230,11 +231,8 @@ class Pipeline:
             metrics |= fill_advantages(batch, self.cfg, self.kl_controller)
         log_prob_s = now() - begin
         metrics |= await self._update(batch)
-        self._check_skipped_updates(batch, metrics)
-        # Scored now, before the next update changes the weights.
-        self.expected_canary = self.roles.sync.score_canary()
-        if self.cfg.weight_sync.receive_ahead and self.batches.is_generating:
-            self.roles.sync.ahead.begin(batch.step + 1)
+        self.skipped_updates.check(batch, metrics)
+        self._prepare_sync(batch.step + 1)
         # The wait until the weights were sent is no training.
         train_s = now() - begin - metrics.get("actor/sync_wait_s", 0.0)
         metrics["time/log_prob_s"] = log_prob_s
@@ -290,14 +288,14 @@ class Pipeline:
     # --- rollouts and weight sync -----------------------------------------------------------------
 
     def _sync_goes_first(self, step: int) -> bool:
-        """With partial rollouts: whether the samples of `step` are not complete, so that the
-        replicas should get the newest weights and begin the next prompts first. A checkpoint needs
-        the samples before the sync."""
+        """With a pool: whether the samples of `step` are not complete, so that the replicas should
+        get the newest weights and begin the next prompts first. A checkpoint needs the samples
+        before the sync."""
         return not self._checkpoint_due(step) and not self.batches.ready(step)
 
     async def _start_rollouts(self, total_steps: int) -> None:
         """Launch the rollouts before the first step, unless the checkpoint had them."""
-        if self.batches.restored is not None:
+        if self.batches.has_first_batch:
             return
         await self._sync(self.start)
         if self.cfg.trainer.val_before_train and not self.resumed:
@@ -305,9 +303,12 @@ class Pipeline:
         if self.one_step_ahead and self.start < total_steps:
             self.batches.launch(self.start, self.synced_version, self.background)
 
-    async def _sync_and_launch(self, step: int, total_steps: int) -> dict[str, Any]:
+    async def _sync_and_launch(self, step: int) -> dict[str, Any]:
         """What the replicas do at a step's beginning, beside the trainer where they overlap:
         receive v(step), then generate with it. Returns the metrics of the sync."""
+        if not self.batches.needs_sync(step):
+            await self.roles.sync.release(step)
+            return NO_SYNC
         try:
             metrics = await self._sync(step)
         except NoReplica as e:
@@ -315,12 +316,10 @@ class Pipeline:
             self.batches.fail(e)
             await self.roles.sync.release(step)
             return {}
-        test_freq = self.cfg.trainer.test_freq
-        if step > 0 and test_freq > 0 and step % test_freq == 0:
+        if self._evaluation_due(step):
             self._start_evaluation(step)
-        next_step = step + self.cfg.pipeline.staleness
-        if next_step < total_steps:
-            self.batches.launch(next_step, self.synced_version, self.background)
+        last_begun = last_begun_batch(self.cfg, step)
+        self.batches.launch(last_begun, self.synced_version, self.background)
         return metrics
 
     async def _sync(self, version: int) -> dict[str, float]:
@@ -329,17 +328,40 @@ class Pipeline:
             await self.evaluation
         metrics = {"time/wait_trainer_s": self.batches.idle_seconds()}
         if self.synced_version == version:
-            return metrics | {"time/sync_s": 0.0, "sync/bytes": 0.0} | self.canary_metrics
+            return NO_SYNC | metrics | self.canary_metrics
         begin = now()
         sync_metrics = await self.roles.sync((self.incarnation, version), self.expected_canary)
         self.tracker.span("sync", "weights", version, begin, now())
+        if self.batches.never_drains and not metrics["time/wait_trainer_s"]:
+            # They generate again while the canary is scored.
+            metrics["time/rollout_paused_s"] = sync_metrics.get("sync/paused_s", 0.0)
         self.synced_version = version
         self.canary_metrics = {
             name: value for name, value in sync_metrics.items() if name.startswith("canary/")
         }
         return metrics | sync_metrics
 
+    def _prepare_sync(self, version: int) -> None:
+        """The trainer has made `version`: do what its sync can do before the replicas pause. Not
+        all versions are sent."""
+        is_last = version == self.stream.total_steps
+        if not is_last and not is_sync_step(self.cfg, version):
+            self.expected_canary = None
+            return
+        # Scored now, before the next update changes the weights.
+        self.expected_canary = self.roles.sync.score_canary()
+        if self.cfg.weight_sync.receive_ahead and self.batches.is_generating:
+            self.roles.sync.ahead.begin(version)
+
     # --- evaluation -------------------------------------------------------------------------------
+
+    def _evaluation_due(self, step: int) -> bool:
+        """Every `trainer.test_freq` steps. Where the replicas do not get the weights of that step,
+        they evaluate the next ones that they get."""
+        test_freq = self.cfg.trainer.test_freq
+        if step == 0 or test_freq < 1 or not is_sync_step(self.cfg, step):
+            return False
+        return step % test_freq < sync_period(self.cfg)
 
     def _start_evaluation(self, version: int) -> None:
         """Evaluate the replicas' weights beside training; the next sync waits for the end."""
@@ -376,21 +398,22 @@ class Pipeline:
             return self.stopping
         return self.stopping or self.checkpointer.is_due(step)
 
-    async def _checkpoint_if_due(self, step: int, batch: Batch | None) -> None:
+    async def _checkpoint_if_due(self, step: int) -> None:
         """Write a checkpoint if due. Raises Stopped if the run was asked to stop."""
         if self.checkpointer and step > self.start and self._checkpoint_due(step):
-            await self._save(step, batch)
+            await self.batches.settle()
+            await self._save(step)
         if self.stopping:
             await asyncio.gather(*self.checkpoint_writes)
             raise Stopped(f"step {step}")
 
     async def _save_before_failing(self) -> None:
-        """No replica is left: save the steps that were trained, without samples."""
+        """No replica is left: save the steps that were trained, and what is complete."""
         if self.checkpointer and self.trained_steps > self.start:
-            await self._save(self.trained_steps, None)
+            await self._save(self.trained_steps)
             await asyncio.gather(*self.checkpoint_writes)
 
-    async def _save(self, step: int, batch: Batch | None) -> None:
+    async def _save(self, step: int) -> None:
         """Save a checkpoint, unless this step has one. Returns as soon as the trainers have copied
         their state: it is written beside training, one checkpoint at a time."""
         if self.evaluation is not None:
@@ -399,12 +422,11 @@ class Pipeline:
         await asyncio.gather(*self.checkpoint_writes)
         if self.checkpointer.has(step):
             return
-        samples = batch.samples if batch else None
-        state = {
-            "stream": self.batches.stream_position(step, has_samples=batch is not None),
-            "generate_s": self.batches.last_generate_s if batch else 0.0,
+        in_flight, stream_position = self.batches.in_flight(step)
+        samples, state = samples_and_state(in_flight)
+        state |= {
+            "stream": stream_position,
             "kl_coef": self.kl_controller.value,
-            "carried": self.batches.unfinished_prompts(),
             "evaluations": self.tracker.evaluations,
             "unwritten": self.tracker.unwritten,
             "incarnation": self.incarnation,
@@ -435,53 +457,15 @@ class Pipeline:
         times = f"{size / 1e6:,.1f} MB in {write_s:.2f} s, training waited {stall_s:.2f} s"
         self.tracker.log(f"checkpoint of step {step} in {path} ({times})")
 
-    # --- skipped updates --------------------------------------------------------------------------
-
-    def _check_skipped_updates(self, batch: Batch, metrics: dict[str, float]) -> None:
-        """Keep the first batches with a skipped optimizer step, for --replay.
-
-        Raises:
-            RoleError: too many updates were skipped in a row, or too many batches were empty.
-        """
-        folder = self.tracker.folder / f"skipped/step_{batch.step:06d}"
-        skipped = any(metrics.get(f"{role}/skipped_updates") for role in TRAINED_ROLES)
-        kept = list(folder.parent.glob("*"))
-        if skipped and len(kept) < KEPT_BATCHES:
-            write_batch(batch, folder)
-            self.tracker.log(
-                f"step {batch.step}: an optimizer step was skipped; look with --replay {folder}"
-            )
-        self.empty_batches = 0 if batch.samples else self.empty_batches + 1
-        in_a_row = [metrics.get(f"{role}/skipped_in_a_row", 0) for role in TRAINED_ROLES]
-        most = int(max(self.empty_batches, *in_a_row))
-        limit = self.cfg.trainer.max_skipped_updates
-        if most < limit:
-            return
-        reason = "a loss or gradient is not finite, or too large"
-        if self.empty_batches:
-            reason = "all groups were dropped"
-        raise RoleError(
-            f"step {batch.step}: {most} updates were skipped in a row "
-            f"(trainer.max_skipped_updates={limit}): {reason}"
-        )
-
 
 def batch_source(
     cfg: Config, rollout: RolloutGroup, stream: Any, resumed: Resumed | None, incarnation: int
 ) -> BatchSource:
-    """Whole batches, or with `pipeline.partial_rollout` groups of several steps."""
-    first_step = 0
-    restored = None
-    unfinished: list[Prompt] = []
-    if resumed is not None:
-        first_step = resumed.step
-        unfinished = resumed.unfinished
-        if resumed.samples:
-            restored = RestoredBatch(resumed.samples, resumed.generate_s, resumed.incarnation)
-    given = (cfg, rollout, stream, first_step, incarnation, restored)
-    if cfg.pipeline.partial_rollout:
-        return PartialRolloutSource(*given, to_repeat=unfinished)
-    return WholeBatchSource(*given)
+    """Whole batches, or a pool of prompts where a sync pauses requests."""
+    first_step = resumed.step if resumed else 0
+    restored = resumed.in_flight if resumed else InFlight()
+    source = ScheduledSource if waits_for_requests(cfg) else PooledSource
+    return source(cfg, rollout, stream, first_step, incarnation, restored)
 
 
 def count_faults(samples: list[Sample]) -> dict[str, float]:
@@ -491,7 +475,9 @@ def count_faults(samples: list[Sample]) -> dict[str, float]:
 
 
 def generation_seconds(metrics: dict[str, float]) -> float:
-    """With partial rollouts the replicas generate throughout a step, but for syncs and waits for
-    new weights."""
-    idle_s = metrics.get("time/sync_s", 0.0) + metrics.get("time/wait_trainer_s", 0.0)
+    """Where the replicas generate throughout a step: all of it but for syncs and waits for new
+    weights."""
+    sync_s = metrics.get("time/sync_s", 0.0)
+    paused_s = metrics.get("time/rollout_paused_s", sync_s)
+    idle_s = paused_s + metrics.get("time/wait_trainer_s", 0.0)
     return max(0.0, metrics["time/step_s"] - idle_s)

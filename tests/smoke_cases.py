@@ -121,7 +121,7 @@ PROGRAM = [
         "puzzles_partial",
         *(TINY, *SMALL, "data.train_files=generator:puzzles", "data.val_files=generator:puzzles"),
         *("data.max_prompt_length=512", "data.max_response_length=384", "agent.max_turns=3"),
-        *("pipeline.partial_rollout=true", "rollout.oversample=1.5"),
+        *("pipeline.staleness=2", "weight_sync.in_flight=recompute"),
     ),
     run(
         "doubt_synchronous_bfloat16_lora",
@@ -247,6 +247,12 @@ BENCHMARKS = [
         writes=(*RESULTS, "long_tail.png"),
     ),
     benchmark(
+        "staleness",
+        *"--ages 1 --modes keep --corrections mis --seeds 0 --steps 3 --most 16".split(),
+        *SMALL,
+        writes=(*RESULTS, "staleness.png"),
+    ),
+    benchmark(
         "overhead", *"--replicas 2 --samples 16 --tokens 8 --ranks 2 --steps 4 --no-loggers".split()
     ),
     benchmark("scale", *"--ranks 2 12 --layers 1 --large-layers 1".split()),
@@ -306,7 +312,16 @@ CASES = {case.name: case for case in [*BENCHMARKS, *PROGRAM]}
 
 
 NOT_IN_CI = (
-    *("exposed", "long_tail", "update_phase", "backends", "lora", "mismatch", "learning"),
+    *(
+        "exposed",
+        "long_tail",
+        "staleness",
+        "update_phase",
+        "backends",
+        "lora",
+        "mismatch",
+        "learning",
+    ),
     *("overhead_ray", "planner", "plan_runs", "external_tools", "throughput_headline"),
 )
 """Cases that run on demand (marker "slow"): each takes about a minute, and other tests cover most

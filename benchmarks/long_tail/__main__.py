@@ -1,5 +1,5 @@
-"""Long-tailed response lengths: plain one step off, with partial rollouts, and with oversampling
-too.
+"""Long-tailed response lengths: plain one step off, with requests that continue across syncs, and
+with oversampling too.
 
     python -m benchmarks.long_tail --out DIR [--config FILE] [--most 256] [--over 1.5,2] [--runs 3]
         [--warmup 0] [section.key=value ...]
@@ -7,7 +7,8 @@ too.
 Response lengths are drawn per sample (log-normal, see benchmarks/common/lengths.py), so all arms do
 the same work: over a whole run each trains on the same prompts. The arms differ in when a step may
 begin: with all of its own samples (plain), with the first complete groups of two batches that are
-being generated (partial rollouts), or of more (oversampling). The arms alternate.
+being generated (partial rollouts), or of more (oversampling). benchmarks.staleness compares further
+ages. The arms alternate.
 Writes result.json, result.md and long_tail.png into DIR, and the run folders.
 """
 
@@ -30,14 +31,14 @@ from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 from one_step_off.runtime.validation import validate
 
-PARTIAL = "pipeline.partial_rollout=true"
+PARTIAL = ["pipeline.staleness=2", "weight_sync.in_flight=recompute"]
 
 
 def arms_of(factors: list[float]) -> dict[str, list[str]]:
     """Arm -> its config keys. `factors`: values of rollout.oversample, an arm each."""
-    arms = {"plain": [], "partial rollouts": [PARTIAL]}
+    arms = {"plain": [], "partial rollouts": [*PARTIAL, "rollout.oversample=1"]}
     for factor in factors:
-        arms[f"partial, oversample {factor:g}"] = [PARTIAL, f"rollout.oversample={factor:g}"]
+        arms[f"partial, oversample {factor:g}"] = [*PARTIAL, f"rollout.oversample={factor:g}"]
     return arms
 
 

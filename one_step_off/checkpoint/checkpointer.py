@@ -1,12 +1,13 @@
 """Writing checkpoints. A checkpoint of step N holds everything that a run needs to resume exactly.
 
-That is the trainer at v(N), the finished samples of step N (one step off they were generated with
-v(N-1), which no longer exists anywhere), and the data position after them. All are there once these
-samples have come and before v(N) is sent.
+That is the trainer at v(N), the samples that were generated for step N and later ones (with
+versions that no longer exist anywhere), and the data position after them. A pool's unfinished
+prompts are noted, and generated again. All are there once these samples have come and before v(N)
+is sent.
 
     checkpoints/step_000006/
         state.json        step, incarnation, data position, evaluations without a row in the
-                          metrics, and the fixed keys
+                          metrics, the fixed keys, and which batch or prompt the samples are of
         stream.npz        what was measured of each prompt, where the draw depends on it
         samples.npz       per-token arrays of all samples, one after the other, and their lengths
         samples.jsonl     the other fields of each sample
@@ -76,7 +77,7 @@ class Checkpointer:
         """Take the checkpoint of `step`. Training may continue when this returns.
 
         Args:
-            samples: the finished samples of this step; None where none are in flight.
+            samples: that were generated and not trained; None where none are in flight.
             state: what `state.json` holds beside the step and the fixed keys.
 
         Returns:

@@ -10,13 +10,14 @@ from typing import Any
 from one_step_off.checkpoint.manifest import find_fault, parameter_shapes
 from one_step_off.checkpoint.state_files import read_state
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.old_keys import replace_old_settings
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.training.worker_interface import TRAINED_ROLES
 
 FIXED_KEYS = (
     "pipeline.staleness",
-    "pipeline.partial_rollout",
+    "weight_sync.in_flight",
     "rollout.n",
     "trainer.seed",
     "data.train_batch_size",
@@ -38,12 +39,9 @@ RESTART = (
 def fixed_keys(cfg: Config) -> dict[str, Any]:
     """The values that a resumed run must share with its checkpoint.
 
-    They include the back ends, which cannot read each other's checkpoints, and with partial
-    rollouts how many steps a sample may be late.
+    They include the back ends, which cannot read each other's checkpoints.
     """
     values = {key: attrgetter(key)(cfg) for key in FIXED_KEYS}
-    if cfg.pipeline.partial_rollout:
-        values["pipeline.max_carry"] = cfg.pipeline.max_carry
     for role in TRAINED_ROLES:
         if role in cfg.placement.roles:
             values[f"{role}.backend"] = role_settings(cfg, role).backend
@@ -132,7 +130,7 @@ def _candidates(cfg: Config) -> list[Path]:
 
 def _check_fixed_keys(cfg: Config, path: Path) -> None:
     """Raises ConfigError: the checkpoint was made with another value of one of `fixed_keys`."""
-    made_with = read_state(path)["fixed"]
+    made_with = replace_old_settings(read_state(path)["fixed"])
     for key, value in fixed_keys(cfg).items():
         made_with_value = made_with.get(key, "none")
         if made_with_value != value:

@@ -57,7 +57,8 @@ def read_samples(folder: Path) -> list[Sample]:
 
 def write_batch(batch: Batch, folder: Path) -> None:
     """Write what an update takes: the samples, and in `batch.npz` the columns (one number per
-    response token) and the stamp (step, incarnation, version, age limit)."""
+    response token), the stamp (step, incarnation, version, age limit), and the newest version of
+    each earlier incarnation."""
     folder.mkdir(parents=True, exist_ok=True)
     write_samples(batch.samples, folder)
     columns = {}
@@ -66,7 +67,8 @@ def write_batch(batch: Batch, folder: Path) -> None:
         if values is not None:
             columns[name] = np.concatenate(values)
     stamp = (batch.step, *batch.expected_stamp, batch.max_version_lag)
-    np.savez(folder / "batch.npz", stamp=stamp, **columns)
+    past = np.array(list(batch.past.items()), np.int64).reshape(-1, 2)
+    np.savez(folder / "batch.npz", stamp=stamp, past=past, **columns)
 
 
 def read_batch(folder: Path) -> Batch:
@@ -81,6 +83,7 @@ def read_batch(folder: Path) -> Batch:
         samples = read_samples(folder)
         arrays = dict(np.load(folder / "batch.npz", allow_pickle=False))
         step, *expected, older = arrays.pop("stamp").tolist()
+        past = dict(arrays.pop("past", np.zeros((0, 2), np.int64)).tolist())
         ends = np.cumsum([len(s.response_ids) for s in samples])
         columns = {name: np.split(array, ends[:-1]) for name, array in arrays.items()}
-        return Batch(step, samples, tuple(expected), older, **columns)
+        return Batch(step, samples, tuple(expected), older, past, **columns)

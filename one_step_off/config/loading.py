@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from one_step_off.config.errors import ConfigError, located_config_error
+from one_step_off.config.old_keys import replace_old_keys
 from one_step_off.config.schema import Config
 from one_step_off.config.shipped import find_config_file, shipped_names
 from one_step_off.config.text import did_you_mean, format_value
@@ -392,6 +393,7 @@ def load_config(argv: list[str]) -> Config:
         with located_config_error(locations.get(key.dotted, "")):
             value = checked_value(key, tree[key.section][key.name])
         setattr(getattr(cfg, key.section), key.name, value)
+    replace_old_keys(cfg)
     return cfg
 
 

@@ -1,4 +1,4 @@
-"""Checks of the run as a whole, of what each role needs, and of partial rollouts."""
+"""Checks of the run as a whole, and of what each role needs."""
 
 import math
 import re
@@ -153,35 +153,4 @@ def _check_reward_model(cfg: Config) -> None:
             cfg,
             "algorithm.max_gen_batches",
             "selects groups before a reward model has scored them; set it to 1",
-        )
-
-
-def check_partial_rollout(cfg: Config) -> None:
-    """Check partial rollouts against the pipeline and the sampling."""
-    partial = cfg.pipeline.partial_rollout
-    oversample = cfg.rollout.oversample
-    max_delay = cfg.pipeline.max_carry
-    if partial and cfg.pipeline.staleness == 0:
-        raise key_error(
-            cfg,
-            "pipeline.partial_rollout",
-            "needs pipeline.staleness=1; set that, or this to false",
-        )
-    if partial and cfg.algorithm.max_gen_batches > 1:
-        raise key_error(
-            cfg,
-            "algorithm.max_gen_batches",
-            "partial_rollout generates no whole batches; set it to 1",
-        )
-    if oversample > 1 and not partial:
-        raise key_error(
-            cfg,
-            "rollout.oversample",
-            "needs pipeline.partial_rollout=true; set that, or this to 1",
-        )
-    if oversample > 1 + max_delay:
-        raise key_error(
-            cfg,
-            "rollout.oversample",
-            f"more than pipeline.max_carry={max_delay} allows; use {1 + max_delay} at most",
         )

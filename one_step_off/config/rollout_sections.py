@@ -76,10 +76,10 @@ class RolloutConfig:
         "how prompts are assigned to replicas; auto: static with seeded samples, else least_loaded",
         choices="auto static least_loaded",
     )
-    oversample: float = config_key(
-        1.0,
-        "partial_rollout: batches of prompts in progress; "
-        "the prompts that complete first form the batch",
+    oversample: Optional[float] = config_key(
+        None,
+        "with in_flight=recompute or keep: batches of prompts in progress beside the one that "
+        "trains; null: as many as pipeline.staleness allows",
         low=1.0,
     )
     heartbeat_s: float = config_key(

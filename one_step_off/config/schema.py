@@ -2,8 +2,9 @@
 
 It imports neither torch nor Ray nor vLLM: a wrong config is refused within a second, before any
 engine or GPU is taken. The section agent is in `agent_section.py`, placement and rollout are in
-`rollout_sections.py`; actor, critic, ref and reward_model are in `role_sections.py`. `loading.py`
-reads a config, and `validation.py` checks what must fit together.
+`rollout_sections.py`, pipeline and weight_sync in `pipeline_sections.py`; actor, critic, ref and
+reward_model are in `role_sections.py`. `loading.py` reads a config, and `validation.py` checks what
+must fit together.
 """
 
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, Optional
 from one_step_off.config.agent_section import AgentConfig
 from one_step_off.config.data_sections import Curriculum, DifficultyFilter, SourceConfig
 from one_step_off.config.keys import config_key, path_key
+from one_step_off.config.pipeline_sections import PipelineConfig, WeightSyncConfig
 from one_step_off.config.role_sections import (
     LOSS_AGGREGATIONS,
     ActorConfig,
@@ -236,71 +238,6 @@ class RewardConfig:
     )
     overlong_penalty: float = config_key(
         1.0, "penalty of a response of max_response_length tokens", low=0.0
-    )
-
-
-@dataclass
-class PipelineConfig:
-    """The pipeline."""
-
-    staleness: int = config_key(
-        1, "1: one step off (rollout and training overlap); 0: synchronous", low=0, high=1
-    )
-    partial_rollout: bool = config_key(
-        False,
-        "a weight sync interrupts unfinished trajectories, and they resume with the new weights",
-    )
-    max_carry: int = config_key(
-        1, "partial_rollout: by how many steps a prompt's training may be delayed", low=0
-    )
-
-
-@dataclass
-class WeightSyncConfig:
-    """Transfer of the weights from the trainer into vLLM."""
-
-    overlap: str = config_key(
-        "auto",
-        "true: send during the first forward and backward pass of the next step (with staleness "
-        "1); auto: where training is longer than generation",
-        choices="auto true false",
-    )
-    mode: str = config_key(
-        "full",
-        "full: send all weights; delta: only the elements whose bits changed",
-        choices="full delta",
-    )
-    full_every: int = config_key(
-        50, "delta: number of syncs from one that sends all weights to the next", low=1
-    )
-    sender: str = config_key(
-        "sharded",
-        "sharded: each rank sends its own shard; gather: rank 0 gathers and sends (for comparison)",
-        choices="sharded gather",
-    )
-    max_senders: int = config_key(
-        8, "most trainer ranks that send to replicas; more ranks give theirs to these", low=1
-    )
-    bucket_mb: int = config_key(
-        64, "size of a bucket, in MiB; sender and receiver reuse two each", low=1
-    )
-    receive_ahead: bool = config_key(
-        False,
-        "replicas receive new weights into spare memory while they still generate",
-    )
-    receive_ahead_mb: int = config_key(
-        0, "most spare memory of a vLLM worker for that, in MiB; 0: all that it keeps", low=0
-    )
-    keep_sent: bool = config_key(
-        True,
-        "senders keep the last weights they sent in host memory, for replicas that are restarted",
-    )
-    timeout_s: float = config_key(120.0, "time limit for each phase of a sync", above=0.0)
-    canary_sequences: int = config_key(
-        4, "sequences that engine and trainer both score after each sync, to compare", low=1
-    )
-    canary_tolerance: Optional[float] = config_key(
-        None, "largest allowed log-prob difference; null: 1e-3 in fp32, measured in bf16", above=0.0
     )
 
 

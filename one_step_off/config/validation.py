@@ -14,8 +14,9 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.model_checks import check_model
 from one_step_off.config.placement import resolved_device, visible_gpu_count
 from one_step_off.config.pool_checks import check_batch, check_hardware, check_layouts, check_pools
-from one_step_off.config.role_checks import check_partial_rollout, check_roles, check_run
+from one_step_off.config.role_checks import check_roles, check_run
 from one_step_off.config.schema import Config
+from one_step_off.config.staleness_checks import check_staleness
 
 
 def check_before_algorithm(cfg: Config, device: str) -> None:
@@ -36,7 +37,7 @@ def check_after_algorithm(cfg: Config, device: str) -> None:
     check_agent(cfg)
     check_external_agents(cfg)
     check_output(cfg)
-    check_partial_rollout(cfg)
+    check_staleness(cfg)
     check_weight_sync(cfg)
     check_allocator(cfg, device)
 

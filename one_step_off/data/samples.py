@@ -88,7 +88,8 @@ class Sample:
             error: one line: why its reward is 0.
             fault: which of FAULT_METRICS the error counts in.
             dropped: its group was taken out of the batch, because of an error in it.
-            carried: by how many steps its training is delayed, see rollout/partial_rollouts.py.
+            carried: by how many steps it is trained later than in the order in which prompts
+                began, see rollout/prompt_pool.py.
             agent_log: what its external agent printed, a file below the run folder.
             agent: name -> float: turns, tool_calls and other counts of a conversation. The turns
                 are those of the sample, everything else is counted over its episode.
@@ -139,6 +140,8 @@ class Batch:
         expected_stamp: the stamp that every token must have, or, with `max_version_lag`, the
             newest.
         max_version_lag: by how much the version of a token may be older.
+        past: earlier incarnation -> its newest version that these weights come from. Samples of
+            earlier incarnations have such versions.
         advantages, old_log_probs, ref_log_probs, values, returns: float32 [R] per sample, or None
             where the step does not use them. `old_log_probs`: of the proximal policy (decoupled
             PPO); `values`: of the critic before the update; `returns`: what the critic is trained
@@ -157,6 +160,7 @@ class Batch:
     samples: list[Sample]
     expected_stamp: Stamp
     max_version_lag: int = 0
+    past: dict[int, int] = field(default_factory=dict)
     advantages: list[np.ndarray] | None = None
     old_log_probs: list[np.ndarray] | None = None
     ref_log_probs: list[np.ndarray] | None = None

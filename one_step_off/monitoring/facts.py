@@ -10,6 +10,7 @@ from typing import Any
 from one_step_off.config.placement import placement_text
 from one_step_off.config.schema import Config
 from one_step_off.config.sources import train_files_text
+from one_step_off.config.sync_schedule import waits_for_requests
 from one_step_off.monitoring.loggers import EVALUATION_PREFIX, sample_files
 
 Facts = list[tuple[str, str]]
@@ -55,10 +56,6 @@ def start_facts(
         links: more places to look at, as the W&B run's.
     """
     size = "" if num_parameters is None else f", {short_count(num_parameters)} parameters"
-    if cfg.pipeline.staleness:
-        staleness = "one step off, samples are 1 version old"
-    else:
-        staleness = "synchronous, samples are fresh"
     held_out = f"{len(data.val)} prompts of {cfg.data.val_files}" if data.val else "none"
     facts = [
         ("model", f"{named_model}{size}, {cfg.model.dtype}"),
@@ -70,11 +67,25 @@ def start_facts(
         facts.append((name, line))
         name = ""
     facts += [
-        ("staleness", f"{cfg.pipeline.staleness} ({staleness})"),
+        ("staleness", f"{cfg.pipeline.staleness} ({_staleness_text(cfg)})"),
         ("steps", _steps_text(cfg, data.stream.total_steps)),
         ("output", cfg.trainer.output_dir),
     ]
     return facts + links
+
+
+def _staleness_text(cfg: Config) -> str:
+    staleness = cfg.pipeline.staleness
+    if staleness == 0:
+        return "synchronous, samples are fresh"
+    if not waits_for_requests(cfg):
+        return f"samples are up to {staleness} versions old, syncs do not wait for requests"
+    if staleness == 1:
+        return "one step off, samples are 1 version old"
+    text = f"samples are 1 to {staleness} versions old, a sync every {staleness} steps"
+    if cfg.trainer.test_freq > 0 and cfg.trainer.test_freq % staleness:
+        text += "; evaluations wait for the next sync"
+    return text
 
 
 def _steps_text(cfg: Config, total_steps: int) -> str:

@@ -179,13 +179,20 @@ function endText() {
     "If it failed, error.log says why.";
 }
 
+function stalenessText() {
+  const staleness = setting("pipeline", "staleness");
+  if (staleness === "0") return "synchronous";
+  if (staleness === "1") return "one step off";
+  return `up to ${staleness} versions off`;
+}
+
 function drawHead() {
   document.title = "one_step_off: " + DATA.name;
   const facts = [
     setting("model", "path"),
     setting("algorithm", "adv_estimator"),
     setting("actor", "backend"),
-    setting("pipeline", "staleness") === "0" ? "synchronous" : "one step off",
+    stalenessText(),
     SUMMARY.device || VERSIONS.device,
     startTime(),
   ];
@@ -666,6 +673,8 @@ function matches(names, pattern) {
 function drawCurves() {
   const trainingParts = matches(Object.keys(DATA.columns), /^reward\/(.+)\/mean$/);
   const sources = matches(Object.keys(DATA.columns), /^source\/([^/]+)\/epoch$/);
+  const ages = matches(Object.keys(DATA.columns), /^staleness\/age_(\d+)$/);
+  const agesWithRatio = matches(Object.keys(DATA.columns), /^staleness\/ratio_age_(\d+)$/);
   const evaluationKeys = [...new Set(DATA.evaluations.flatMap(row => Object.keys(row)))];
   const heldOutParts = matches(evaluationKeys, /^val\/reward\/(.+)$/);
   const klNames = ["actor/kl", "kl/response", "actor/approx_kl"];
@@ -705,6 +714,12 @@ function drawCurves() {
     curve(`KL to the ${klPolicy}, nats`, [line("KL", kl)]),
     curve("Entropy of the policy, nats", [line("entropy", "actor/entropy")]),
     curve("Ratio of trained to sampling policy", [line("mean", "ratio/mean")]),
+    curve("Share of the trained tokens by age, in versions",
+      // One step off nearly all tokens have the same age.
+      ages.length > 2 ? ages.map(age => line(age, `staleness/age_${age}`)) : [],
+      { zero: true }),
+    curve("Ratio of trained to sampling policy, by age of the tokens",
+      agesWithRatio.map(age => line(age, `staleness/ratio_age_${age}`))),
     curve("Canary: engine vs trainer, nats", [
       line("largest", "canary/logprob_diff_max"),
       line("mean", "canary/logprob_diff_mean"),

@@ -131,10 +131,14 @@ def _idle_shares(rows: list[Row]) -> dict[str, float | None]:
     """The shares of the time in which replicas and trainer do not work; None with a single step.
 
     The replicas idle from the end of their samples, within the step before, to the end of the next
-    sync. No samples are generated beside the last step, so its time does not count."""
+    sync; where requests continue across a sync, while they are paused. No samples are generated
+    beside the last step, so its time does not count."""
     if len(rows) < 2:
         return {"idle_share/rollout": None, "idle_share/trainer": None}
-    sync_share = _share_of_time("time/sync_s", rows, rows)
+    paused_rows = [
+        {"paused": row.get("time/rollout_paused_s", row.get("time/sync_s"))} for row in rows
+    ]
+    sync_share = _share_of_time("paused", paused_rows, rows)
     wait_share = _share_of_time("time/wait_trainer_s", rows[1:], rows[:-1])
     return {
         "idle_share/rollout": min(1.0, sync_share + wait_share),

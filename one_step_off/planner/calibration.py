@@ -31,9 +31,10 @@ STEPS = 10
 
 CALIBRATION_KEYS = (
     "pipeline.staleness=0",
-    "pipeline.partial_rollout=false",
+    "pipeline.partial_rollout=null",
+    "weight_sync.in_flight=wait",
     "placement.share_idle_cores=false",
-    "rollout.oversample=1",
+    "rollout.oversample=null",
     "trainer.total_epochs=null",
     "trainer.save_hf_model=false",
     "trainer.save_freq=-1",

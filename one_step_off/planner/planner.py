@@ -29,6 +29,8 @@ MOST_SPLITS = 24
 SAMPLES = 20_000
 """Samples of one simulation, from which its number of steps follows."""
 
+STEPS_PER_STALE_VERSION = 4
+
 MOST_GPUS = 1 << 20
 """Where the times are given: then there need be no GPUs."""
 
@@ -54,28 +56,39 @@ class Arrangement:
     Attributes:
         split: for the table: "2 + 6", or "8" where all do both.
         name: SYNCHRONOUS, COLOCATED, ONE_STEP_OFF or SHARED: one step off on a single GPU, of which
-            rollout and trainer have a share each.
+            rollout and trainer have a share each; or the name of the config's own staleness.
         replicas: 0 where colocated.
         ranks: of the trainer.
+        staleness: see `pipeline.staleness`.
+        in_flight: see `weight_sync.in_flight`.
     """
 
     split: str
     name: str
     replicas: int
     ranks: int
+    staleness: int = 0
+    in_flight: str = "wait"
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """An arrangement and the figures of its simulation, see `simulation.simulate`."""
+    """An arrangement and the figures of its simulation, see `simulation.simulate`. `samples`: of a
+    step."""
 
     arrangement: Arrangement
     figures: dict[str, Any]
+    samples: int
 
     @property
     def shown_step(self) -> str:
-        """Seconds of a step, as the table shows them."""
-        return f"{self.figures[STEP_METRIC]:.4g}"
+        """Seconds of a step, as the table shows them: the median, or the mean where a part of the
+        steps waits for several batches."""
+        is_even = self.arrangement.staleness < 2 and self.arrangement.in_flight == "wait"
+        seconds = self.figures[STEP_METRIC]
+        if not is_even:
+            seconds = self.samples / self.figures["samples_per_s"]
+        return f"{seconds:.4g}"
 
 
 def arrangements(cfg: Config, gpus: int) -> list[Arrangement]:
@@ -92,7 +105,7 @@ def arrangements(cfg: Config, gpus: int) -> list[Arrangement]:
         count for count in range(replica_gpus, gpus, replica_gpus) if can_train(gpus - count)
     ]
     if gpus == 1 and replica_gpus == 1 and can_train(1):
-        return [Arrangement("1", COLOCATED, 0, 1), Arrangement("1", SHARED, 1, 1)]
+        return [Arrangement("1", COLOCATED, 0, 1), Arrangement("1", SHARED, 1, 1, staleness=1)]
     if not rollout_gpus:
         raise ConfigError(
             f"--gpus {gpus}: no split has {replica_gpus} for a replica, {model_gpus} for a model "
@@ -106,9 +119,21 @@ def arrangements(cfg: Config, gpus: int) -> list[Arrangement]:
     for position in positions:
         count = rollout_gpus[round(position)]
         split = f"{count} + {gpus - count}"
-        for name in (SYNCHRONOUS, ONE_STEP_OFF):
-            found.append(Arrangement(split, name, count // replica_gpus, gpus - count))
+        for name, staleness, in_flight in _modes(cfg):
+            replicas = count // replica_gpus
+            found.append(Arrangement(split, name, replicas, gpus - count, staleness, in_flight))
     return found
+
+
+def _modes(cfg: Config) -> list[tuple[str, int, str]]:
+    """The modes that are compared, each as (name, staleness, in_flight): synchronous, one step off,
+    and the config's own if it is another one."""
+    modes = [(SYNCHRONOUS, 0, "wait"), (ONE_STEP_OFF, 1, "wait")]
+    staleness = cfg.pipeline.staleness
+    in_flight = cfg.weight_sync.in_flight
+    if staleness > 1 or in_flight != "wait":
+        modes.append((f"staleness {staleness}, {in_flight}", staleness, in_flight))
+    return modes
 
 
 def compare(cfg: Config, work: Any, gpus: int) -> list[Simulated]:
@@ -116,20 +141,23 @@ def compare(cfg: Config, work: Any, gpus: int) -> list[Simulated]:
     from one_step_off.planner.simulation import simulate
 
     steps = int(np.clip(SAMPLES // (work.prompts * cfg.rollout.n), 3, 8))
+    samples = work.prompts * cfg.rollout.n
     results = []
     for arrangement in arrangements(cfg, gpus):
         figures = simulate(
             work,
             arrangement.replicas,
             arrangement.ranks,
-            staleness=1 if arrangement.name in (ONE_STEP_OFF, SHARED) else 0,
+            staleness=arrangement.staleness,
+            in_flight=arrangement.in_flight,
             overlap=cfg.weight_sync.overlap,
             static=_has_static_routing(cfg),
-            steps=steps,
+            # The first and the last steps of a run have less in flight.
+            steps=steps + STEPS_PER_STALE_VERSION * max(0, arrangement.staleness - 1),
             shared=arrangement.name == SHARED,
             idle_cores=_shares_idle_cores(cfg) and arrangement.name != SHARED,
         )
-        results.append(Simulated(arrangement, figures))
+        results.append(Simulated(arrangement, figures, samples))
     return results
 
 
@@ -179,7 +207,7 @@ def report(work: Any, results: list[Simulated]) -> None:
     # By what is shown: of those that look equal the first is the best.
     ranked = sorted(results, key=lambda result: float(result.shown_step))
     best = ranked[0]
-    synchronous = next(r for r in ranked if r.arrangement.name not in (ONE_STEP_OFF, SHARED))
+    synchronous = next(r for r in ranked if r.arrangement.staleness == 0)
     print(
         f"best: {best.arrangement.name}, {best.arrangement.split}: {best.shown_step} s a step; "
         f"synchronous at best {synchronous.shown_step} s ({synchronous.arrangement.split})"

@@ -128,6 +128,25 @@ class SimulatedReplica:
         self._position = 0.0  # tokens of a sequence that has run from the beginning
         self._position_time = 0.0  # when `_position` was computed
         self._timer: asyncio.TimerHandle | None = None
+        self._is_running = asyncio.Event()
+        self._is_running.set()
+
+    def pause(self) -> None:
+        """Stop decoding, for a sync. Sequences keep their position."""
+        self._advance()
+        self._is_running.clear()
+        if self._timer:
+            self._timer.cancel()
+        if self.device:
+            self.device.set_generating(self, False)
+
+    def resume(self, stamp: Stamp) -> None:
+        """Continue with the weights `stamp`. To compute the KV cache again costs nothing, as a
+        prompt does."""
+        self.stamp = stamp
+        self._is_running.set()
+        self._position_time = now()
+        self._advance()
 
     async def _rollout(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
         samples = []
@@ -169,6 +188,7 @@ class SimulatedReplica:
         """Wait until fewer than `most` of the `sent` sequences are unfinished; returns how many
         have ended."""
         while sent - self._ended >= most:
+            await self._is_running.wait()
             ends = [sequence.done for sequence in self._running]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return self._ended
@@ -185,6 +205,8 @@ class SimulatedReplica:
 
     def _advance(self) -> None:
         """Decode up to now, end sequences, start waiting ones, and come back at the next end."""
+        if not self._is_running.is_set():
+            return
         if self._running:
             self._position += (now() - self._position_time) / self._token_seconds
         self._position_time = now()
@@ -255,15 +277,21 @@ class SimulatedTrainer:
     async def fail(self, error: BaseException) -> None:
         """No process waits here."""
 
+    async def release(self, version: int) -> None:
+        """No replica needs these weights: they may change."""
+        self._weights_are_sent.set()
+
     async def __call__(
         self, stamp: Stamp, expected: asyncio.Task | None = None
     ) -> dict[str, float]:
         """A weight sync. `expected`: the canary, where it has been started already."""
         begin = now()
         await (expected or self.score_canary())
+        for replica in self.rollout.replicas:
+            replica.pause()
         await asyncio.sleep(self.work.sync_s - self.work.canary_s)
         for i, replica in enumerate(self.rollout.replicas):
-            replica.stamp = stamp
+            replica.resume(stamp)
             self.rollout.supervisor.health[i].state = ReplicaState.HEALTHY
         self._weights_are_sent.set()
         return {"time/sync_s": now() - begin}
@@ -280,13 +308,14 @@ def simulate(
     seed: int = 0,
     shared: bool = False,
     idle_cores: bool = False,
+    in_flight: str = "wait",
 ) -> dict[str, Any]:
     """Simulate a run. The same arguments give the same figures.
 
     Args:
         rollout: replicas on devices of their own; 0: colocated, each device does both in turn.
         trainer: ranks.
-        staleness: 1: one step off; 0: synchronous.
+        staleness: see pipeline.staleness. 1: one step off; 0: synchronous.
         overlap: "true", "false" or "auto", see weight_sync.overlap. The figures of "auto" are those
             of the setting that it chooses.
         static: whether routing is static, see rollout.routing.
@@ -294,6 +323,7 @@ def simulate(
         seed: of the drawn response lengths.
         shared: one replica and one rank work at once on one device.
         idle_cores: as placement.share_idle_cores; all replicas and ranks have as many cores.
+        in_flight: see weight_sync.in_flight; recompute and keep take the same time here.
 
     Returns:
         What `Tracker.summary` reports: median/time/step_s and the other medians in seconds,
@@ -305,12 +335,13 @@ def simulate(
     if overlap == "auto" and shared:
         overlap = "true"
     if overlap == "auto" and staleness and rollout:
-        rest = (static, steps, seed, shared, idle_cores)
+        rest = (static, steps, seed, shared, idle_cores, in_flight)
         without = simulate(work, rollout, trainer, staleness, "false", *rest)
         if not _chooses_overlap(without):
             return without
         overlap = "true"
     cfg = _run_config(work, rollout, staleness, overlap, static)
+    cfg.weight_sync.in_flight = in_flight
     device = _common_device(rollout, trainer, shared, idle_cores)
     with asyncio.Runner(loop_factory=simulated_loop) as runner:
         return runner.run(_run(work, cfg, rollout, trainer, steps, seed, device))
@@ -359,6 +390,7 @@ def _run_config(work: Work, rollout: int, staleness: int, overlap: str, static: 
     cfg = Config()
     cfg.pipeline.staleness = staleness
     cfg.weight_sync.overlap = overlap if rollout > 0 else "false"
+    cfg.data.train_batch_size = work.prompts
     cfg.rollout.n = work.lengths.shape[1]
     cfg.rollout.routing = "static" if static else "least_loaded"
     cfg.rollout.heartbeat_s = NO_TIME_LIMIT_S

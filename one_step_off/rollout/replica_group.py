@@ -108,12 +108,16 @@ class RolloutGroup:
 
         Raises:
             NoReplica: all replicas have failed, and none could be restarted.
-            PhaseTimeout: they took longer than `trainer.step_timeout_s`; with `on_group` than that
-                of all steps that a prompt may take.
+            PhaseTimeout: they took longer than `trainer.step_timeout_s`; samples for training than
+                that of all steps that a prompt may take.
             Exception: what a replica raised that is still there.
         """
         request = GenerationRequest(purpose, sampling, on_group)
-        steps = 1 if on_group is None else 2 + self.cfg.pipeline.max_carry
+        steps = 1
+        if sampling is self.train_sampling:
+            steps = max(1, self.cfg.pipeline.staleness)
+        if on_group is not None:
+            steps += 1  # they begin while another step trains
         limit_s = steps * self.cfg.trainer.step_timeout_s
         async with self.pool_lock:
             begin = now()

@@ -62,13 +62,15 @@ class RolloutActivity:
         """The samples of a prompt are complete."""
         self.last_end_s = now()
 
-    def call_finished(self, kind: str, step: int, seconds: float) -> None:
+    def call_finished(self, kind: str, step: int, seconds: float) -> float:
         """A call has ended that took `seconds`, without its wait for the devices. Where several
-        calls ran at once, each is drawn from the end of the one before."""
+        calls ran at once, each is drawn from the end of the one before. Returns the seconds that
+        are drawn."""
         begin = max(now() - seconds, self.drawn_until.get(kind, 0.0))
         self.last_end_s = now()
         self.drawn_until[kind] = self.last_end_s
         self.on_span("rollout", kind, step, begin, self.last_end_s)
+        return self.last_end_s - begin
 
     def idle_seconds(self) -> float:
         """Seconds since the last end; 0 where nothing was finished yet."""

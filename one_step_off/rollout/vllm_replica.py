@@ -98,6 +98,7 @@ class RolloutReplica(UsageProbe, CoreUser):
         self.incarnation = 0
         self.engine: Any = None
         self.asleep = False
+        self.cache_salt = ""  # requests share the prefixes of requests with the same salt
         self.started_requests = 0
         self.finished_requests = 0
         self.engine_processes: list[psutil.Process] = []
@@ -208,7 +209,8 @@ class RolloutReplica(UsageProbe, CoreUser):
     async def sync(self, stamp: Stamp, only_kept: bool = False) -> list[dict[str, Any]]:
         """Receive the weights `stamp`: pause, stream, verify, resume with empty caches.
 
-        With partial rollouts unfinished requests resume then, and their KV cache is computed again.
+        By `weight_sync.in_flight` there are no unfinished requests, or they resume then. Their KV
+        cache is computed again or kept.
 
         Args:
             stamp: (incarnation, version).
@@ -231,10 +233,16 @@ class RolloutReplica(UsageProbe, CoreUser):
         self.stamp = None
         self.incarnation = incarnation
         begin = time.perf_counter()
-        mode = "keep" if self.cfg.pipeline.partial_rollout else "wait"
+        in_flight = self.cfg.weight_sync.in_flight
         # Not AsyncLLM.pause_generation: it sleeps another 20 ms, for callers to whom the order of
         # outputs matters.
-        await self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
+        await self.engine.engine_core.pause_scheduler_async(
+            mode="wait" if in_flight == "wait" else "keep", clear_cache=in_flight != "keep"
+        )
+        if in_flight == "keep":
+            # vLLM clears its prefix cache only with the KV caches of unfinished requests. Requests
+            # from here on must not find what older weights have computed.
+            self.cache_salt = f"{incarnation}.{version}"
         pause_s = time.perf_counter() - begin
         if self.asleep:
             await self.engine.wake_up(["weights"])
@@ -245,7 +253,8 @@ class RolloutReplica(UsageProbe, CoreUser):
         await self.engine.update_weight_version(f"{incarnation}.{version}")
         await self.engine.resume_generation()
         self.stamp = stamp
-        return [report | {"pause": pause_s} for report in reports]
+        paused_s = time.perf_counter() - begin
+        return [report | {"pause": pause_s, "paused": paused_s} for report in reports]
 
     async def ping(self) -> tuple[int, int]:
         """Answer once the engine has, between two of its steps.
@@ -447,6 +456,8 @@ class RolloutReplica(UsageProbe, CoreUser):
         # Marked as tokens: a prompt would else travel through a thread that has nothing to
         # tokenize.
         prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
+        if self.cache_salt:
+            prompt["cache_salt"] = self.cache_salt
         try:
             outputs = [output async for output in self.engine.generate(prompt, params, name)]
             return outputs[-1]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from one_step_off import checkpoint
+from one_step_off.checkpoint.in_flight import restored_in_flight
 from one_step_off.cluster.resource_usage import watch_usage
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
@@ -295,18 +296,11 @@ async def load_checkpoint(
     if not prepared.cfg.trainer.val_only:
         total_steps = prepared.data.stream.total_steps
         tracker.log(f"resuming from step {resume_point.step} of {total_steps}, from {path}")
-    samples = checkpoint.read_samples(path) if state["has_samples"] else None
-    unfinished_prompts = []
-    for saved_id in state["carried"]:
-        prompt_id = tuple(saved_id)
-        unfinished_prompts.append(replace(prepared.data.find(prompt_id), id=prompt_id))
+    samples = checkpoint.read_samples(path) if state["has_samples"] else []
     return Resumed(
         step=resume_point.step,
-        samples=samples,
-        generate_s=state["generate_s"],
+        in_flight=restored_in_flight(state, samples, prepared.data.find),
         kl_coef=state["kl_coef"],
-        incarnation=state["incarnation"],
-        unfinished=unfinished_prompts,
     )
 
 

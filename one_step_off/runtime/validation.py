@@ -1,6 +1,7 @@
 """The whole check of a config, before any engine or GPU is taken."""
 
 from one_step_off.algorithms.validation import check_algorithm
+from one_step_off.config.old_keys import replace_old_keys
 from one_step_off.config.placement import resolved_device, visible_gpu_count
 from one_step_off.config.pool_checks import check_hardware
 from one_step_off.config.schema import Config
@@ -20,6 +21,7 @@ def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> 
         ConfigError: the first fault found.
     """
     check_types(cfg)
+    replace_old_keys(cfg)
     if num_gpus is None:
         num_gpus = visible_gpu_count(cfg)
     device = resolved_device(cfg, num_gpus)

@@ -2,6 +2,7 @@
 back end."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from one_step_off.algorithms import core_algos, policy_losses
@@ -44,7 +45,14 @@ class PolicyRole(WeightExport):
             columns["proximal"] = batch.old_log_probs
         if algorithm.kl_coef > 0 and not algorithm.kl_in_reward:
             columns["ref"] = batch.ref_log_probs
+        if self._has_several_ages:
+            columns["age"] = [batch.step - s.versions for s in batch.samples]
         return columns
+
+    @property
+    def _has_several_ages(self) -> bool:
+        """Whether the tokens of a batch may differ in age."""
+        return self.cfg.pipeline.staleness > 1 or self.cfg.weight_sync.in_flight != "wait"
 
     def _micro_batch_loss(self, item: WorkItem, stats: UpdateStats, first_step: bool) -> Tensor:
         """sum over tokens of weight * (policy loss - entropy_coef * entropy + kl_coef * KL to the
@@ -54,7 +62,7 @@ class PolicyRole(WeightExport):
         weight = columns["weight"]
         figure = "grad" if algorithm.entropy_coef > 0 else "metric"
         log_probs, entropies = self._forward(item.layout, self.cfg.rollout.temperature, figure)
-        per_token, clipped = self._policy_loss(log_probs, columns)
+        per_token, clipped, correction = self._policy_loss(log_probs, columns)
         policy_loss = (weight * per_token).sum()
         loss = policy_loss - algorithm.entropy_coef * (weight * entropies).sum()
         if "ref" in columns:
@@ -68,10 +76,20 @@ class PolicyRole(WeightExport):
             tokens=len(log_probs),
         )
         _count_tokens(log_probs, columns["mu"], clipped, stats, first_step)
+        if "age" in columns:
+            quantities = {"ratio": policy_losses.ratio_of(log_probs.detach(), columns["mu"])}
+            quantities["clip_frac"] = clipped
+            if correction is not None:
+                quantities["correction"] = correction
+            ages = self.cfg.pipeline.staleness + 1
+            stats.add(**age_sums(columns["age"], quantities, ages))
         return loss
 
-    def _policy_loss(self, log_probs: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The loss of each token [n], and bool [n]: where the clip binds."""
+    def _policy_loss(
+        self, log_probs: Tensor, columns: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The loss of each token [n]; bool [n]: where the clip binds; the weight [n] of the
+        rollout correction, None without one."""
         algorithm = self.cfg.algorithm
         clip_low = algorithm.clip_ratio_low
         clip_high = algorithm.clip_ratio_high
@@ -89,8 +107,9 @@ class PolicyRole(WeightExport):
         )
         loss_function = policy_losses.POLICY_LOSSES.find(algorithm.policy_loss).function
         per_token, clipped = loss_function(inputs, **algorithm.policy_loss_kwargs)
+        correction = None
         if "proximal" in columns:  # decoupled PPO
-            per_token = per_token * policy_losses.correction_weights(
+            correction = policy_losses.correction_weights(
                 old,
                 mu,
                 columns["sequence"],
@@ -98,7 +117,8 @@ class PolicyRole(WeightExport):
                 algorithm.rollout_correction_cap,
                 algorithm.rollout_correction_low,
             )
-        return per_token, clipped
+            per_token = per_token * correction
+        return per_token, clipped, correction
 
     def _role_metrics(self, sums: Figures, maxima: Figures, mini_batches: int) -> Figures:
         tokens = max(sums["tokens"], 1.0)
@@ -111,7 +131,7 @@ class PolicyRole(WeightExport):
         metrics["ratio/max"] = maxima["ratio"]
         metrics["logprob_diff/mean"] = sums["logprob_diff"] / max(sums["first_tokens"], 1.0)
         metrics["logprob_diff/max"] = maxima["logprob_diff"]
-        return metrics
+        return metrics | means_by_age(sums)
 
 
 def _count_tokens(
@@ -126,3 +146,37 @@ def _count_tokens(
         stats.maximum(logprob_diff=largest_difference)
     stats.add(**sums)
     stats.maximum(**maxima)
+
+
+def age_sums(age: Tensor, quantities: dict[str, Tensor], ages: int) -> dict[str, Tensor]:
+    """Sums over the trained tokens of each age, for `means_by_age`.
+
+    Args:
+        age: of each token in versions, float [n].
+        quantities: name -> its value for each token, [n].
+        ages: their number, from 0 on.
+
+    Returns:
+        NAME_age_A for each quantity and age, and count_age_A; float64 scalars.
+    """
+    index = age.long()
+    values = {"count": torch.ones_like(age)} | quantities
+    sums = {}
+    for name, value in values.items():
+        totals = torch.zeros(ages, dtype=torch.float64, device=age.device)
+        totals.index_add_(0, index, value.detach().double())
+        for number, total in enumerate(totals):
+            sums[f"{name}_age_{number}"] = total
+    return sums
+
+
+def means_by_age(sums: Figures) -> Figures:
+    """staleness/NAME_age_A: the mean over the tokens of each age that occurs, out of the sums of
+    `age_sums` over all ranks."""
+    metrics = {}
+    for name, total in sums.items():
+        quantity, _, age = name.partition("_age_")
+        count = sums.get(f"count_age_{age}")
+        if count and quantity != "count":
+            metrics[f"staleness/{name}"] = total / count
+    return metrics

@@ -20,6 +20,7 @@ from typing import Self
 
 from one_step_off.config.device_shares import shared_devices
 from one_step_off.config.schema import Config
+from one_step_off.config.sync_schedule import sync_period
 
 DECIDING_STEPS = 3
 """Steps that a decision needs since the last change: the time between two changes, at least."""
@@ -44,6 +45,15 @@ class StepPhases:
         return cls(
             metrics["time/generate_s"], metrics["time/train_s"], metrics.get("time/sync_s", 0.0)
         )
+
+
+def sum_of_phases(steps: Sequence[StepPhases]) -> StepPhases:
+    """The phases of several steps as if they were one."""
+    return StepPhases(
+        sum(step.generate_s for step in steps),
+        sum(step.train_s for step in steps),
+        sum(step.sync_s for step in steps),
+    )
 
 
 def hidden_share(steps: Sequence[StepPhases]) -> float:
@@ -101,6 +111,8 @@ class SyncOverlap:
         self.is_auto = possible and setting == "auto"
         self.overlapped = possible and setting == "true"
         self.steps: deque[StepPhases] = deque(maxlen=REMEMBERED_STEPS)
+        self.steps_per_sync = sync_period(cfg)
+        self.since_sync: list[StepPhases] = []
 
     def begin_step(self) -> bool:
         """Choose for the step that begins now; returns `overlapped`."""
@@ -110,12 +122,19 @@ class SyncOverlap:
         self.overlapped = should_overlap(self.steps, before)
         if self.overlapped != before:
             self.steps.clear()  # the other setting has phases of its own
+            self.since_sync = []
         return self.overlapped
 
     def end_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Take the metrics of the step that has ended; returns the metric of this choice. A step
-        without a sync tells nothing about syncs."""
+        """Take the metrics of the step that has ended; returns the metric of this choice. Steps
+        between two syncs count together, because what is generated then may overlap with all of
+        them. A step without a sync before it tells nothing about syncs."""
         phases = StepPhases.of_metrics(metrics)
         if phases.sync_s > 0:
-            self.steps.append(phases)
+            self.since_sync = [phases]
+        elif self.since_sync:
+            self.since_sync.append(phases)
+        if len(self.since_sync) == self.steps_per_sync:
+            self.steps.append(sum_of_phases(self.since_sync))
+            self.since_sync = []
         return {"sync/overlapped": float(self.overlapped)}

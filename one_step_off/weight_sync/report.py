@@ -51,6 +51,9 @@ def sync_metrics(
     if any("ahead" in worker for worker in workers):
         metrics["sync/ahead_s"] = max(worker.get("ahead", 0.0) for worker in workers)
         metrics["sync/spare_mb"] = max(worker["spare_bytes"] for worker in workers) / (1 << 20)
+    paused = [worker["paused"] for worker in workers if "paused" in worker]
+    if paused:
+        metrics["sync/paused_s"] = max(paused)
     communicators = [
         report["communicator_bytes"]
         for report in (*sent, *workers)

@@ -90,6 +90,6 @@ def test_a_checkpoint_restores_the_adapted_kl_coefficient(kl_target, coefficient
     cfg = Config()
     cfg.algorithm.kl_coef = 0.1
     cfg.algorithm.kl_target = kl_target
-    resumed = Resumed(3, None, 0.0, kl_coef=0.25)
+    resumed = Resumed(3, kl_coef=0.25)
     pipeline = Pipeline(cfg, Roles(None, None, None), None, None, None, resumed=resumed)
     assert pipeline.kl_controller.value == coefficient

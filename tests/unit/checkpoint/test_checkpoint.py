@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from one_step_off import checkpoint
 from one_step_off.checkpoint import finding, sample_files
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.schema import Config
 from one_step_off.data.samples import Sample
 from tests.unit.checkpoint.checkpoint_helpers import run_config, save
 
@@ -131,9 +130,25 @@ def test_state_json_is_plain(tmp_path):
     assert set(state["fixed"]) == {*finding.FIXED_KEYS, "actor.backend"}
 
 
-def test_the_largest_age_of_samples_is_fixed_with_partial_rollouts_only():
-    """Its samples may be older than a smaller number allows."""
-    cfg = Config()
-    assert "pipeline.max_carry" not in checkpoint.fixed_keys(cfg)
-    cfg.pipeline.partial_rollout = True
-    assert checkpoint.fixed_keys(cfg)["pipeline.max_carry"] == cfg.pipeline.max_carry
+@pytest.mark.parametrize(
+    ("old", "staleness", "in_flight"),
+    [
+        ({"pipeline.partial_rollout": False}, 1, "wait"),
+        ({"pipeline.partial_rollout": True, "pipeline.max_carry": 2}, 3, "recompute"),
+    ],
+)
+def test_a_checkpoint_with_old_names_of_keys_fits_the_new_ones(tmp_path, old, staleness, in_flight):
+    cfg = run_config(tmp_path)
+    cfg.pipeline.staleness = staleness
+    cfg.weight_sync.in_flight = in_flight
+    path = save(cfg, 5)
+    state = json.loads((path / "state.json").read_text())
+    fixed = state["fixed"]
+    del fixed["weight_sync.in_flight"]
+    fixed |= {"pipeline.staleness": 1} | old
+    text = json.dumps(state)
+    (path / "state.json").write_text(text)
+    finding._check_fixed_keys(cfg, path)
+    cfg.pipeline.staleness = staleness + 1
+    with pytest.raises(ConfigError, match=f"written with {staleness}; resume with it"):
+        finding._check_fixed_keys(cfg, path)

@@ -78,7 +78,7 @@ BAD = [
         ["rollout.top_k=50"],
         ["rollout.top_k=50: must be at most -1", "other values change the log-probs"],
     ),
-    (["pipeline.staleness=2"], ["pipeline.staleness=2", "at most 1"]),
+    (["pipeline.staleness=17"], ["pipeline.staleness=17", "at most 16"]),
     (["model.dtype=bfloat61"], ["model.dtype=bfloat61", "one of bfloat16, float32"]),
     (["algorithm.adv_estimator=gae2"], ["algorithm.adv_estimator=gae2", "did you mean gae?"]),
     (["algorithm.adv_estimator=gae"], ["algorithm.adv_estimator=gae", "critic"]),

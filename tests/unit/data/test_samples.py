@@ -10,7 +10,12 @@ import pytest
 
 from one_step_off.data.packing import PackedArrays, PackedSamples, PackedShares
 from one_step_off.data.samples import Batch, Sample, generated_tokens
-from one_step_off.data.staleness import StalenessError, assert_staleness
+from one_step_off.data.staleness import (
+    StalenessError,
+    age_shares,
+    assert_age,
+    assert_staleness,
+)
 
 
 def sample(versions, incarnation=0, prompt=(0, 1), index=0, tokens=None):
@@ -125,3 +130,43 @@ def test_what_was_generated_is_counted_in_all_parts_of_a_long_batch():
     none = generated_tokens([sample([-1, -1]), sample([])])
     assert none[0].tolist() == [0, 0]
     assert np.isnan(none[1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("earlier", "words"),
+    [
+        (sample([2, 4], incarnation=0), None),
+        (sample([2, 5], incarnation=0), "incarnation 0, version 5"),
+        (sample([1, 4], incarnation=0), "version 1"),
+        (sample([4], incarnation=1), "incarnation 1"),
+    ],
+)
+def test_samples_of_an_earlier_incarnation_have_versions_of_the_runs_past(earlier, words):
+    """Incarnation 2 resumed from step 4 of incarnation 0; what 0 made of newer weights is not of
+    its past, and of incarnation 1 nothing is."""
+    batch = Batch(6, [sample([6, 5], 2), earlier], (2, 6), max_version_lag=4, past={0: 4})
+    if words is None:
+        assert_staleness(batch)
+    else:
+        with pytest.raises(StalenessError, match=words):
+            assert_staleness(batch)
+
+
+def test_the_shares_of_the_ages_are_of_trained_tokens():
+    tool = sample([3, -1, -1, 4])
+    tool.loss_mask[1:3] = False
+    shares = age_shares(Batch(4, [tool, sample([2])] * 200, (0, 4), 2), 3)
+    assert shares == {
+        "staleness/age_0": pytest.approx(1 / 3),
+        "staleness/age_1": pytest.approx(1 / 3),
+        "staleness/age_2": pytest.approx(1 / 3),
+        "staleness/age_3": 0.0,
+    }
+    assert np.isnan(age_shares(Batch(4, [], (0, 4)), 0)["staleness/age_0"])
+
+
+def test_a_whole_batch_may_not_be_older_than_the_limit():
+    assert_age(6, 4, 2)
+    for version in (3, 7):
+        with pytest.raises(StalenessError, match=f"version {version}, .*versions 4 to 6"):
+            assert_age(6, version, 2)

@@ -309,3 +309,11 @@ def test_a_run_that_tells_nothing_is_named(tmp_path, capsys, broken: str) -> Non
     err = capsys.readouterr().err
     assert err.startswith(f"error: --from {folder}: ")
     assert err.count("\n") == 1
+
+
+def test_the_staleness_of_the_config_is_a_row_of_its_own(capsys) -> None:
+    keys = ["pipeline.staleness=2", "weight_sync.in_flight=recompute"]
+    assert main([*GPUS, *keys, "--times", "60,70,5,30"]) == 0
+    found = rows_of(capsys.readouterr().out)
+    assert len(found) == 1 + 3 * 7
+    assert found["1 + 7", "staleness 2, recompute"] < found["1 + 7", "one step off"]

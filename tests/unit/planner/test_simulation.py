@@ -279,3 +279,48 @@ def test_a_step_is_never_shorter_than_a_phase_nor_longer_than_their_sum(
     for figures in (synchronous, one_step_off):
         for role in ("rollout", "trainer"):
             assert 0 <= figures[f"idle_share/{role}"] <= 1
+
+
+LONG_TAIL = Work(
+    8,
+    np.random.default_rng(0).lognormal(np.log(100), 1.0, (16, 4)).clip(1, 800).astype(int),
+    20.0,
+    0.02,
+    1e-4,
+    1.0,
+    2e-4,
+    sync_s=0.2,
+    canary_s=0.05,
+)
+"""Generation is the longer phase, and a few responses take most of it."""
+
+
+def test_older_samples_make_stragglers_cheaper() -> None:
+    rates = {}
+    for staleness, in_flight in ((1, "wait"), (2, "wait"), (4, "wait"), (2, "keep")):
+        found = simulate(LONG_TAIL, 1, 1, staleness, steps=25, in_flight=in_flight)
+        rates[staleness, in_flight] = found["samples_per_s"]
+    assert rates[1, "wait"] < rates[2, "wait"] < rates[4, "wait"]
+    assert rates[2, "keep"] > 1.3 * rates[1, "wait"]
+
+
+def test_where_training_is_longer_staleness_gains_the_syncs_alone() -> None:
+    """Overlapped syncs cost nothing at any age, and each step takes as long as training."""
+    work = replace(ALIKE, train_fixed_s=9.0)
+    _, train = parts(work, 2, 2)
+    for staleness, in_flight in ((1, "wait"), (3, "wait"), (3, "recompute")):
+        found = simulate(work, 2, 2, staleness, "true", steps=16, in_flight=in_flight)
+        assert found[STEP] == pytest.approx(train + work.canary_s, rel=0.05)
+
+
+@pytest.mark.parametrize(("in_flight", "syncs"), [("wait", 0.5), ("recompute", 1.0)])
+def test_a_pause_takes_as_long_as_the_sync(in_flight: str, syncs: float) -> None:
+    """Generation is far longer, and takes as long for many sequences at once as one after another.
+    A step takes it and its share of a sync; requests go on while the trainer scores the canary."""
+    work = replace(ALIKE, decode_s=0.0, sequence_s=1e-3, train_fixed_s=0.1, train_token_s=0.0)
+    work = replace(work, sync_s=2.0)
+    generate, _ = parts(work, 1, 1)
+    found = simulate(work, 1, 1, 2, "false", steps=41, in_flight=in_flight)
+    pause_s = work.sync_s if in_flight == "wait" else work.sync_s - work.canary_s
+    step = work.prompts * 4 / found["samples_per_s"]
+    assert step == pytest.approx(generate + syncs * pause_s, rel=0.06)

@@ -112,6 +112,15 @@ def test_pause_modes() -> None:
     assert PAUSE_MODES <= constants(replica, "RolloutReplica.sync"), "the modes that we give"
 
 
+def test_a_prompt_may_have_a_salt_of_its_prefix_cache() -> None:
+    """With kept KV caches it keeps requests of different versions apart."""
+    assert "cache_salt" in fields("vllm.inputs.engine", "_InputOptions")
+    assert {"cache_salt"} <= constants(
+        "one_step_off.rollout.vllm_replica", "RolloutReplica._request"
+    )
+    assert {"cache_salt"} <= constants("vllm.v1.core.kv_cache_utils")
+
+
 def test_wake_tags() -> None:
     """The tags under which the worker allocates are those that we wake."""
     assert WAKE_TAGS <= constants(WORKER)

@@ -33,6 +33,8 @@ class World:
     Attributes:
         version: of the trainer's weights.
         engine_version: of the engine's weights.
+        released: the version that the trainer may change.
+        incarnation: of the trainer.
         generating: calls of the engine that run.
         events: ("begin" or "end", phase, its name).
         trained: the steps so far.
@@ -47,6 +49,8 @@ class World:
         self.longest = longest
         self.version = 0
         self.engine_version: int | None = None
+        self.released = -1
+        self.incarnation = 0
         self.generating = 0
         self.events: list[tuple] = []
         self.trained: list[TrainedStep] = []
@@ -96,6 +100,7 @@ class FakeRollout:
         for prompt in prompts:
             for i in range(sampling.size):
                 sample = make_sample(prompt, i, version)
+                sample.incarnation = world.incarnation
                 if i == sampling.n:
                     sample.extra["greedy"] = True
                 samples.append(sample)
@@ -120,7 +125,7 @@ class FakeActor:
         world = self.world
         world.blocked += 1
         try:
-            while world.engine_version != world.version:
+            while world.released != world.version:
                 if world.sync_failure:
                     raise ValueError(f"the sync failed: {world.sync_failure}")
                 await asyncio.sleep(0)
@@ -160,16 +165,20 @@ class FakeSync:
         self.world.sync_failure = error
 
     async def release(self, version):
-        self.world.engine_version = version  # the stand-in of a trainer goes on then
+        assert version == self.world.version
+        self.world.released = version
 
     async def __call__(self, stamp, expected=None):
         world = self.world
         assert expected in (None, stamp[1]), "the trainer's half of the canary is of other weights"
         assert world.generating == 0, "a sync while the engine generates"
-        assert stamp == (0, world.version), "asked for weights that the trainer does not hold"
+        current = (world.incarnation, world.version)
+        assert stamp == current, "asked for weights that the trainer does not hold"
         await world.phase("sync", stamp[1])
-        assert stamp == (0, world.version), "the weights changed while they were being sent"
+        current = (world.incarnation, world.version)
+        assert stamp == current, "the weights changed while they were being sent"
         world.engine_version = stamp[1]
+        world.released = stamp[1]
         return {"time/sync_s": 0.0}
 
 
@@ -185,6 +194,13 @@ def make_sample(prompt: Prompt, index: int, version: int) -> Sample:
         versions=np.full(3, version, np.int32),
         reward=float(index),
     )
+
+
+def version_of_step(step: int, staleness: int) -> int:
+    """The weights that make the samples of a step, where a run begins at step 0."""
+    if staleness == 0:
+        return step
+    return max(0, (step - 1) // staleness * staleness)
 
 
 def build(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from one_step_off.checkpoint.in_flight import restored_in_flight
 from one_step_off.checkpoint.state_files import read_state, write_state
 from one_step_off.config.data_sections import Curriculum, DifficultyFilter
 from one_step_off.config.schema import Config
@@ -22,7 +23,7 @@ from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Resumed, Roles
 from one_step_off.rollout.replica_supervisor import NoReplica
 from tests.unit.ray_trainer.stand_ins import FakeActor, FakeRollout, FakeSync, World, read_rows
-from tests.unit.rollout.test_partial_rollouts import make_sample as versioned_sample
+from tests.unit.rollout.test_prompt_pool import make_sample as versioned_sample
 
 STEPS = 14
 SIZES = (7, 5)
@@ -127,10 +128,11 @@ def build(
 ) -> Pipeline:  # fmt: skip
     cfg = Config()
     cfg.pipeline.staleness = staleness
-    cfg.pipeline.partial_rollout = kind == "partial"
-    cfg.pipeline.max_carry = 2  # no prompt comes to its last step, which a resume delays
     cfg.data.train_batch_size = 3
-    cfg.rollout.oversample = 2.0 if kind == "partial" else 1.0
+    if kind == "pool":
+        cfg.pipeline.staleness = 3  # no prompt comes to its last step, which a resume delays
+        cfg.weight_sync.in_flight = "recompute"
+        cfg.rollout.oversample = 2.0
     cfg.algorithm.max_gen_batches = 3 if kind == "dynamic" else 1
     roles: Any = Roles(SlowActor(world), rollout, FakeSync(world))
     tracker = Tracker(str(folder), STEPS, out=io.StringIO())
@@ -157,11 +159,11 @@ def resume(
     stream = make_stream()
     stream.load_state_dict(state["stream"])
     by_row = {prompt.id[1]: prompt for prompt in stream.prompts}
-    unfinished = [
-        Prompt((epoch, row), by_row[row].ids, "q", "1") for epoch, row in state["carried"]
-    ]
-    samples = copy.deepcopy(keeper.samples[step])
-    resumed = Resumed(step, samples, 0.1, unfinished=unfinished)
+    samples = copy.deepcopy(keeper.samples[step]) or []
+    in_flight = restored_in_flight(
+        state | {"step": step}, samples, lambda prompt: by_row[prompt[1]]
+    )
+    resumed = Resumed(step, in_flight)
     world = World(random.Random(step))
     world.version = step
     rollout = rollout_of(kind, world, complete_at)
@@ -169,14 +171,18 @@ def resume(
 
 
 def rollout_of(kind: str, world: World, complete_at: dict[PromptId, int]) -> Any:
-    if kind == "partial":
+    if kind == "pool":
         return SlowGroups(world, complete_at)
     return ScoredRollout(world)
 
 
 @pytest.mark.parametrize(
     ("kind", "staleness"),
-    [("whole", 0), ("whole", 1), ("dynamic", 0), ("dynamic", 1), ("partial", 1)],
+    [
+        *[("whole", staleness) for staleness in (0, 1, 2, 4)],
+        *[("dynamic", staleness) for staleness in (0, 1, 2, 4)],
+        ("pool", 3),
+    ],
 )
 def test_every_checkpoint_resumes_with_the_same_prompts(tmp_path, kind, staleness):
     world = World(random.Random(0))
@@ -189,7 +195,7 @@ def test_every_checkpoint_resumes_with_the_same_prompts(tmp_path, kind, stalenes
     assert filtered, "the filter had something to do"
     if kind == "dynamic":
         assert any(row.get("replaced") for row, _ in expected)
-    if kind == "partial":
+    if kind == "pool":
         keeper: Any = whole.checkpointer
         assert any(
             sample.extra.get("carried")

@@ -1,5 +1,5 @@
-"""Episodes of several samples from a replica to the trainer: order, counts, the pool of partial
-rollouts, dropped groups, checkpoints."""
+"""Episodes of several samples from a replica to the trainer: order, counts, the pool of prompts,
+dropped groups, checkpoints."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from one_step_off.checkpoint.sample_files import read_batch, write_batch
 from one_step_off.config.schema import Config
 from one_step_off.data.episodes import EpisodeError, check_episodes, episode_numbers
 from one_step_off.data.samples import Batch
-from one_step_off.rollout.batch_sources import RestoredBatch, WholeBatchSource
-from one_step_off.rollout.partial_rollouts import PartialRolloutPool
+from one_step_off.rollout.batch_sources import FinishedBatch, InFlight
+from one_step_off.rollout.prompt_pool import PooledPrompt, PromptPool
+from one_step_off.rollout.scheduled_batches import ScheduledSource
 from tests.unit.data.episode_helpers import cut, make_sample
 from tests.unit.rollout.test_prompt_router import group_of
 from tests.unit.stand_ins import StandInActor, make_prompts
@@ -41,8 +42,8 @@ def test_segments_return_in_order_and_count_as_one_trajectory():
 
 
 def test_the_pool_keeps_episodes_whole():
-    pool = PartialRolloutPool(groups_per_step=1, max_carry=1)
-    pool.begin(make_prompts(0, 1), version=0, step=0)
+    pool = PromptPool(groups_per_step=1, staleness=2)
+    pool.begin([PooledPrompt(prompt, turn=0, version=0) for prompt in make_prompts(0, 1)])
     pool.add_complete(episodes_of(1))
     assert pool.generating == 1
     pool.add_complete(episodes_of(0))
@@ -60,7 +61,8 @@ def test_a_batch_with_an_incomplete_episode_is_refused():
     cfg = Config()
 
     def batch_of(given):
-        source = WholeBatchSource(cfg, None, None, restored=RestoredBatch(given, 0.0, 0))
+        restored = InFlight([FinishedBatch(0, given, 0, 0, 0.0)])
+        source = ScheduledSource(cfg, None, None, restored=restored)
         return asyncio.run(source.batch(0))[0]
 
     assert batch_of(samples).prompt_order() == [(0, 0)]

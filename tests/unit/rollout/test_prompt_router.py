@@ -232,16 +232,15 @@ def test_a_prompt_that_was_routed_as_a_sync_began_goes_to_its_replica_behind_it(
     assert group.router.loads[0].returned == 4
 
 
-@pytest.mark.parametrize("partial_rollouts", [True, False])
-def test_with_partial_rollouts_prompts_have_the_time_of_all_steps_that_they_may_take(
-    partial_rollouts,
-):
-    group = group_of([SlowReplica(0.2)])
+@pytest.mark.parametrize("is_pool", [True, False])
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_prompts_have_the_time_of_all_steps_that_they_may_take(is_pool, staleness):
+    group = group_of([SlowReplica(0.15)])
     group.cfg.trainer.step_timeout_s = 0.1
-    group.cfg.pipeline.max_carry = 1
-    on_group = (lambda samples: None) if partial_rollouts else None
+    group.cfg.pipeline.staleness = staleness
+    on_group = (lambda samples: None) if is_pool else None
     work = group.generate(make_prompts(0), "step 0", group.train_sampling, on_group)
-    if partial_rollouts:
+    if is_pool or staleness > 1:
         samples, _ = asyncio.run(work)
         assert len(samples) == 1
     else:

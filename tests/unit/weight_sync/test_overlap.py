@@ -161,3 +161,19 @@ def test_what_takes_turns_never_overlaps(overlap):
     gathering.weight_sync.sender = "gather"
     for cfg in (synchronous, one_pool, gathering):
         assert settings_of_run([TRAINING_LONGER] * 9, cfg) == [False] * 9
+
+
+def test_steps_between_two_syncs_count_together():
+    """With staleness 2 the sync of two steps is hidden by the training of both, beyond the
+    generation of both."""
+    cfg = make_config("auto")
+    cfg.pipeline.staleness = 2
+    alone = [StepPhases(1.0, 1.2, 0.4), StepPhases(1.0, 1.2, 0.0)]
+    overlap = SyncOverlap(cfg)
+    chosen = []
+    for step in alone * 4:
+        chosen.append(overlap.begin_step())
+        overlap.end_step(metrics_of(step))
+    assert chosen == [False] * 6 + [True] * 2
+    assert not should_overlap([StepPhases(1.0, 1.05, 0.4)] * 3, overlapped=False)
+    assert should_overlap([StepPhases(2.0, 2.1, 0.4)] * 3, overlapped=False)

@@ -1,19 +1,20 @@
-"""The schedule with partial rollouts, with stand-ins for engine and trainer; the real parts run it
-in tests/e2e/test_partial_rollouts.py."""
+"""The schedule with a pool of prompts, with stand-ins for engine and trainer; the real parts run it
+in tests/e2e/test_staleness.py."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import io
 import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from one_step_off.checkpoint.in_flight import restored_in_flight
 from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt, Sample
@@ -21,19 +22,37 @@ from one_step_off.data.staleness import StalenessError
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Resumed, Roles, Stopped
 from one_step_off.rollout.replica_supervisor import NoReplica
-from tests.unit.ray_trainer.stand_ins import FakeActor, FakeRollout, FakeSync, World
-from tests.unit.rollout.test_partial_rollouts import make_prompt, make_sample
+from tests.unit.ray_trainer.stand_ins import (
+    FakeActor,
+    FakeRollout,
+    FakeSync,
+    World,
+    read_rows,
+)
+from tests.unit.rollout.test_prompt_pool import make_prompt, make_sample
 
 PROMPTS = [make_prompt(row) for row in range(7)]
 
 
 class InterruptedRollout(FakeRollout):
-    """Generates each prompt by itself. A sync interrupts it, and the rest has the new version."""
+    """Generates each prompt by itself. A sync interrupts it, and the rest has the new version.
+
+    Attributes:
+        alike: whether all samples of a prompt score alike.
+        generated: the prompts so far.
+    """
+
+    alike = staticmethod(lambda prompt: False)
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.generated: list[Prompt] = []
 
     async def generate(self, prompts, purpose, sampling, on_group=None):
         if on_group is None:
             return await super().generate(prompts, purpose, sampling)
         world = self.world
+        self.generated += prompts
 
         async def generate_group(prompt: Prompt) -> list[Sample]:
             versions = []
@@ -41,6 +60,10 @@ class InterruptedRollout(FakeRollout):
                 versions.append(world.engine_version)
                 await asyncio.sleep(world.delays.random() * world.longest)
             samples = [make_sample(prompt, i, versions) for i in range(sampling.n)]
+            for sample in samples:
+                sample.incarnation = world.incarnation
+                if self.alike(prompt):
+                    sample.reward = 1.0
             on_group(samples)
             return samples
 
@@ -83,42 +106,72 @@ def build(
     folder: Path,
     world: World,
     steps: int,
-    oversample: float = 1.0,
-    max_carry: int = 1,
+    oversample: float | None = 1.0,
+    staleness: int = 2,
     stream: PromptStream | None = None,
     checkpointer: Any = None,
     resumed: Resumed | None = None,
+    incarnation: int = 0,
 ) -> Pipeline:
     cfg = Config()
-    cfg.pipeline.partial_rollout = True
-    cfg.pipeline.max_carry = max_carry
+    cfg.pipeline.staleness = staleness
+    cfg.weight_sync.in_flight = "recompute"
     cfg.rollout.oversample = oversample
     cfg.data.train_batch_size = 3
     roles: Any = Roles(FakeActor(world), InterruptedRollout(world), FakeSync(world))
     tracker = Tracker(str(folder), steps, out=io.StringIO())
     stream = stream or make_stream(steps)
-    return Pipeline(cfg, roles, stream, PROMPTS[:2], tracker, checkpointer, resumed)
+    return Pipeline(cfg, roles, stream, PROMPTS[:2], tracker, checkpointer, resumed, incarnation)
 
 
 def trained_prompts(world: World) -> list[tuple[int, int]]:
     return [prompt for trained in world.trained for prompt in trained.prompts]
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 9), st.floats(1.0, 3.0), st.integers(0, 2), st.integers(0, 10**6))
-def test_any_mix_of_slow_and_fast_prompts(tmp_path_factory, steps, oversample, max_carry, seed):
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 9),
+    st.none() | st.floats(1.0, 4.0),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(0, 10**6),
+)
+def test_any_mix_of_slow_and_fast_prompts(
+    tmp_path_factory, steps, oversample, staleness, max_gen_batches, seed
+):
+    """It never has more prompts in progress than it may, it ends, and it trains on each once."""
     world = World(random.Random(seed))
-    oversample = min(oversample, 1 + max_carry)
-    pipeline = build(tmp_path_factory.mktemp("run"), world, steps, oversample, max_carry)
-    asyncio.run(pipeline.fit())
+    if oversample is not None:
+        oversample = min(oversample, staleness)
+    pipeline = build(tmp_path_factory.mktemp("run"), world, steps, oversample, staleness)
+    pipeline.cfg.algorithm.max_gen_batches = max_gen_batches
+    rollout: Any = pipeline.roles.rollout
+    rollout.alike = lambda prompt: prompt.id[1] % 3 == 0
+    batches: Any = pipeline.batches
+    launch = batches.launch
+
+    def launch_and_check(step, version, tasks):
+        launch(step, version, tasks)
+        begun = 3 * batches.next_step + len(batches.pool.prompts)
+        assert begun <= 3 * (version + 1 + staleness)
+
+    batches.launch = launch_and_check
+    asyncio.run(asyncio.wait_for(pipeline.fit(), 20))
     assert [trained.step for trained in world.trained] == list(range(steps))
     for trained in world.trained:
-        assert max(0, trained.step - 1 - max_carry) <= min(trained.versions)
+        assert max(0, trained.step - staleness) <= min(trained.versions)
         assert max(trained.versions) <= trained.step
-    expected = drawn(make_stream(steps), steps)
-    assert sorted(trained_prompts(world)) == sorted(expected), "prompts skipped or repeated"
-    batches: Any = pipeline.batches
-    assert batches.pool.unfinished == {}, "prompts were begun that no step trains on"
+    ledger = read_rows(pipeline.tracker.folder, "ledger.jsonl")
+    replaced = [tuple(prompt) for row in ledger for prompt in row.get("replaced", ())]
+    assert bool(replaced) <= (max_gen_batches > 1)
+    used = sorted(trained_prompts(world) + replaced)
+    stream = make_stream(steps)
+    expected = [prompt.id for prompt in stream.next_batch(len(used))]
+    assert used == sorted(expected), "prompts skipped or repeated"
+    assert batches.pool.prompts == {}, "prompts were begun that no step trains on"
+    for row in pipeline.tracker.steps:
+        shares = [row[f"staleness/age_{age}"] for age in range(staleness + 1)]
+        assert sum(shares) == pytest.approx(1.0)
 
 
 def test_a_slow_group_is_overtaken_interrupted_and_trained_on_later(tmp_path):
@@ -147,7 +200,7 @@ def test_a_slow_group_is_overtaken_interrupted_and_trained_on_later(tmp_path):
     rollout.generate = generate
     asyncio.run(pipeline.fit())
     (step,) = [trained.step for trained in world.trained if slowest in trained.prompts]
-    assert step == 2, "begun by version 0 with max_carry=1: due in step 2"
+    assert step == 2, "begun by version 0 with staleness 2: due in step 2"
     row = pipeline.tracker.steps[2]
     assert row["carry/groups"] >= 1
     assert row["carry/interrupted"] > 0
@@ -170,41 +223,90 @@ def test_a_token_that_is_older_than_allowed_stops_the_run(tmp_path):
         asyncio.run(pipeline.fit())
 
 
+def restored(saved: dict[str, Any]) -> Resumed:
+    """What a run resumes with that finds this checkpoint."""
+    samples = copy.deepcopy(saved["samples"]) or []
+    in_flight = restored_in_flight(saved, samples, lambda prompt: PROMPTS[prompt[1]])
+    return Resumed(saved["step"], in_flight)
+
+
 @pytest.mark.parametrize("stop_after", [1, 2, 4])
-def test_a_resumed_run_generates_unfinished_prompts_again(tmp_path, stop_after):
+@pytest.mark.parametrize("max_gen_batches", [1, 2])
+def test_a_resumed_run_loses_and_repeats_nothing(tmp_path, stop_after, max_gen_batches):
     """Stopped at a step's beginning and resumed: together both train on each prompt of the stream
-    once."""
+    once, and only unfinished prompts are generated again. Samples of the first run are older, and
+    of an earlier incarnation."""
     steps = 8
     world = World(random.Random(stop_after))
     checkpointer = MemoryCheckpointer(in_use=False)
-    first = build(tmp_path / "a", world, steps, oversample=2.0, checkpointer=checkpointer)
-    actor: Any = first.roles.actor
-    update = actor.update
-
-    async def update_and_stop(batch, learn=True):
-        first.stopping = batch.step >= stop_after
-        return await update(batch, learn)
-
-    actor.update = update_and_stop
+    first = build(tmp_path / "a", world, steps, None, 3, checkpointer=checkpointer)
+    stop_when_trained(first, stop_after)
+    first_rollout: Any = first.roles.rollout
+    first.cfg.algorithm.max_gen_batches = max_gen_batches
+    first_rollout.alike = lambda prompt: prompt.id[1] % 3 == 0
     with pytest.raises(Stopped):
         asyncio.run(first.fit())
     saved = checkpointer.saved
     trained = trained_prompts(world)
     assert len(trained) == 3 * saved["step"]
-    assert len(saved["samples"]) == 6
+    assert len(saved["batches"]) == 1
+    complete = [row for row in saved["pool"] if row["samples"]]
+    assert len(saved["samples"]) == 6 + 2 * len(complete)
 
     stream = make_stream(steps)
     stream.load_state_dict(saved["stream"])
-    unfinished = [
-        Prompt(tuple(prompt), np.arange(2, dtype=np.int32), "q", "1") for prompt in saved["carried"]
-    ]
-    resumed = Resumed(saved["step"], saved["samples"], 0.1, unfinished=unfinished)
     again = World(random.Random(9))
     again.version = saved["step"]
-    second = build(tmp_path / "b", again, steps, oversample=2.0, stream=stream, resumed=resumed)
+    again.incarnation = 1
+    second = build(
+        tmp_path / "b", again, steps, None, 3, stream, MemoryCheckpointer(True), restored(saved), 1
+    )
+    second.cfg.algorithm.max_gen_batches = max_gen_batches
+    second_rollout: Any = second.roles.rollout
+    second_rollout.alike = first_rollout.alike
     asyncio.run(second.fit())
-    expected = drawn(make_stream(steps), steps)
-    assert sorted(trained + trained_prompts(again)) == sorted(expected)
+    ledger = read_rows(tmp_path / "a", "ledger.jsonl") + read_rows(tmp_path / "b", "ledger.jsonl")
+    replaced = [tuple(prompt) for row in ledger for prompt in row.get("replaced", ())]
+    used = trained + trained_prompts(again) + replaced
+    assert sorted(used) == sorted(prompt.id for prompt in make_stream(steps).next_batch(len(used)))
+    generated_again = {prompt.id for prompt in second_rollout.generated}
+    assert not generated_again & {tuple(row["prompt"]) for row in complete}
+    second_checkpointer: Any = second.checkpointer
+    assert second_checkpointer.saved["past"] == {"0": saved["step"]}
+
+
+def stop_when_trained(pipeline: Pipeline, step: int) -> None:
+    """Ask a run to stop while it trains this step."""
+    actor: Any = pipeline.roles.actor
+    update = actor.update
+
+    async def update_and_stop(batch, learn=True):
+        pipeline.stopping = batch.step >= step
+        return await update(batch, learn)
+
+    actor.update = update_and_stop
+
+
+def test_weights_that_were_rolled_back_are_not_of_a_runs_past(tmp_path):
+    """A sample of an earlier incarnation may have the versions up to the checkpoint, no newer
+    ones."""
+    steps = 8
+    checkpointer = MemoryCheckpointer(in_use=False)
+    world = World(random.Random(1))
+    first = build(tmp_path / "a", world, steps, None, 3, checkpointer=checkpointer)
+    stop_when_trained(first, 2)
+    with pytest.raises(Stopped):
+        asyncio.run(first.fit())
+    saved = checkpointer.saved
+    saved["samples"][-1].versions[-1] = saved["step"] + 1
+    stream = make_stream(steps)
+    stream.load_state_dict(saved["stream"])
+    again = World(random.Random(9))
+    again.version = saved["step"]
+    again.incarnation = 1
+    second = build(tmp_path / "b", again, steps, None, 3, stream, None, restored(saved), 1)
+    with pytest.raises(StalenessError, match=f"incarnation 0, version {saved['step'] + 1}"):
+        asyncio.run(second.fit())
 
 
 def test_complete_groups_are_saved_when_the_last_replica_fails(tmp_path):
@@ -222,7 +324,7 @@ def test_complete_groups_are_saved_when_the_last_replica_fails(tmp_path):
 
     async def generate(prompts, purpose, sampling, on_group):
         calls.append(purpose)
-        is_last = len(calls) == 3
+        is_last = len(calls) == 2
         complete = prompts[:-1] if is_last else prompts
         for prompt in complete:
             on_group([make_sample(prompt, i, [world.engine_version]) for i in range(2)])
@@ -244,13 +346,16 @@ def test_complete_groups_are_saved_when_the_last_replica_fails(tmp_path):
         asyncio.run(pipeline.fit())
     saved = checkpointer.saved
     assert saved["step"] == 2
-    assert saved["samples"] is None
     stream = make_stream(steps)
     begun = []
     while stream.state_dict() != saved["stream"]:
         begun += [prompt.id for prompt in stream.next_batch(1)]
-    assert sorted(begun) == sorted(trained_prompts(world) + saved["carried"])
-    assert len(saved["carried"]) >= 4, "a complete batch, and the group that was missing"
+    in_pool = [tuple(row["prompt"]) for row in saved["pool"]]
+    assert sorted(begun) == sorted(trained_prompts(world) + in_pool)
+    assert len(in_pool) >= 4, "a complete batch, and the group that was missing"
+    missing = [row for row in saved["pool"] if not row["samples"]]
+    assert len(missing) == 1
+    assert len(saved["samples"]) == 2 * (len(in_pool) - 1)
 
 
 def test_a_trainer_that_waits_for_samples_learns_that_the_last_replica_failed_in_a_sync(tmp_path):

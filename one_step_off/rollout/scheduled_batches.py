@@ -1,0 +1,143 @@
+"""Whole batches between the syncs (`weight_sync.in_flight=wait`): which weights make which batch is
+known in advance, see `one_step_off/config/sync_schedule.py`."""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from one_step_off.config.sync_schedule import is_sync_step, last_begun_batch
+from one_step_off.data.samples import Batch, Prompt
+from one_step_off.data.staleness import assert_age
+from one_step_off.rollout.batch_sources import BatchSource, FinishedBatch, Generated, InFlight
+from one_step_off.rollout.replacements import notes_of_replaced, uninformative_prompts
+
+
+@dataclass
+class _BegunBatch:
+    """A batch that is being generated.
+
+    Attributes:
+        task: ends when its samples are in `finished`, or no replica is left.
+        position_before: the data position before its prompts; None: they are not drawn yet.
+    """
+
+    task: asyncio.Task | None = None
+    position_before: dict[str, Any] | None = None
+
+
+@dataclass(eq=False)
+class ScheduledSource(BatchSource):
+    """Generates whole batches. The replicas have nothing to do when they get new weights."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.begun: dict[int, _BegunBatch] = {}  # by step, those that are not complete
+        self.next_to_begin = self.first_step + len(self.finished)
+
+    def launch(self, step: int, version: int, tasks: asyncio.TaskGroup) -> None:
+        """See `BatchSource.launch`. These batches are generated at once; with dynamic sampling one
+        after another, because what a batch replaces decides which prompts the next one draws."""
+        last = min(step, self.stream.total_steps - 1)
+        is_dynamic = self.cfg.algorithm.max_gen_batches > 1
+        before: asyncio.Task | None = None
+        for new_step in range(self.next_to_begin, last + 1):
+            self.begun[new_step] = _BegunBatch()
+            self.next_to_begin = new_step + 1
+            if is_dynamic and before is not None:
+                work = self._generate_after(before, new_step)
+            else:
+                work = self._generate(new_step, self._draw(new_step))
+            before = tasks.create_task(self._finish(new_step, version, work))
+            self.begun[new_step].task = before
+
+    def _draw(self, step: int) -> list[Prompt]:
+        """The prompts of a batch that was begun."""
+        self.begun[step].position_before = self.stream.state_dict()
+        # The results that the draw may know are those of steps that have ended however fast
+        # anything is, so that a resumed run draws the same prompts.
+        self.stream.begin_step(step, step - 1 - self.staleness)
+        return self.stream.next_batch()
+
+    @property
+    def is_generating(self) -> bool:
+        """See `BatchSource.is_generating`."""
+        return bool(self.begun)
+
+    def ready(self, step: int) -> bool:
+        """See `BatchSource.ready`: always, because the sync replaces the weights of the batches
+        that are generated."""
+        return True
+
+    def needs_sync(self, step: int) -> bool:
+        """See `BatchSource.needs_sync`. A run may begin between two steps of the schedule, after a
+        checkpoint without samples: then batches are missing."""
+        last = min(last_begun_batch(self.cfg, step), self.stream.total_steps - 1)
+        return is_sync_step(self.cfg, step) or self.next_to_begin <= last
+
+    async def _complete(self, step: int) -> None:
+        # Where the sync before found no replica, nothing was begun.
+        if step in self.begun:
+            await self.begun[step].task
+
+    def _stamped(self, finished: FinishedBatch) -> Batch:
+        assert_age(finished.step, finished.version, self.staleness)
+        stamp = (finished.incarnation, finished.version)
+        return Batch(finished.step, finished.samples, expected_stamp=stamp)
+
+    async def settle(self) -> None:
+        """See `BatchSource.settle`: all batches that were begun."""
+        tasks = [begun.task for begun in self.begun.values() if begun.task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def in_flight(self, step: int) -> tuple[InFlight, dict[str, Any]]:
+        """See `BatchSource.in_flight`. Prompts of batches that are not complete are drawn again."""
+        batches = self._finished_from(step)
+        first_missing = step + len(batches)
+        in_flight = InFlight(batches, past=self.restored.past)
+        begun = self.begun.get(first_missing, _BegunBatch())
+        if begun.position_before is not None:
+            return in_flight, self.stream.position_without(begun.position_before)
+        return in_flight, self.stream.state_dict()
+
+    async def _finish(self, step: int, version: int, work: Coroutine[Any, Any, Generated]) -> None:
+        """Put the samples of a batch into `finished`, as soon as they are complete."""
+        generated = await self.or_fail(work)
+        if generated is None:
+            return
+        samples, seconds = generated
+        drawn_s = self.activity.call_finished("generate", step, seconds)
+        if self.staleness > 1:
+            # The batches of a sync are generated at once. The time that two of them share counts
+            # once.
+            seconds = min(seconds, drawn_s)
+        self.finished[step] = FinishedBatch(step, samples, version, self.incarnation, seconds)
+        del self.begun[step]
+
+    async def _generate_after(self, before: asyncio.Task, step: int) -> Generated:
+        """Draw and generate a batch when the one before is complete. Raises NoReplica."""
+        await asyncio.wait([before])
+        self._raise_if_failed()
+        return await self._generate(step, self._draw(step))
+
+    async def _generate(self, step: int, prompts: list[Prompt]) -> Generated:
+        """Generate these prompts; with dynamic sampling also replacements for uninformative
+        ones."""
+        sampling = self.rollout.train_sampling
+        samples, seconds = await self.rollout.generate(prompts, f"step {step}", sampling)
+        # The last replacements stay, informative or not, so that a step ends.
+        for _ in range(self.cfg.algorithm.max_gen_batches - 1):
+            uninformative = uninformative_prompts(samples)
+            if not uninformative:
+                break
+            purpose = f"step {step}, instead of {len(uninformative)} prompts"
+            replacements, more_seconds = await self.rollout.generate(
+                self.stream.next_batch(len(uninformative)), purpose, sampling
+            )
+            removed = [s for s in samples if s.prompt_id in uninformative]
+            notes = notes_of_replaced(self.stream, uninformative, removed)
+            replacements[0].extra.update(notes)
+            samples = [s for s in samples if s.prompt_id not in uninformative] + replacements
+            seconds += more_seconds
+        return samples, seconds

@@ -1,0 +1,111 @@
+"""The keys of staleness: which fit together, and the old names of some of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.loading import load_config
+from one_step_off.config.schema import Config
+from one_step_off.config.sync_schedule import (
+    is_sync_step,
+    last_begun_batch,
+    prompts_allowed,
+    sync_period,
+)
+from one_step_off.runtime.validation import validate
+from tests.conftest import tiny_config
+
+
+@pytest.mark.parametrize(
+    ("keys", "fix"),
+    [
+        (
+            {"weight_sync.in_flight": "keep", "pipeline.staleness": 0},
+            "weight_sync.in_flight=keep: .*set that to 1 or more",
+        ),
+        (
+            {"pipeline.staleness": 3, "rollout.oversample": 1.5},
+            "rollout.oversample=1.5: needs weight_sync.in_flight=recompute or keep",
+        ),
+        (
+            {
+                "pipeline.staleness": 2,
+                "weight_sync.in_flight": "recompute",
+                "rollout.oversample": 2.5,
+            },
+            "rollout.oversample=2.5: more than pipeline.staleness=2 allows; use 2 at most",
+        ),
+        (
+            {
+                "pipeline.staleness": 4,
+                "trainer.test_freq": 6,
+                "trainer.save_freq": 6,
+                "trainer.keep_best": "val/reward",
+                "trainer.val_before_train": True,
+            },
+            "trainer.test_freq=6: .*use a multiple of 4",
+        ),
+        ({"pipeline.staleness": 17}, "pipeline.staleness=17: must be at most 16"),
+        ({"pipeline.partial_rollout": True, "pipeline.staleness": 0}, "remove it, and set"),
+        ({"pipeline.partial_rollout": True, "pipeline.staleness": 4}, "remove it, and set"),
+        ({"pipeline.partial_rollout": True, "weight_sync.in_flight": "keep"}, "remove it, and"),
+        ({"pipeline.partial_rollout": True, "rollout.oversample": 2.5}, "use 2 at most"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(models, tmp_path, keys, fix):
+    with pytest.raises(ConfigError, match=fix):
+        validate(tiny_config(models("qwen2", True), str(tmp_path), **keys), 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "staleness", "oversample"),
+    [
+        ([], 2, 1.0),
+        (["pipeline.max_carry=3"], 4, 1.0),
+        (["rollout.oversample=1.5"], 2, 1.5),
+    ],
+)
+def test_old_names_are_replaced_with_one_line(capsys, arguments, staleness, oversample):
+    cfg = load_config(["pipeline.partial_rollout=true", *arguments])
+    assert cfg.pipeline.staleness == staleness
+    assert cfg.weight_sync.in_flight == "recompute"
+    assert cfg.rollout.oversample == oversample
+    assert cfg.pipeline.partial_rollout is None
+    assert cfg.pipeline.max_carry is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"pipeline.staleness={staleness} weight_sync.in_flight=recompute" in line
+
+
+def test_a_config_that_an_earlier_release_wrote_is_that_of_today(capsys):
+    old = ["pipeline.partial_rollout=false", "pipeline.max_carry=1"]
+    assert load_config(old) == load_config([])
+    assert capsys.readouterr().err == ""
+
+
+def schedule(staleness: int, steps: int) -> list[tuple[int, int]]:
+    """The steps with a sync, each with the newest batch that begins there."""
+    cfg = Config()
+    cfg.pipeline.staleness = staleness
+    return [(step, last_begun_batch(cfg, step)) for step in range(steps) if is_sync_step(cfg, step)]
+
+
+def test_a_sync_begins_as_many_batches_as_the_inequality_allows():
+    assert schedule(0, 3) == [(0, 0), (1, 1), (2, 2)]
+    assert schedule(1, 3) == [(0, 1), (1, 2), (2, 3)]
+    assert schedule(3, 8) == [(0, 3), (3, 6), (6, 9)]
+    for staleness in range(17):
+        cfg = Config()
+        cfg.pipeline.staleness = staleness
+        for version, last_begun in schedule(staleness, 40):
+            begun = (last_begun + 1) * cfg.data.train_batch_size
+            assert begun == prompts_allowed(cfg, version), "neither more nor less"
+
+
+def test_a_pool_gets_weights_at_each_step():
+    cfg = Config()
+    cfg.pipeline.staleness = 4
+    cfg.weight_sync.in_flight = "recompute"
+    assert sync_period(cfg) == 1
+    cfg.rollout.oversample = 1.25
+    assert prompts_allowed(cfg, 2) == 272, "(2 + 1 + 1.25) * 64"
