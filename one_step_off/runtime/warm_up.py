@@ -84,7 +84,8 @@ def finished_model(folder: Path) -> Path | None:
 
 def _warmed_up(
     prepared: Prepared, supervised: Config, folder: Path, console: RunConsole
-) -> Path | None:
+) -> Path:
+    """The model of the supervised steps, made now or before."""
     model = finished_model(folder)
     if model is not None and supervised.trainer.resume != "never":
         _require_same_settings(prepared, supervised, folder)
@@ -99,7 +100,10 @@ def _warmed_up(
     warm_up_run.named_models["model"] = prepared.named_models["model"]
     if not is_complete(warm_up_run, console.print_line):
         train(warm_up_run, console, begin)
-    return finished_model(folder)
+    model = finished_model(folder)
+    if model is None:  # the run has ended, and its files were removed
+        raise ConfigError(f"{folder}: its warm-up has ended, but hf_model is missing; {FIX}")
+    return model
 
 
 def _require_same_settings(prepared: Prepared, supervised: Config, folder: Path) -> None:
