@@ -30,6 +30,7 @@ COMPARED_KEYS = (
     "data.instruction",
     "data.shuffle",
     "data.generator_size",
+    "actor.optimizer",
     "actor.lr",
     "actor.lr_schedule",
     "actor.warmup_steps",
@@ -82,9 +83,7 @@ def finished_model(folder: Path) -> Path | None:
     return model if model.is_dir() and (folder / "summary.json").exists() else None
 
 
-def _warmed_up(
-    prepared: Prepared, supervised: Config, folder: Path, console: RunConsole
-) -> Path:
+def _warmed_up(prepared: Prepared, supervised: Config, folder: Path, console: RunConsole) -> Path:
     """The model of the supervised steps, made now or before."""
     model = finished_model(folder)
     if model is not None and supervised.trainer.resume != "never":
@@ -119,7 +118,7 @@ def _require_same_settings(prepared: Prepared, supervised: Config, folder: Path)
             _compare(f"{section}.{name}", value, made_with, folder)
     for key in COMPARED_KEYS:
         section, name = key.split(".")
-        _compare(key, wanted[section][name], made_with, folder)
+        _compare(key, wanted[section].get(name), made_with, folder)
 
 
 def _compare(key: str, value: Any, made_with: Any, folder: Path) -> None:

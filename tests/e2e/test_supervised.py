@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from one_step_off.config.schema import Config
 from one_step_off.runtime.validation import validate_supervised
 from tests.conftest import tiny_config
+from tests.e2e.commands import assert_all_ended, descendants, start_run, wait_for_steps
 from tests.e2e.run_folder import (
     assert_same_weights,
     learned_metrics,
@@ -121,3 +125,41 @@ def test_supervised_steps_before_rl(models, tmp_path):
     trained = model_weights(tmp_path)
     changes = [float((trained[name] - warmed_up[name]).abs().max()) for name in trained]
     assert 0 < max(changes) < 0.02, "three steps of RL away from the warmed-up model"
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_dead_trainer_and_ctrl_c(models, tmp_path):
+    """The trainer is killed, and the run resumes by itself. Ctrl-C saves and stops it, and the same
+    command resumes it."""
+    program = (sys.executable, "-m", "one_step_off.main_sft")
+    config = "config=config/sft_tiny_cpu.yaml"
+    changes = {"trainer.save_freq": 2, "trainer.test_freq": -1, "trainer.total_steps": 5000}
+    run = start_run(models, tmp_path, program, config, **changes)
+    wait_for_steps(tmp_path, 4, run)
+    workers = [
+        process
+        for process in descendants(run.pid)
+        if "SupervisedWorker" in " ".join(process.cmdline())
+    ]
+    assert len(workers) == 1
+    workers[0].kill()
+    wait_for_steps(tmp_path, 60, run)
+    processes = descendants(run.pid)
+    os.killpg(run.pid, signal.SIGINT)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, output
+    assert "its process died" in output and "as incarnation 1" in output
+    assert "the same command resumes from" in output
+    assert "Traceback" not in output
+    assert_all_ended(processes)
+    rows = read_rows(tmp_path, "metrics.jsonl")
+    steps_done = len(rows)
+    assert [row["step"] for row in rows] == list(range(steps_done))
+    assert rows[-1]["restarts/trainer"] == 1
+    changes["trainer.total_steps"] = steps_done + 2
+    run = start_run(models, tmp_path, program, config, **changes)
+    output, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, output
+    assert f"resuming from step {steps_done} of {steps_done + 2}" in output
+    assert used_prompts(tmp_path)
