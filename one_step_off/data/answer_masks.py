@@ -108,6 +108,8 @@ class ChatRenderer:
         for i, message in enumerate(chat.messages):
             if message["role"] != ASSISTANT:
                 continue
+            if i == 0:
+                raise BadRow("its first message is an answer: nothing stands before it")
             prompt = self._text(chat, chat.messages[:i], add_generation_prompt=True)
             ended = self._text(chat, chat.messages[: i + 1])
             if not (ended.startswith(prompt) and whole.startswith(ended)):

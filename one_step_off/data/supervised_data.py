@@ -123,10 +123,11 @@ class _Loader:
         for begin in range(0, len(chats), TOKENIZED_ROWS):
             numbered = chats[begin : begin + TOKENIZED_ROWS]
             for index, text, chat, tokens in self._tokenize(numbered, report):
-                kept = self._within_limit(chat, tokens, report)
+                length = int(np.flatnonzero(tokens.is_answer)[-1]) + 1
+                kept = self._within_limit(chat, tokens, length, report)
                 if kept is None:
                     continue
-                is_cut = len(kept.ids) < len(tokens.ids)
+                is_cut = length > self.max_length
                 cut += is_cut
                 unended += not is_cut and int(kept.ids[-1]) not in self.stop_ids
                 rows.append(_row(epoch, index, text, chat, kept))
@@ -211,11 +212,11 @@ class _Loader:
         return question + continuation, MaskedTokens(ids, is_answer)
 
     def _within_limit(
-        self, chat: Chat, tokens: MaskedTokens, report: DataReport
+        self, chat: Chat, tokens: MaskedTokens, length: int, report: DataReport
     ) -> MaskedTokens | None:
         """A row of at most `sft.max_length` tokens, without what follows its last answer; None: it
-        is left out. Raises ConfigError: it is too long, and sft.overlong is "fail"."""
-        length = int(np.flatnonzero(tokens.is_answer)[-1]) + 1
+        is left out. `length`: its tokens up to the end of that answer. Raises ConfigError: it is
+        too long, and sft.overlong is "fail"."""
         overlong = self.cfg.sft.overlong
         if length > self.max_length:
             if overlong == "fail":
@@ -228,12 +229,9 @@ class _Loader:
             if overlong == "skip" or answer_begins >= self.max_length:
                 report.overlong.append((chat.where, length))
                 return None
-        tokens = MaskedTokens(tokens.ids[:length], tokens.is_answer[:length])
-        if length <= self.max_length:
-            return tokens
         is_answer = tokens.is_answer[: self.max_length]
-        length = int(np.flatnonzero(is_answer)[-1]) + 1
-        return MaskedTokens(tokens.ids[:length], is_answer[:length])
+        end = int(np.flatnonzero(is_answer)[-1]) + 1
+        return MaskedTokens(tokens.ids[:end], is_answer[:end])
 
     def _add_notes(
         self, rows: list[SupervisedRow], cut: int, unended: int, report: DataReport

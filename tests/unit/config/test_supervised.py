@@ -85,7 +85,7 @@ def test_the_section_overrides_those_of_rl():
         (["sft.batch_size=1", "placement.pools={rollout: [1], actor: [2]}"], "too few for 2 actor"),
         (["sft.overlong=drop"], "sft.overlong=drop: must be one of skip, cut, fail"),
         (["sft.lr_schedule=steep"], "must be one of constant, cosine, linear or null"),
-        (["sft.lr=0"], "sft.lr=0: must be above 0"),
+        (["sft.lr=0"], "sft.lr=0.0: must be above 0"),
         (["sft.max_length=1"], "sft.max_length=1: must be at least 2"),
         (["sft.batchsize=3"], "did you mean sft.batch_size"),
         (["model.lora_rank=4", "actor.backend=megatron"], "only the fsdp back end"),
@@ -113,7 +113,7 @@ def test_help_and_dry_run(capsys):
     assert main_sft.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert "sft.train_files" in text and "trainer.total_steps" in text
-    assert "rollout.n " not in text and "weight_sync." not in text
+    assert "  rollout.n  (" not in text and "  weight_sync." not in text
     assert main_sft.main([*RUN, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "# actor [1] on cpu: actor x 1" in out

@@ -257,9 +257,12 @@ def test_bad_rows_are_counted_or_refused(tmp_path, row, reason):
 
 
 def test_a_row_that_begins_with_an_answer_is_refused(tmp_path):
-    rows = [{"messages": TURNS[2:3]}]
-    with pytest.raises(ConfigError, match=r"its first token belongs to an answer"):
-        load(tmp_path, rows, tokenizer_with("{% for m in messages %}{{ m.content }}{% endfor %}"))
+    rows = [{"messages": TURNS[2:]}]
+    with pytest.raises(ConfigError, match=r"its first message is an answer: nothing stands bef"):
+        load(tmp_path, rows, tokenizer_with(CHATML))
+    marked = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    with pytest.raises(ConfigError, match=r"its first token belongs to an answer: nothing stand"):
+        load(tmp_path, rows, tokenizer_with(marked))
 
 
 def long_rows() -> list[dict[str, Any]]:

@@ -67,6 +67,7 @@ class FakeActor:
 
         async def write():
             Path(folder, "version").write_text(str(version))
+            return {}
 
         return asyncio.gather(write())
 

@@ -39,7 +39,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
 def finish(folder: Path, cfg: Config, named_model: str = MODEL) -> None:
     """The files of a warm-up that has ended."""
-    (folder / "hf_model").mkdir(parents=True)
+    (folder / "hf_model").mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_text("{}\n")
     path = cfg.model.path
     cfg.model.path = named_model
