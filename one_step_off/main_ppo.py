@@ -4,6 +4,7 @@
 repeats an update that a run skipped; see `runtime/replay.py`."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from one_step_off.config.command_line import exit_code
@@ -90,14 +91,21 @@ def print_plan(cfg: Config) -> None:
 
 def _run(cfg: Config, replay_folder: str | None) -> int:
     # The slow imports only now: a wrong config is refused before them.
-    from one_step_off.runtime.failure_report import as_config_fault, report_failure
     from one_step_off.runtime.launch import run
     from one_step_off.runtime.replay import replay
 
+    if replay_folder is not None:
+        return run_or_report(cfg, lambda: replay(cfg, replay_folder))
+    return run_or_report(cfg, lambda: run(cfg))
+
+
+def run_or_report(cfg: Config, program: Callable[[], int]) -> int:
+    """Run a program; a failure is reported in the run folder. Returns the exit code. Raises
+    ConfigError."""
+    from one_step_off.runtime.failure_report import as_config_fault, report_failure
+
     try:
-        if replay_folder is not None:
-            return replay(cfg, replay_folder)
-        return run(cfg)
+        return program()
     except ConfigError:
         raise
     except Exception as error:

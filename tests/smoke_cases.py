@@ -147,6 +147,14 @@ PROGRAM = [
         needs="megatron.core",
     ),
     run("script_split", *SMALL, program="shell/run_split_placement.sh"),
+    # The next one starts with the model of this one.
+    run("sft_tiny_cpu", "config=config/sft_tiny_cpu.yaml", *SMALL, program="one_step_off.main_sft"),
+    run(
+        "after_sft",
+        *(TINY, *SMALL, "model.path=outputs/sft_tiny_cpu/hf_model"),
+        after=("sft_tiny_cpu",),
+    ),
+    run("script_sft", *SMALL, program="shell/run_sft_gsm8k.sh"),
     run(
         "script_tools",
         *SMALL,
@@ -323,6 +331,7 @@ NOT_IN_CI = (
         "learning",
     ),
     *("overhead_ray", "planner", "plan_runs", "external_tools", "throughput_headline"),
+    *("after_sft", "script_sft"),
 )
 """Cases that run on demand (marker "slow"): each takes about a minute, and other tests cover most
 of their code."""

@@ -99,7 +99,7 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
 
 def _devices_of_process(cfg: Config, pool: str) -> int:
     """Whole devices of one process of the pool."""
-    if pool == cfg.placement.roles["rollout"]:
+    if pool == cfg.placement.roles.get("rollout"):
         return cfg.rollout.tensor_parallel_size
     return 1
 

@@ -40,13 +40,13 @@ def check_data(cfg: Config) -> None:
         files_by_key[f"val_sets.{name}"] = files
     for key, files in files_by_key.items():
         for source in files.split(","):
-            _check_source(f"data.{key}", source.strip())
+            check_source(f"data.{key}", source.strip())
     _check_rewards(cfg)
-    check_sources(cfg, _check_source, _check_loop, _check_reward)
+    check_sources(cfg, check_source, _check_loop, _check_reward)
 
 
-def _check_source(key: str, source: str) -> None:
-    """Check one file, generator or hub id; empty: nothing."""
+def check_source(key: str, source: str) -> None:
+    """Check one file, generator or hub id; empty: nothing. Raises ConfigError."""
     if not source or source == ENVIRONMENT_SOURCE:
         return
     location = f"{key}={format_value(source)}"

@@ -4,6 +4,7 @@ import itertools
 
 from one_step_off.config.loading import KEYS, entry_keys
 from one_step_off.config.schema import Config
+from one_step_off.config.supervised import RL_SECTIONS
 from one_step_off.config.text import format_value
 
 _USAGE_LINE = (
@@ -37,10 +38,44 @@ Exit codes: 0 success, 1 the run failed, 2 bad input (one line names it), 130 in
 Keys:"""
 
 
+SUPERVISED_USAGE = (
+    "usage: python -m one_step_off.main_sft config=FILE [section.key=value ...] "
+    "[--dry-run] [--help] [--profile STEP]"
+)
+
+_SUPERVISED_DESCRIPTION = """
+Fine-tunes a language model on answers (supervised fine-tuning). OUTPUT_DIR/hf_model is a model.path
+for RL with one_step_off.main_ppo.
+
+  config=FILE          a YAML file, such as config/sft_tiny_cpu.yaml (trains on a CPU in a minute),
+                       or the name of a config of the package; a config for main_ppo will do, if its
+                       rows have answers: the actor is trained, and there are no rollouts
+  section.key=value    sets one key, overriding the file
+  --dry-run            check everything, print the resolved config and the placement, and start
+                       nothing
+  --profile STEP       write a torch profile of that step (counted from 0) to OUTPUT_DIR/profile
+  --help               print this text
+
+Exit codes: 0 success, 1 the run failed, 2 bad input (one line names it), 130 interrupted.
+
+Keys (those of other sections are not used):"""
+
+
 def help_text() -> str:
     """How to call the program, and every key with its type, default and help line."""
-    lines = [_USAGE_LINE, _DESCRIPTION]
+    return _text(_USAGE_LINE, _DESCRIPTION, ())
+
+
+def supervised_help_text() -> str:
+    """As `help_text`, for main_sft."""
+    return _text(SUPERVISED_USAGE, _SUPERVISED_DESCRIPTION, RL_SECTIONS)
+
+
+def _text(usage: str, description: str, left_out: tuple[str, ...]) -> str:
+    lines = [usage, description]
     for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section):
+        if section in left_out:
+            continue
         lines.append(f"\n{section}: {getattr(Config(), section).__doc__}")
         for key in keys:
             default = format_value(key.default) or repr("")

@@ -44,7 +44,7 @@ def processes_per_node(cfg: Config, pool: str) -> list[int]:
     One process per GPU, or per share of a GPU; in the rollout pool one per
     `rollout.tensor_parallel_size` GPUs.
     """
-    is_rollout = cfg.placement.roles["rollout"] == pool
+    is_rollout = cfg.placement.roles.get("rollout") == pool
     gpus_per_process = cfg.rollout.tensor_parallel_size if is_rollout else 1
     return [gpus // gpus_per_process for gpus in devices_per_node(cfg, pool)]
 
@@ -71,16 +71,17 @@ def process_cores(
         cores = sorted(os.sched_getaffinity(0))
     if shared_devices(cfg):
         return _cores_of_devices(cfg, cores)
-    rollout_pool = cfg.placement.roles["rollout"]
-    rollout_count = counts.pop(rollout_pool)
+    rollout_pool = cfg.placement.roles.get("rollout")
+    rollout_count = counts.pop(rollout_pool, 0)
     trainer_count = sum(counts.values())
     crowded = rollout_count + trainer_count > len(cores)
-    colocated = trainer_count == 0
-    share_cores = colocated or (cfg.pipeline.staleness == 0 and crowded)
+    alone = rollout_count == 0 or trainer_count == 0
+    share_cores = alone or (cfg.pipeline.staleness == 0 and crowded)
     rollout_cores, trainer_cores = hardware.divide_cores(
         rollout_count, trainer_count, cores, share_cores
     )
-    plan[rollout_pool] = rollout_cores
+    if rollout_pool is not None:
+        plan[rollout_pool] = rollout_cores
     for pool, count in counts.items():
         plan[pool] = trainer_cores[:count]
         trainer_cores = trainer_cores[count:]
@@ -101,7 +102,9 @@ def guest_cores(
         cores_of_pool: of `process_cores`.
     """
     guests = {pool: [[] for _ in processes] for pool, processes in cores_of_pool.items()}
-    rollout_pool = cfg.placement.roles["rollout"]
+    rollout_pool = cfg.placement.roles.get("rollout")
+    if rollout_pool is None:
+        return guests
     trainer_pools = [pool for pool in cores_of_pool if pool != rollout_pool]
     rollout_cores = _all_cores(cores_of_pool[rollout_pool])
     trainer_processes = [cores for pool in trainer_pools for cores in cores_of_pool[pool]]

@@ -36,8 +36,11 @@ _FSDP_ONLY = {
 }
 
 
-def check_pools(cfg: Config) -> None:
-    """Check that every role has a pool and every pool a role, and which roles may share a pool."""
+def check_pools(cfg: Config, needed: tuple[str, ...] = ("rollout", "actor")) -> None:
+    """Check that every role has a pool and every pool a role, and which roles may share a pool.
+
+    `needed`: the roles that the run cannot do without.
+    """
     pools = cfg.placement.pools
     for role, pool in cfg.placement.roles.items():
         location = f"placement.roles.{format_value(role)}={format_value(pool)}"
@@ -48,7 +51,7 @@ def check_pools(cfg: Config) -> None:
             raise ConfigError(
                 f"{location}: no such pool; add it to placement.pools, which has {known}"
             )
-    for role in ("rollout", "actor"):
+    for role in needed:
         if role not in cfg.placement.roles:
             raise key_error(
                 cfg, "placement.roles", f"the role {role} has no pool; add {role}: POOL"
@@ -88,7 +91,7 @@ def _check_shares(cfg: Config) -> None:
             f"({shown}); lower them to a sum of 1 at most",
         )
     width = cfg.rollout.tensor_parallel_size
-    rollout_pool = cfg.placement.roles["rollout"]
+    rollout_pool = cfg.placement.roles.get("rollout")
     if rollout_pool in shares and width > 1:
         raise key_error(
             cfg,
@@ -101,7 +104,7 @@ def _check_shares(cfg: Config) -> None:
 def _check_roles_beside_rollout(cfg: Config) -> None:
     """Check what is needed for other roles to share the rollout pool."""
     roles = cfg.placement.roles
-    rollout_pool = roles["rollout"]
+    rollout_pool = roles.get("rollout")
     guests = [role for role, pool in roles.items() if role != "rollout" and pool == rollout_pool]
     if not guests:
         return
@@ -248,6 +251,8 @@ def check_batch(cfg: Config) -> None:
     for role in ("actor", "critic"):
         if role in cfg.placement.roles:
             _check_mini_batch(cfg, role)
+    if "rollout" not in cfg.placement.roles:
+        return
     width = cfg.rollout.tensor_parallel_size
     pool = cfg.placement.roles["rollout"]
     for node, gpus in enumerate(devices_per_node(cfg, pool)):

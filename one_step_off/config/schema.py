@@ -22,6 +22,7 @@ from one_step_off.config.role_sections import (
     RewardModelConfig,
 )
 from one_step_off.config.rollout_sections import PlacementConfig, RolloutConfig
+from one_step_off.config.sft_section import SftConfig
 
 
 @dataclass
@@ -261,6 +262,9 @@ class TrainerConfig:
     val_after_train: bool = config_key(True, "evaluate after the last step")
     output_dir: str = path_key("outputs/run", "the run folder")
     seed: int = config_key(0, "seed of data order, sampling and initialization", low=0)
+    sft_steps: int = config_key(
+        0, "supervised steps on the actor before RL, see the section sft; 0: none", low=0
+    )
     critic_warmup: int = config_key(0, "number of first steps that train only the critic", low=0)
     save_freq: int = config_key(-1, "steps between checkpoints; -1: none", low=1, also=-1)
     keep_checkpoints: int = config_key(3, "number of newest checkpoints to keep", low=1)
@@ -340,5 +344,6 @@ class Config:
     agent: AgentConfig = field(default_factory=AgentConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

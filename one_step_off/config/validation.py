@@ -17,6 +17,7 @@ from one_step_off.config.pool_checks import check_batch, check_hardware, check_l
 from one_step_off.config.role_checks import check_roles, check_run
 from one_step_off.config.schema import Config
 from one_step_off.config.staleness_checks import check_staleness
+from one_step_off.config.supervised_checks import check_warm_up
 
 
 def check_before_algorithm(cfg: Config, device: str) -> None:
@@ -40,6 +41,7 @@ def check_after_algorithm(cfg: Config, device: str) -> None:
     check_staleness(cfg)
     check_weight_sync(cfg)
     check_allocator(cfg, device)
+    check_warm_up(cfg, device)
 
 
 def missing_hardware(cfg: Config, num_gpus: int | None = None) -> str | None:

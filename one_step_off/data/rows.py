@@ -56,6 +56,7 @@ class DataReport:
         bad: (location, reason) of each malformed row.
         overlong: (location, tokens) of each row that is too long.
         notes: further lines for the user.
+        limit: the key that bounds their length.
     """
 
     name: str
@@ -63,6 +64,7 @@ class DataReport:
     bad: list[tuple[str, str]] = field(default_factory=list)
     overlong: list[tuple[str, int]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    limit: str = "data.max_prompt_length"
 
     def skip(self, location: str, reason: str, cfg: DataConfig) -> None:
         """Note a bad row. Raises ConfigError: `data.bad_rows` is "fail"."""
@@ -79,7 +81,7 @@ class DataReport:
         if self.bad:
             counts.append(f"{len(self.bad)} malformed skipped")
         if self.overlong:
-            counts.append(f"{len(self.overlong)} over data.max_prompt_length skipped")
+            counts.append(f"{len(self.overlong)} over {self.limit} skipped")
         overlong = [(location, f"{tokens} tokens") for location, tokens in self.overlong]
         notes = [f"  {note}" for note in self.notes]
         return [", ".join(counts), *_listed(self.bad), *_listed(overlong), *notes]
@@ -144,8 +146,12 @@ def _read_hub(source: str, split: str) -> Iterator[tuple[int, Any]]:
     return enumerate(rows.to_list(), 1)
 
 
-def _read_source(
-    source: str, split: str, cfg: DataConfig, seed: int, read_tasks: ReadTasks
+def read_source(
+    source: str,
+    split: str,
+    cfg: DataConfig,
+    seed: int,
+    read_tasks: ReadTasks = no_environment,
 ) -> list[tuple[str, Any]]:
     """All rows of one file, generator, environment or hub set.
 
@@ -345,7 +351,7 @@ def load_rows(
     instruction = cfg.instruction if starts_with_blank else f" {cfg.instruction}"
     rows: list[Row] = []
     for source in sources:
-        raw_rows = _read_source(source, split, cfg, seed, read_tasks)
+        raw_rows = read_source(source, split, cfg, seed, read_tasks)
         if limit >= 0:
             raw_rows = raw_rows[: max(0, limit - report.rows)]
         rows += _parse_source(source, raw_rows, instruction, cfg, report)

@@ -114,8 +114,20 @@ def _token_ids(texts: list[str], tokenizer: Any, templated: bool) -> list[list[i
     if not texts:
         return []
     ids_of_texts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    if templated:
+        return ids_of_texts
+    return _with_bos(ids_of_texts, tokenizer)
+
+
+def plain_token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Token ids of texts that were made without a chat template."""
+    return _token_ids(texts, tokenizer, templated=False)
+
+
+def _with_bos(ids_of_texts: list[list[int]], tokenizer: Any) -> list[list[int]]:
+    """The token ids, with BOS in front where the model has it and they lack it."""
     bos = getattr(tokenizer, "bos_token_id", None)
-    if templated or bos is None:
+    if bos is None:
         return ids_of_texts
     model_uses_bos = tokenizer("a")["input_ids"][:1] == [bos]
     if not model_uses_bos:

@@ -35,7 +35,7 @@ def check_weights(cfg: Config) -> None:
         elif _has_readable_weights(cfg, role):
             num_parameters = _count_parameters(cfg, role)
             bytes_by_role[role] = num_parameters * _bytes_per_parameter(cfg, role)
-            if role == "actor":
+            if role == "actor" and "rollout" in cfg.placement.roles:
                 bytes_by_role["rollout"] = _rollout_bytes(cfg, num_parameters)
     is_other_machine = bool(os.environ.get("RAY_ADDRESS"))
     if resolved_device(cfg) == "cpu" and not is_other_machine:

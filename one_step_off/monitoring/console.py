@@ -182,6 +182,9 @@ def _can_move_cursor(out: TextIO) -> bool:
 
 def step_line(row: dict[str, Any], total_steps: int) -> str:
     """A finished step as one line of a log."""
+    if "sft/loss" in row:
+        width = len(str(total_steps))
+        return f"step {row['step'] + 1:>{width}}/{total_steps}  {_supervised_figures(row)}"
     values = MISSING_METRICS | row
     values["parts"] = parts_text(reward_parts(row)) + sources_text(row)
     values["number"] = row["step"] + 1
@@ -193,6 +196,8 @@ def step_line(row: dict[str, Any], total_steps: int) -> str:
 def figures_line(row: dict[str, Any]) -> str:
     """The second line of the bar: reward, length, speed, and how long each group waited for the
     other."""
+    if "sft/loss" in row:
+        return _supervised_figures(row)
     reward = f"reward {row['reward/mean']:.3f}{parts_text(reward_parts(row))}{sources_text(row)}"
     length = f"length {row['response_length/mean']:.1f}"
     rollout_wait_s = row.get("time/wait_trainer_s", math.nan) + row.get("time/sync_s", 0.0)
@@ -202,6 +207,15 @@ def figures_line(row: dict[str, Any]) -> str:
     if tokens_per_s:
         return f"{reward}  {length}  {tokens_per_s:,.0f} tok/s  {waits}"
     return f"{reward}  {length}  {waits}"
+
+
+def _supervised_figures(row: dict[str, Any]) -> str:
+    """A finished supervised step."""
+    loss = math.nan if row["sft/loss"] is None else row["sft/loss"]
+    return (
+        f"v{row['weight_version']}  loss {loss:.4f}  answer tokens {row['sft/tokens']:.0f}  "
+        f"lr {row['actor/lr']:.2e}  step {row['time/step_s']:.2f}s"
+    )
 
 
 def quiet_libraries() -> None:

@@ -25,22 +25,28 @@ MEDIAN_STEP = (
 # Patterns of figures in `summary.json`, with memory in GiB. A pattern whose figures are not all
 # known is left out; of two with one name the first is used.
 END_PATTERNS = (
+    ("loss", "{sft/first:.4f} -> {sft/last:.4f} nats per token of the answers"),
+    ("held out", "loss {val/loss/first:.4f} -> {val/loss/last:.4f}"),
     ("reward", "{reward/first:.3f} -> {reward/last:.3f} ({averaged})"),
     ("reward", "{reward/last:.3f}"),
     ("held out", "{val/first:.3f} -> {val/last:.3f}"),
     ("held out", "{val/last:.3f}"),
     ("median step", MEDIAN_STEP),
+    ("median step", "{median/time/step_s:.2f} s"),
     ("idle", "rollout {idle_share/rollout:.0%}, trainer {idle_share/trainer:.0%}"),
     ("samples/s", "{samples_per_s:.0f}"),
+    ("rows/s", "{rows_per_s:.0f}"),
     (
         "tokens/s",
         "rollout {tokens_per_s/rollout:,.0f}, trainer {tokens_per_s/trainer:,.0f} while they work",
     ),
+    ("tokens/s", "{tokens_per_s/trainer:,.0f} while the trainer works"),
     ("MFU", "rollout {mfu/rollout:.1%}, trainer {mfu/trainer:.1%} of {device} in bf16"),
     (
         "peak memory",
         "rollout {memory/rollout_peak_bytes:.2f} GiB, trainer {memory/trainer_peak_bytes:.2f} GiB",
     ),
+    ("peak memory", "{memory/trainer_peak_bytes:.2f} GiB per process"),
 )
 
 
@@ -86,6 +92,26 @@ def _staleness_text(cfg: Config) -> str:
     if cfg.trainer.test_freq > 0 and cfg.trainer.test_freq % staleness:
         text += "; evaluations wait for the next sync"
     return text
+
+
+def supervised_start_facts(
+    cfg: Config, named_model: str, num_parameters: int | None, data: Any, links: Facts
+) -> Facts:
+    """As `start_facts`, for a supervised run."""
+    size = "" if num_parameters is None else f", {short_count(num_parameters)} parameters"
+    held_out = f"{len(data.val)} rows of {cfg.sft.val_files}" if data.val else "none"
+    steps = f"{data.stream.total_steps}, each {cfg.data.train_batch_size} rows"
+    if cfg.trainer.val_only:
+        steps = "none: the held-out set is evaluated"
+    facts = [
+        ("model", f"{named_model}{size}, {cfg.model.dtype}"),
+        ("data", f"{len(data.stream)} rows with answers of {cfg.sft.train_files}"),
+        ("held out", held_out),
+        ("placement", placement_text(cfg)),
+        ("supervised", steps),
+        ("output", cfg.trainer.output_dir),
+    ]
+    return facts + links
 
 
 def _steps_text(cfg: Config, total_steps: int) -> str:
@@ -186,10 +212,15 @@ def train_further_command(cfg: Config) -> str:
     """The command that trains the resulting model further, into a folder beside this one."""
     folder = Path(cfg.trainer.output_dir)
     next_folder = folder.with_name(folder.name + "_next") if folder.name else "outputs/next"
+    # A supervised run has no rollouts: its config is not one for RL.
+    is_supervised = "rollout" not in cfg.placement.roles
+    program = "one_step_off.main_sft" if is_supervised else "one_step_off.main_ppo"
     command = [
-        "one_step_off.main_ppo",
+        program,
         f"config={folder / 'config.yaml'}",
         f"model.path={folder / 'hf_model'}",
         f"trainer.output_dir={next_folder}",
     ]
+    if cfg.trainer.sft_steps:  # the model has made them
+        command.append("trainer.sft_steps=0")
     return f"{python_command()} -m {shlex.join(command)}"

@@ -168,13 +168,29 @@ class Meter:
         rollout_flops = self.shape.generate_flops(
             list(prompt_lengths.values()), lengths - generated, generated
         )
-        # A backward pass costs two forward passes, or one where the weights have no gradients
-        # (LoRA).
-        passes = 2 if self.cfg.model.lora_rank else 3
-        trainer_flops = passes * epochs * self.shape.forward_flops(lengths)
+        trainer_flops = self._passes * epochs * self.shape.forward_flops(lengths)
         metrics |= self._utilization("rollout", "rollout", rollout_flops, generate_s, step_s)
         metrics |= self._utilization("trainer", "actor", trainer_flops, update_s, step_s)
         return metrics
+
+    def training_step(self, lengths: np.ndarray, update_s: float, step_s: float) -> Metrics:
+        """The metrics of a step that generates nothing.
+
+        Args:
+            lengths: tokens of each sequence.
+            update_s, step_s: seconds of the update and of the step.
+        """
+        metrics: Metrics = {"tokens_per_s/trainer": _rate(lengths.sum(), update_s)}
+        if self.shape is None:
+            return metrics
+        flops = self._passes * self.shape.forward_flops(lengths)
+        return metrics | self._utilization("trainer", "actor", flops, update_s, step_s)
+
+    @property
+    def _passes(self) -> int:
+        """The cost of training on a token, in forward passes: a backward pass costs two, or one
+        where the weights have no gradients (LoRA)."""
+        return 2 if self.cfg.model.lora_rank else 3
 
     def _utilization(
         self, group: str, role: str, flops: float, seconds: float, step_s: float

@@ -81,6 +81,10 @@ function hasValues(name) {
   return column(name).some(isKnown);
 }
 
+function isSupervised() {
+  return hasValues("sft/loss");
+}
+
 function sum(name) {
   return column(name).reduce((total, x) => total + (x || 0), 0);
 }
@@ -190,9 +194,9 @@ function drawHead() {
   document.title = "one_step_off: " + DATA.name;
   const facts = [
     setting("model", "path"),
-    setting("algorithm", "adv_estimator"),
+    isSupervised() ? "supervised" : setting("algorithm", "adv_estimator"),
     setting("actor", "backend"),
-    stalenessText(),
+    isSupervised() ? "" : stalenessText(),
     SUMMARY.device || VERSIONS.device,
     startTime(),
   ];
@@ -203,15 +207,23 @@ function drawHead() {
 
 function drawCards() {
   const before = SUMMARY.steps_before;
-  const cards = [
-    ["steps" + (before ? `, ${before} of them before a resume` : ""), figure(STEPS.length)],
+  const rlCards = [
     ["reward, first → last steps", change(SUMMARY["reward/first"], SUMMARY["reward/last"])],
     ["held-out reward", change(SUMMARY["val/first"], SUMMARY["val/last"])],
-    ["median step", seconds(SUMMARY["median/time/step_s"])],
     ["rollout idle", share(SUMMARY["idle_share/rollout"])],
     ["trainer idle", share(SUMMARY["idle_share/trainer"])],
     ["samples per second", figure(SUMMARY.samples_per_s)],
     ["tokens/s while generating", figure(SUMMARY["tokens_per_s/rollout"])],
+  ];
+  const supervisedCards = [
+    ["loss, first → last step", change(SUMMARY["sft/first"], SUMMARY["sft/last"])],
+    ["held-out loss", change(SUMMARY["val/loss/first"], SUMMARY["val/loss/last"])],
+    ["rows per second", figure(SUMMARY.rows_per_s)],
+  ];
+  const cards = [
+    ["steps" + (before ? `, ${before} of them before a resume` : ""), figure(STEPS.length)],
+    ["median step", seconds(SUMMARY["median/time/step_s"])],
+    ...(isSupervised() ? supervisedCards : rlCards),
     ["tokens/s while training", figure(SUMMARY["tokens_per_s/trainer"])],
     ["duration of this run", seconds(SUMMARY.seconds)],
   ];
@@ -682,6 +694,10 @@ function drawCurves() {
   const klPolicy = kl === "actor/approx_kl" ? "sampling policy" : "reference";
   const line = (name, metric) => [name, overSteps(metric)];
   const figures = [
+    curve("Loss of the answers, nats per token", [
+      line("training", "sft/loss"),
+      ["held out (at its version)", overVersions("val/loss")],
+    ]),
     curve("Reward", [
       line("training", "reward/mean"),
       ["held out (at its version)", overVersions("val/reward")],

@@ -95,10 +95,7 @@ def speed_summary(rows: list[Row]) -> dict[str, float | None]:
             step has.
     """
     medians = _medians(rows)
-    summary = {}
-    for name, median in medians.items():
-        key = f"median/{name}" if name.startswith("time/") else name
-        summary[key] = median
+    summary = medians_of_times(rows)
     slower_group_s = max(medians["time/generate_s"], medians["time/train_s"])
     summary["overlap_ratio"] = medians["time/step_s"] / slower_group_s
     summary |= _idle_shares(rows)
@@ -108,6 +105,20 @@ def speed_summary(rows: list[Row]) -> dict[str, float | None]:
     summary["samples_per_s"] = _share_of_time("samples", rows, rows)
     summary["response_tokens_per_s"] = _share_of_time("tokens/response", rows, rows)
     return summary
+
+
+def medians_of_times(rows: list[Row]) -> dict[str, float | None]:
+    """Medians of times and speeds over these steps; None where no step has a value."""
+    summary = {}
+    for name, median in _medians(rows).items():
+        key = f"median/{name}" if name.startswith("time/") else name
+        summary[key] = median
+    return summary
+
+
+def per_second(name: str, rows: list[Row]) -> float:
+    """The sum of a metric per second of these steps."""
+    return _share_of_time(name, rows, rows)
 
 
 def _medians(rows: list[Row]) -> dict[str, float | None]:

@@ -196,9 +196,7 @@ class Tracker:
         row |= self.usage
         self.spans = {}
         self.unwritten = {}
-        if self.restart_begin is not None:
-            row["restarts/recovery_s"] = time.perf_counter() - self.restart_begin
-            self.restart_begin = None
+        self._add_recovery_time(row)
         self._warn_of_new_faults(batch, metrics)
         if self.meter:
             sync_wait_s = row.get("actor/sync_wait_s", 0.0)
@@ -206,6 +204,12 @@ class Tracker:
             generate_s = row["time/generate_s"]
             row |= self.meter.step(batch, generated, generate_s, update_s, row["time/step_s"])
         return row
+
+    def _add_recovery_time(self, row: Row) -> None:
+        """Note in the first row after a failure how long it took to get there."""
+        if self.restart_begin is not None:
+            row["restarts/recovery_s"] = time.perf_counter() - self.restart_begin
+            self.restart_begin = None
 
     def _warn_of_new_faults(self, batch: Batch, metrics: dict[str, float]) -> None:
         """Name the first sample of each kind that was not scored, once in a run."""
@@ -251,22 +255,31 @@ class Tracker:
         summary: Row = {"steps": len(self.steps), "seconds": time.perf_counter() - self.begin}
         if self.steps_before:
             summary["steps_before"] = self.steps_before
-        if self.steps:
-            summary |= first_and_last_rewards(self.steps)
-            summary |= speed_summary(self.steps[1:] or self.steps)
-            differences = [row.get("canary/logprob_diff_max", 0.0) for row in self.steps]
-            summary["canary/logprob_diff_max"] = max(differences)
-        summary |= evaluation_summary(self.evaluations)
+        summary |= self._results()
         # Memory was measured once more after the last row.
         for name, value in self.usage.items():
             if name.startswith("memory/"):
                 summary[name] = value
-        summary |= fault_counts(self.steps)
+        summary |= self._faults()
         if self.meter:
             summary["device"] = self.meter.device_name or "cpu"
         summary = without_nan(summary)
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         return summary
+
+    def _results(self) -> Row:
+        """What was learned and how fast, for the summary."""
+        results: Row = {}
+        if self.steps:
+            results |= first_and_last_rewards(self.steps)
+            results |= speed_summary(self.steps[1:] or self.steps)
+            differences = [row.get("canary/logprob_diff_max", 0.0) for row in self.steps]
+            results["canary/logprob_diff_max"] = max(differences)
+        return results | evaluation_summary(self.evaluations)
+
+    def _faults(self) -> Row:
+        """Counts of what went wrong, for the summary."""
+        return dict(fault_counts(self.steps))
 
     def _append(self, name: str, row: Row) -> None:
         with open(self.folder / name, "a") as file:

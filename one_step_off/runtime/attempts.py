@@ -171,13 +171,11 @@ async def run_attempt(
         AttemptFailed: a process failed, so another attempt may succeed. A process that does not
             even start the first time is raised as it is: it would not start the second time.
     """
-    from one_step_off.runtime.processes import RunProcesses
-
-    processes: RunProcesses | None = None
+    processes: Any = None
     can_restart = state.has_trained
     try:
         with tracker.console.working("starting engines and trainers"):
-            processes = RunProcesses(prepared, state.incarnation, kept=state.engines)
+            processes = create_processes(prepared, state)
             state.engines = None
             if processes.keeps_engines:
                 state.engines_kept += 1
@@ -204,6 +202,17 @@ async def run_attempt(
             await processes.end()
 
 
+def create_processes(prepared: Prepared, state: RunState) -> Any:
+    """The processes of an attempt; nothing is loaded yet. Raises ConfigError."""
+    if prepared.is_supervised:
+        from one_step_off.runtime.supervised_processes import SupervisedProcesses
+
+        return SupervisedProcesses(prepared)
+    from one_step_off.runtime.processes import RunProcesses
+
+    return RunProcesses(prepared, state.incarnation, kept=state.engines)
+
+
 def log_pools(cfg: Config, processes: Any, tracker: Tracker) -> None:
     """Log which nodes the pools were created on."""
     from one_step_off.cluster.placement import describe_pools
@@ -215,22 +224,11 @@ async def train_model(
     prepared: Prepared, state: RunState, processes: Any, tracker: Tracker, loop_runner: LoopRunner
 ) -> None:
     """Run the pipeline on processes that have started, and save the model."""
-    from one_step_off.ray_trainer import Pipeline, Stopped
+    from one_step_off.ray_trainer import Stopped
 
     cfg = prepared.cfg
     console = tracker.console
-    resumed = await load_checkpoint(prepared, state.resume_point, processes, tracker)
-    checkpointer = checkpoint.Checkpointer(cfg, processes.save_state)
-    pipeline = Pipeline(
-        cfg,
-        processes.roles,
-        prepared.data.stream,
-        prepared.data.val,
-        tracker,
-        checkpointer,
-        resumed=resumed,
-        incarnation=state.incarnation,
-    )
+    pipeline = await create_pipeline(prepared, state, processes, tracker)
     state.pipeline = pipeline
     watched_groups = _watched_groups(processes)
     async with watch_usage(watched_groups, prepared.device == "cuda", tracker.report_usage):
@@ -255,6 +253,25 @@ async def train_model(
             await processes.roles.actor.save_hf(str(folder))
 
 
+async def create_pipeline(
+    prepared: Prepared, state: RunState, processes: Any, tracker: Tracker
+) -> Any:
+    """The pipeline of an attempt. What learns has the checkpoint from which it resumes."""
+    from one_step_off.ray_trainer import Pipeline
+    from one_step_off.supervised_trainer import SupervisedPipeline
+
+    cfg = prepared.cfg
+    checkpointer = checkpoint.Checkpointer(cfg, processes.save_state)
+    data = prepared.data
+    given = (cfg, processes.roles, data.stream, data.val, tracker, checkpointer)
+    if prepared.is_supervised:
+        await load_weights(prepared, state.resume_point, processes, tracker)
+        start = state.resume_point.step if state.resume_point else 0
+        return SupervisedPipeline(*given, start=start, incarnation=state.incarnation)
+    resumed = await load_checkpoint(prepared, state.resume_point, processes, tracker)
+    return Pipeline(*given, resumed=resumed, incarnation=state.incarnation)
+
+
 @contextlib.contextmanager
 def _stop_on_callback(pipeline: Any, tracker: Tracker) -> Iterator[None]:
     """Let a callback that raises StopTraining stop the pipeline at the beginning of the next
@@ -277,8 +294,23 @@ def _watched_groups(processes: Any) -> dict[str, list[Any]]:
     for role, group in processes.groups.items():
         name = "trainer" if role == "actor" else role
         groups[name] = group.ranks
-    groups["rollout"] = processes.roles.rollout.replicas
+    if processes.roles.rollout is not None:
+        groups["rollout"] = processes.roles.rollout.replicas
     return groups
+
+
+async def load_weights(
+    prepared: Prepared, resume_point: ResumePoint | None, processes: Any, tracker: Tracker
+) -> None:
+    """Load a checkpoint into the roles that learn, if there is one."""
+    if resume_point is None:
+        return
+    await processes.load_state(str(resume_point.path.resolve()))
+    if not prepared.cfg.trainer.val_only:
+        total_steps = prepared.data.stream.total_steps
+        tracker.log(
+            f"resuming from step {resume_point.step} of {total_steps}, from {resume_point.path}"
+        )
 
 
 async def load_checkpoint(
@@ -292,10 +324,7 @@ async def load_checkpoint(
         return None
     path = resume_point.path
     state = resume_point.state
-    await processes.load_state(str(path.resolve()))
-    if not prepared.cfg.trainer.val_only:
-        total_steps = prepared.data.stream.total_steps
-        tracker.log(f"resuming from step {resume_point.step} of {total_steps}, from {path}")
+    await load_weights(prepared, resume_point, processes, tracker)
     samples = checkpoint.read_samples(path) if state["has_samples"] else []
     return Resumed(
         step=resume_point.step,

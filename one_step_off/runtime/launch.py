@@ -22,16 +22,26 @@ from one_step_off.endpoint.usage import uses_endpoint
 from one_step_off.monitoring import report
 from one_step_off.monitoring.callbacks import StepCallback, StepCallbacks
 from one_step_off.monitoring.console import RunConsole, quiet_libraries
-from one_step_off.monitoring.facts import end_facts, start_facts
+from one_step_off.monitoring.facts import end_facts, start_facts, supervised_start_facts
 from one_step_off.monitoring.flops import Meter, shape_of
 from one_step_off.monitoring.loggers import start_remote_loggers
+from one_step_off.monitoring.supervised_tracker import SupervisedTracker
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime import run_folder
 from one_step_off.runtime.attempts import open_files, run_with_restarts
 from one_step_off.runtime.interrupts import in_main_thread, signal_handlers
 from one_step_off.runtime.prepare import Prepared, ResumePoint, prepare
+from one_step_off.runtime.prepare_supervised import prepare_supervised
 
-__all__ = ["Prepared", "cleanup_after_run", "prepare", "run", "run_on_ray", "start_ray"]
+__all__ = [
+    "Prepared",
+    "cleanup_after_run",
+    "prepare",
+    "run",
+    "run_on_ray",
+    "run_supervised",
+    "start_ray",
+]
 
 
 def run(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> int:
@@ -55,18 +65,48 @@ def run(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> int:
     with RunConsole() as console:
         with console.working("reading model and data"):
             prepared = prepare(cfg, console.print_line, console.progress)
-        if _is_complete(prepared, console.print_line):
+        if is_complete(prepared, console.print_line):
             return 0
-        if cfg.trainer.val_only:
-            _use_evaluation_folder(prepared, console.print_line)
-        tracker = _create_tracker(prepared, console)
-        tracker.begin = begin  # reading and building count as part of the run
-        tracker.callbacks = StepCallbacks(callbacks)
-        with report.at_the_end(tracker.folder, console.print_line):
-            run_on_ray(prepared, tracker)
-            summary = tracker.summary()
-        console.table(end_facts(summary, cfg))
+        if cfg.trainer.sft_steps:
+            from one_step_off.runtime.warm_up import warm_up
+
+            warm_up(prepared, console)
+        train(prepared, console, begin, callbacks)
     return 0
+
+
+def run_supervised(cfg: Config) -> int:
+    """A whole run of supervised steps. `cfg`: of `validate_supervised`. Returns the exit code, and
+    raises as `run`."""
+    quiet_libraries()
+    begin = time.perf_counter()
+    run_folder.require(cfg)
+    with RunConsole() as console:
+        with console.working("reading model and data"):
+            prepared = prepare_supervised(cfg, console.print_line, console.progress)
+        if not is_complete(prepared, console.print_line):
+            train(prepared, console, begin)
+    return 0
+
+
+def train(
+    prepared: Prepared,
+    console: RunConsole,
+    begin: float,
+    callbacks: Sequence[StepCallback] = (),
+) -> None:
+    """Train a run that has been prepared, and write its files. `begin`: when it began, by
+    time.perf_counter. Raises as `run`."""
+    cfg = prepared.cfg
+    if cfg.trainer.val_only:
+        _use_evaluation_folder(prepared, console.print_line)
+    tracker = _create_tracker(prepared, console)
+    tracker.begin = begin  # reading and building count as part of the run
+    tracker.callbacks = StepCallbacks(callbacks)
+    with report.at_the_end(tracker.folder, console.print_line):
+        run_on_ray(prepared, tracker)
+        summary = tracker.summary()
+    console.table(end_facts(summary, cfg))
 
 
 def _resume_point_of_training(prepared: Prepared) -> ResumePoint | None:
@@ -75,7 +115,7 @@ def _resume_point_of_training(prepared: Prepared) -> ResumePoint | None:
     return None if prepared.cfg.trainer.val_only else prepared.resume_point
 
 
-def _is_complete(prepared: Prepared, print_line: Callable[[str], None]) -> bool:
+def is_complete(prepared: Prepared, print_line: Callable[[str], None]) -> bool:
     """Whether the run that would be resumed has nothing left to do; prints how to train further
     then."""
     cfg = prepared.cfg
@@ -120,7 +160,8 @@ def _create_tracker(prepared: Prepared, console: RunConsole) -> Tracker:
         schedule.report_resumed_schedules(cfg, resume_point.path, total_steps, console.print_line)
     # Before any file of an earlier run is touched: W&B may not be logged in, a port may be taken.
     remote_loggers = start_remote_loggers(cfg, resumed=resume_point is not None)
-    tracker = Tracker(cfg.trainer.output_dir, total_steps, console=console)
+    tracker_class = SupervisedTracker if prepared.is_supervised else Tracker
+    tracker = tracker_class(cfg.trainer.output_dir, total_steps, console=console)
     replaces_earlier_run = resume_point is None and (tracker.folder / "metrics.jsonl").exists()
     if replaces_earlier_run:
         console.print_line(
@@ -133,7 +174,8 @@ def _create_tracker(prepared: Prepared, console: RunConsole) -> Tracker:
     num_parameters = _count_parameters_and_set_meter(prepared, tracker)
     links = _logger_links(tracker)
     named_model = prepared.named_models["model"]
-    console.table(start_facts(cfg, named_model, num_parameters, prepared.data, links))
+    facts = supervised_start_facts if prepared.is_supervised else start_facts
+    console.table(facts(cfg, named_model, num_parameters, prepared.data, links))
     return tracker
 
 

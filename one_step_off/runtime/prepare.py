@@ -64,6 +64,7 @@ class Prepared:
         loop_names: the agent loops that the rows of the data use.
         resume_point: the checkpoint that trainer.resume means; None: the run starts with the
             initial weights.
+        is_supervised: whether it is trained on answers, without rollouts.
     """
 
     cfg: Config
@@ -74,6 +75,7 @@ class Prepared:
     named_models: dict[str, str]
     loop_names: list[str]
     resume_point: ResumePoint | None = None
+    is_supervised: bool = False
 
 
 def load_resume_point(path: Path) -> ResumePoint:
@@ -100,12 +102,7 @@ def prepare(
     Raises:
         ConfigError: bad input, in one line that says how to fix it.
     """
-    check_torch_companions()
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    named_models = {section: getattr(cfg, section).path for section in MODEL_SECTIONS}
-    _build_tiny_models(cfg, named_models, show_progress)
+    named_models = find_models(cfg, show_progress)
     _warn_of_unused_sections(cfg, print_line)
     tokenizer = _check_models_and_engine(cfg)
     loops = Loops(cfg, tokenizer)
@@ -114,20 +111,42 @@ def prepare(
     for line in data.lines():
         print_line(line)
     loop_names = _check_rows(loops, data, print_line)
-    _check_profile_step(cfg, data.stream.total_steps)
+    check_profile_step(cfg, data.stream.total_steps)
     if calls_rewards:
         trial_call.check_reward_functions(cfg, data, print_line)
     # Functions of the user's own must be importable before the engines start.
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)
     canary = _canary_sequences(cfg, data)
-    resume_path = checkpoint.find(cfg, print_line)
-    resume_point = load_resume_point(resume_path) if resume_path else None
-    if resume_point:
-        data.stream.load_state_dict(resume_point.state["stream"])
+    resume_point = find_resume_point(cfg, data, print_line)
     return Prepared(
         cfg, resolved_device(cfg), data, canary, tokenizer, named_models, loop_names, resume_point
     )
+
+
+def find_models(cfg: Config, show_progress: ShowProgress) -> dict[str, str]:
+    """Build tiny models, and put their folders into the config. Returns section -> the model as the
+    user named it. Raises ConfigError."""
+    check_torch_companions()
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    named_models = {section: getattr(cfg, section).path for section in MODEL_SECTIONS}
+    _build_tiny_models(cfg, named_models, show_progress)
+    return named_models
+
+
+def find_resume_point(
+    cfg: Config, data: run_data.RunData, print_line: PrintLine
+) -> ResumePoint | None:
+    """The checkpoint that trainer.resume means, with the data at its position. Raises
+    ConfigError."""
+    resume_path = checkpoint.find(cfg, print_line)
+    if resume_path is None:
+        return None
+    resume_point = load_resume_point(resume_path)
+    data.stream.load_state_dict(resume_point.state["stream"])
+    return resume_point
 
 
 def _build_tiny_models(
@@ -228,7 +247,8 @@ def _check_reward_model_of_loops(cfg: Config, external: list[str]) -> None:
         )
 
 
-def _check_profile_step(cfg: Config, total_steps: int) -> None:
+def check_profile_step(cfg: Config, total_steps: int) -> None:
+    """Raises ConfigError: the run has no step `trainer.profile_step`."""
     profile_step = cfg.trainer.profile_step
     if profile_step is not None and profile_step >= total_steps:
         raise ConfigError(

@@ -13,6 +13,7 @@ import numpy as np
 
 from one_step_off import checkpoint
 from one_step_off.config.schema import Config
+from one_step_off.config.supervised import WARM_UP_FOLDER
 from one_step_off.data.samples import TRAINER_FIELDS, Batch, Sample
 from one_step_off.monitoring.console import RunConsole
 from one_step_off.monitoring.tracker import Tracker
@@ -20,6 +21,7 @@ from one_step_off.runtime import launch
 from one_step_off.runtime.attempts import load_checkpoint, log_pools
 from one_step_off.runtime.interrupts import LoopRunner
 from one_step_off.runtime.prepare import Prepared
+from one_step_off.runtime.warm_up import finished_model
 
 SHOWN_NOT_FINITE = 3
 
@@ -30,6 +32,9 @@ def replay(cfg: Config, folder: str) -> int:
     batch = checkpoint.read_batch(Path(folder))
     resume_path = _newest_checkpoint_until(cfg, batch.step)
     cfg.trainer.resume = str(resume_path) if resume_path else "never"
+    model = finished_model(Path(cfg.trainer.output_dir) / WARM_UP_FOLDER)
+    if cfg.trainer.sft_steps and model is not None:
+        cfg.model.path = str(model)
     cfg.trainer.output_dir = folder
     with RunConsole() as console:
         weights = resume_path or "the initial model"

@@ -20,6 +20,7 @@ from one_step_off.training.critic_role import CriticRole
 from one_step_off.training.model_worker import ModelWorker, WorkItem
 from one_step_off.training.policy_role import PolicyRole
 from one_step_off.training.reward_model_role import RewardModelRole
+from one_step_off.training.supervised_role import SupervisedRole
 from one_step_off.training.update_stats import PhaseTimer
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -197,6 +198,10 @@ class CriticWorker(FsdpBackend, CriticRole):
 
 class RewardModelWorker(FsdpBackend, RewardModelRole):
     """The role "reward_model"."""
+
+
+class SupervisedWorker(FsdpBackend, SupervisedRole):
+    """The role "actor" in supervised steps."""
 
 
 WORKERS = {

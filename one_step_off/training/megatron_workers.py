@@ -33,6 +33,7 @@ from one_step_off.training.megatron_shims import count_padding_in_checkpoints, c
 from one_step_off.training.model_worker import BatchShare, ModelWorker, WorkItem
 from one_step_off.training.policy_role import PolicyRole
 from one_step_off.training.reward_model_role import RewardModelRole
+from one_step_off.training.supervised_role import SupervisedRole
 from one_step_off.training.update_stats import PhaseTimer
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -311,6 +312,10 @@ class MegatronCriticWorker(MegatronBackend, CriticRole):
 
 class MegatronRewardModelWorker(MegatronBackend, RewardModelRole):
     """The role "reward_model"."""
+
+
+class MegatronSupervisedWorker(MegatronBackend, SupervisedRole):
+    """The role "actor" in supervised steps."""
 
 
 WORKERS = {

@@ -104,6 +104,11 @@ class ModelWorker(UsageProbe, CoreUser, ABC):
         self._device_type = device
         self.device = torch.device(device)
 
+    @property
+    def temperature(self) -> float:
+        """What the logits are divided by in passes over batches."""
+        return self.cfg.rollout.temperature
+
     # What a back end defines.
 
     @abstractmethod
@@ -183,9 +188,8 @@ class ModelWorker(UsageProbe, CoreUser, ABC):
         sequences = [np.zeros(0, np.int32)] * len(batch.samples)
         for position in itertools.chain(*micro_batches):
             sequences[position] = token_ids_of(batch.samples[position])
-        temperature = self.cfg.rollout.temperature
         return PackedShares(
-            self._token_outputs(sequences, wanted, micro_batches, temperature, figure)
+            self._token_outputs(sequences, wanted, micro_batches, self.temperature, figure)
         )
 
     def _micro_batch_plan(self, lengths: list[int], shares: int) -> batching.MicroBatchPlan:

@@ -283,7 +283,8 @@ class TrainedWorker(CheckpointedWorker):
         finite_norms = [norm for norm in stats.grad_norms if np.isfinite(norm)]
         metrics = {name: value for name, value in maxima.items() if name.endswith("_s")}
         metrics["loss"] = sums["loss"] / mini_batches
-        metrics["clip_frac"] = sums["clip"] / max(sums["tokens"], 1.0)
+        if "clip" in sums:
+            metrics["clip_frac"] = sums["clip"] / max(sums["tokens"], 1.0)
         metrics["lr"] = learning_rate
         metrics["skipped_updates"] = float(stats.skipped_updates)
         metrics["skipped_in_a_row"] = float(self.skipped_in_a_row)

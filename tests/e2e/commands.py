@@ -17,12 +17,20 @@ STEPS_TIMEOUT_S = 120
 END_TIMEOUT_S = 20
 
 
-def start_run(models: Callable[..., str], folder: Path, **changes: object) -> subprocess.Popen:
+def start_run(
+    models: Callable[..., str],
+    folder: Path,
+    program: tuple[str, ...] = PROGRAM,
+    config: str = TINY_CONFIG,
+    **changes: object,
+) -> subprocess.Popen:
     """Start the tiny run without evaluations, in a process group of its own.
 
     Args:
         models: the fixture that builds tiny models.
         folder: the run's folder.
+        program: the command without its arguments.
+        config: the argument that names the config.
         changes: values by dotted key.
     """
     settings: dict[str, object] = {
@@ -34,7 +42,7 @@ def start_run(models: Callable[..., str], folder: Path, **changes: object) -> su
     settings.update(changes)
     overrides = [f"{key}={value}" for key, value in settings.items()]
     return subprocess.Popen(
-        [*PROGRAM, TINY_CONFIG, *overrides],
+        [*program, config, *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -22,7 +22,7 @@ from one_step_off.config.schema import Config
 from one_step_off.config.sources import train_sources
 from one_step_off.main_ppo import FLAGS
 from one_step_off.monitoring.summary import speed_summary
-from one_step_off.runtime.validation import validate
+from one_step_off.runtime.validation import validate, validate_supervised
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -74,10 +74,17 @@ def check(cfg: Config) -> None:
         if source.endswith((".jsonl", ".parquet")):
             Path(source).parent.mkdir(parents=True, exist_ok=True)
             Path(source).write_text("{}\n")
+    if cfg.model.path.endswith("/hf_model"):  # of a run that the page shows before
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            Path(cfg.model.path).mkdir(parents=True, exist_ok=True)
+            (Path(cfg.model.path) / name).touch()
     with pytest.MonkeyPatch.context() as patch:
         if any(len(shape) > 1 for shape in cfg.placement.pools.values()):
             patch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # several nodes need a cluster
-        validate(cfg, GPUS)
+        # The configs of supervised runs have no role rollout.
+        is_supervised = "rollout" not in cfg.placement.roles
+        check_run = validate_supervised if is_supervised else validate
+        check_run(cfg, GPUS)
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -121,8 +128,9 @@ def commands(text: str) -> Iterator[tuple[dict[str, str], list[str]]]:
 def arguments_of(words: list[str]) -> list[str]:
     """The arguments of a call of the program or of one of SCRIPTS; none for another command."""
     words = [word for word in words if not word.startswith(("[", "...]"))]
-    if "one_step_off.main_ppo" in words:
-        return words[words.index("one_step_off.main_ppo") + 1 :]
+    for program in ("one_step_off.main_ppo", "one_step_off.main_sft"):
+        if program in words:
+            return words[words.index(program) + 1 :]
     for script, first_arguments in SCRIPTS.items():
         if script in words:
             return [*first_arguments, *words[words.index(script) + 1 :]]

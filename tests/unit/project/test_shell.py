@@ -199,6 +199,45 @@ def test_split_placement_says_how_many_gpus_it_needs(checkout: Path) -> None:
     assert done.returncode == 2 and "found 2 GPUs, needs 4" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("gpus", "environment", "expected"),
+    [
+        ("0", {}, ".venv -P -m one_step_off.main_sft config=X/config/sft_tiny_cpu.yaml"),
+        (
+            "4",
+            {"MODEL": "a/b"},
+            ".venv-gpu -P -m one_step_off.main_sft config=X/config/sft_qwen_gsm8k.yaml "
+            "placement.pools={actor: [4]} model.path=a/b",
+        ),
+        (
+            "1",
+            {"EXTRA": "cpu", "DATA": "shell"},
+            ".venv -P -m one_step_off.main_sft config=X/config/sft_tiny_cpu.yaml "
+            "data.train_files=shell/gsm8k_train.jsonl data.val_files=shell/gsm8k_test.jsonl",
+        ),
+    ],
+)
+def test_supervised_runs_use_all_gpus(
+    checkout: Path, gpus: str, environment: dict[str, str], expected: str
+) -> None:
+    shutil.copy(ROOT / "shell/setup.sh", checkout / "shell/real_setup.sh")
+    tool(
+        checkout / "shell/setup.sh",
+        f'[[ "${{1:-}}" != --print-venv ]] || exec bash {checkout}/shell/real_setup.sh "$@"',
+    )
+    for name in (".venv", ".venv-gpu"):
+        script = (
+            f'if [[ " $* " == *" -c "* ]]; then echo {gpus}; '
+            f'else echo "{name} $*" >>{checkout}/log; fi'
+        )
+        tool(checkout / name / "bin/python", script)
+    done, calls = run(checkout, "run_sft_gsm8k.sh", "trainer.seed=1", **environment)
+    assert done.returncode == 0, done.stderr
+    assert calls == [f"{expected} trainer.seed=1".replace("X/", f"{checkout}/")]
+    done, _ = run(checkout, "run_sft_gsm8k.sh", DATA="no/such")
+    assert done.returncode == 2 and "DATA=no/such: no such folder" in done.stderr
+
+
 @pytest.mark.parametrize("extra", ["cpu", "gpu"])
 def test_a_venv_lasts_with_and_without_megatron(checkout: Path, extra: str) -> None:
     """Megatron is installed once it is asked for and missing, and nothing is for a start that does

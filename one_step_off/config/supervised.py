@@ -1,0 +1,116 @@
+"""The config of supervised steps, made out of that of a run: the actor alone, no rollout.
+
+`python -m one_step_off.main_sft` takes any config of `main_ppo`, and `trainer.sft_steps` makes the
+supervised steps of a run with its own config. What only reinforcement learning reads is set to its
+defaults.
+"""
+
+import copy
+import os
+from typing import Any
+
+from one_step_off.config.errors import ConfigError, key_error
+from one_step_off.config.schema import Config
+
+RL_SECTIONS = (
+    "rollout",
+    "critic",
+    "ref",
+    "reward_model",
+    "algorithm",
+    "reward",
+    "agent",
+    "pipeline",
+    "weight_sync",
+)
+"""The sections that supervised steps do not read."""
+
+WARM_UP_FOLDER = "sft"
+"""In the run folder: the folder of the supervised steps before RL."""
+
+
+def files_key(cfg: Config, name: str) -> str:
+    """The key that names the rows: of the section sft where it is set, else of data. `name`:
+    train_files or val_files."""
+    # Held-out prompts need no answers, so those of data are taken with its training rows only.
+    own = cfg.sft.train_files.strip(" ,") or getattr(cfg.sft, name).strip(" ,")
+    return f"sft.{name}" if own else f"data.{name}"
+
+
+def supervised_files(cfg: Config, name: str) -> str:
+    """The rows that the key of `files_key` names. Raises ConfigError: they are a list of
+    sources."""
+    section, _, _ = files_key(cfg, name).partition(".")
+    files: Any = getattr(getattr(cfg, section), name)
+    if not isinstance(files, str):
+        raise ConfigError(
+            f"data.{name}: is a list of sources, which supervised steps do not mix; "
+            f"name the files with answers in sft.{name}"
+        )
+    return files
+
+
+def longest_row(cfg: Config) -> int:
+    """Tokens of the longest row."""
+    if cfg.sft.max_length is not None:
+        return cfg.sft.max_length
+    return cfg.data.max_prompt_length + cfg.data.max_response_length
+
+
+def supervised_config(cfg: Config) -> Config:
+    """The config of supervised steps on the actor: one optimizer step per batch. That of such a
+    config is the same.
+
+    Raises ConfigError: the actor has no pool.
+    """
+    supervised = copy.deepcopy(cfg)
+    defaults = Config()
+    for section in RL_SECTIONS:
+        setattr(supervised, section, getattr(defaults, section))
+    supervised.rollout.n = 1  # an answer per row
+    pool = cfg.placement.roles.get("actor")
+    if pool not in cfg.placement.pools:
+        raise key_error(
+            cfg,
+            "placement.roles",
+            "the role actor has no pool; set placement.pools={actor: [1]} and "
+            "placement.roles={actor: actor}",
+        )
+    supervised.placement.pools = {pool: cfg.placement.pools[pool]}
+    supervised.placement.roles = {"actor": pool}
+    supervised.placement.share_idle_cores = False
+    for name in ("train_files", "val_files"):
+        files = supervised_files(cfg, name)
+        setattr(supervised.sft, name, files)
+        setattr(supervised.data, name, files)
+    supervised.data.val_sets = {}
+    batch_size = cfg.sft.batch_size or cfg.data.train_batch_size
+    supervised.data.train_batch_size = batch_size
+    supervised.actor.ppo_mini_batch_size = batch_size
+    supervised.actor.ppo_epochs = 1
+    supervised.trainer.critic_warmup = 0
+    for name in ("lr", "lr_schedule", "warmup_steps"):
+        value = getattr(cfg.sft, name)
+        if value is not None:
+            setattr(supervised.actor, name, value)
+    return supervised
+
+
+def warm_up_config(cfg: Config) -> Config:
+    """The config of the `trainer.sft_steps` supervised steps before RL, in a folder of their
+    own."""
+    supervised = supervised_config(cfg)
+    trainer = supervised.trainer
+    trainer.total_steps = cfg.trainer.sft_steps
+    trainer.total_epochs = None
+    trainer.sft_steps = 0
+    trainer.keep_best = None
+    trainer.profile_step = None
+    trainer.val_only = False
+    trainer.save_hf_model = True
+    if not supervised.sft.val_files.strip(" ,"):
+        trainer.test_freq = -1
+    if trainer.resume not in ("auto", "never"):  # a checkpoint of the RL
+        trainer.resume = "auto"
+    trainer.output_dir = os.path.join(cfg.trainer.output_dir, WARM_UP_FOLDER)
+    return supervised

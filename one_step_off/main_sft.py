@@ -1,0 +1,47 @@
+"""Supervised fine-tuning: python -m one_step_off.main_sft config=FILE [section.key=value ...]
+
+It takes a config of `main_ppo` and trains the actor on answers. The result, OUTPUT_DIR/hf_model, is
+a model.path for RL."""
+
+import sys
+
+from one_step_off.config.command_line import exit_code
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.help import SUPERVISED_USAGE, supervised_help_text
+from one_step_off.config.loading import load_config
+from one_step_off.config.schema import Config
+from one_step_off.main_ppo import parse, print_plan, run_or_report
+from one_step_off.runtime.validation import validate_supervised
+
+
+def main(argv: list[str]) -> int:
+    """Run the program with these arguments; returns its exit code."""
+    return exit_code(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    if not argv:
+        print(SUPERVISED_USAGE, file=sys.stderr)
+        return 2
+    if "--help" in argv or "-h" in argv:
+        print(supervised_help_text(), end="", flush=True)
+        return 0
+    arguments = parse(argv)
+    if arguments.replay_folder is not None:
+        raise ConfigError("--replay: repeats updates of RL; run one_step_off.main_ppo with it")
+    cfg = validate_supervised(load_config(arguments.settings), machine=not arguments.dry_run)
+    if arguments.dry_run:
+        print_plan(cfg)
+        return 0
+    return _run(cfg)
+
+
+def _run(cfg: Config) -> int:
+    # The slow imports only now: a wrong config is refused before them.
+    from one_step_off.runtime.launch import run_supervised
+
+    return run_or_report(cfg, lambda: run_supervised(cfg))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

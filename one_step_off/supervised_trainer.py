@@ -1,0 +1,197 @@
+"""The supervised steps of a run: each trains the actor on the answers of one batch of rows.
+
+Step N makes v(N+1) out of v(N), as in the pipeline of `ray_trainer.py`, which has the same
+checkpoints, interrupts and restarts. There are no rollouts and no weight sync.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from one_step_off.checkpoint import Checkpointer
+from one_step_off.cluster.errors import RoleError
+from one_step_off.cluster.remote_calls import now, with_time_limit
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import Batch
+from one_step_off.data.supervised_data import SupervisedRow
+from one_step_off.monitoring.supervised_tracker import SupervisedTracker
+from one_step_off.ray_trainer import Stopped, first_cause
+from one_step_off.training.trainer_group import TrainGroup
+
+
+@dataclass
+class SupervisedRoles:
+    """The groups of processes that take part in a supervised run."""
+
+    actor: TrainGroup
+    rollout: None = None
+
+
+class SupervisedPipeline:
+    """Runs the supervised steps of one attempt.
+
+    Attributes:
+        stopping: set from outside: the run saves and stops at the next step's beginning or end.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        roles: SupervisedRoles,
+        stream: Any,
+        val: list[SupervisedRow] | None,
+        tracker: SupervisedTracker,
+        checkpointer: Checkpointer | None = None,
+        start: int = 0,
+        incarnation: int = 0,
+    ) -> None:
+        """
+        Args:
+            stream: the rows of training, a `PromptStream` of `SupervisedRow`s.
+            val: the held-out rows; None: there are none.
+            start: the first step to train; above 0: the actor has a checkpoint's weights.
+            incarnation: the number of the attempt.
+        """
+        self.cfg = cfg
+        self.actor = roles.actor
+        self.stream = stream
+        self.val = val
+        self.tracker = tracker
+        self.checkpointer = checkpointer
+        self.start = start
+        self.incarnation = incarnation
+        self.checkpoint_writes: list[asyncio.Task] = []  # one at most
+        self.stopping = False
+        self.actor.on_span = tracker.span
+
+    async def fit(self) -> None:
+        """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is
+        raised."""
+        failure: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as self.background:
+                await self._loop(self.stream.total_steps)
+        except BaseExceptionGroup as group:
+            failure = first_cause(group)
+        if failure is not None:
+            raise failure
+
+    async def _loop(self, total_steps: int) -> None:
+        trainer = self.cfg.trainer
+        if trainer.val_only:
+            await self._evaluate(self.start)
+            return
+        if trainer.val_before_train and self.start == 0:
+            await self._evaluate(0)
+        if self.start == total_steps and not self._was_evaluated(total_steps):
+            # An earlier attempt was killed between its last step and its end.
+            await self._evaluate_at_the_end(total_steps)
+        for step in range(self.start, total_steps):
+            await self._step(step, total_steps)
+        if self.checkpointer and self.checkpointer.in_use:
+            await self._save(total_steps)
+
+    async def _step(self, step: int, total_steps: int) -> None:
+        begin = now()
+        # Checkpoint v(step) when due, then evaluate it when due.
+        await self._checkpoint_if_due(step)
+        test_freq = self.cfg.trainer.test_freq
+        if step > 0 and test_freq > 0 and step % test_freq == 0:
+            await self._evaluate(step)
+        batch = self._batch(step, self.stream.next_batch())
+        metrics = await self.actor.update(batch)
+        metrics["time/step_s"] = now() - begin
+        metrics["restarts/trainer"] = float(self.incarnation)
+        self._check_skipped_updates(step, metrics)
+        try:
+            if step + 1 == total_steps:
+                await self._evaluate_at_the_end(total_steps)
+        finally:
+            self.tracker.step(batch, step, metrics)
+
+    def _batch(self, version: int, rows: list[SupervisedRow]) -> Batch:
+        """Rows as the trainers take them, at the weights `version`."""
+        stamp = (self.incarnation, version)
+        return Batch(version, [row.sample(stamp) for row in rows], stamp)
+
+    # --- evaluation -------------------------------------------------------------------------------
+
+    async def _evaluate(self, version: int) -> None:
+        """The mean loss of the held-out answers' tokens at the weights `version`."""
+        if not self.val:
+            return
+        begin = now()
+        batch = self._batch(version, self.val)
+        log_probs = await self.actor.log_prob(batch)
+        total = 0.0
+        tokens = 0
+        for sample, values in zip(batch.samples, log_probs, strict=True):
+            total -= float(values[sample.loss_mask].sum(dtype=np.float64))
+            tokens += int(sample.loss_mask.sum())
+        self.tracker.held_out_loss(version, total / tokens, tokens, len(self.val), now() - begin)
+
+    def _was_evaluated(self, version: int) -> bool:
+        return any(row["val/version"] >= version for row in self.tracker.evaluations)
+
+    async def _evaluate_at_the_end(self, version: int) -> None:
+        if self.cfg.trainer.val_after_train:
+            await self._evaluate(version)
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    async def _checkpoint_if_due(self, step: int) -> None:
+        """Write a checkpoint if due. Raises Stopped if the run was asked to stop."""
+        is_new = self.checkpointer is not None and step > self.start
+        if is_new and (self.stopping or self.checkpointer.is_due(step)):
+            await self._save(step)
+        if self.stopping:
+            await asyncio.gather(*self.checkpoint_writes)
+            raise Stopped(f"step {step}")
+
+    async def _save(self, step: int) -> None:
+        """Save a checkpoint, unless this step has one. Returns as soon as the trainers have copied
+        their state: it is written beside training, one checkpoint at a time."""
+        begin = now()
+        await asyncio.gather(*self.checkpoint_writes)
+        if self.checkpointer.has(step):
+            return
+        state = {
+            "stream": self.stream.state_dict(),
+            "evaluations": self.tracker.evaluations,
+            "unwritten": self.tracker.unwritten,
+            "incarnation": self.incarnation,
+        }
+        writing = await self.checkpointer.save(step, None, state)
+        stall_s = now() - begin
+        self.tracker.spans["checkpoint/stall_s"] = stall_s
+        work = self._finish_checkpoint(step, begin, stall_s, writing)
+        self.checkpoint_writes = [self.background.create_task(work)]
+
+    async def _finish_checkpoint(
+        self, step: int, begin: float, stall_s: float, writing: Awaitable[tuple[Any, int]]
+    ) -> None:
+        """Wait until a checkpoint is on the disk, and report it. `begin`: when it began, in seconds
+        of `now`."""
+        limit_s = self.cfg.trainer.step_timeout_s  # a file system that hangs answers nothing
+        path, size = await with_time_limit(limit_s, f"checkpoint of step {step}, writing", writing)
+        write_s = now() - begin
+        self.tracker.spans["checkpoint/write_s"] = write_s
+        self.tracker.spans["checkpoint/bytes"] = float(size)
+        times = f"{size / 1e6:,.1f} MB in {write_s:.2f} s, training waited {stall_s:.2f} s"
+        self.tracker.log(f"checkpoint of step {step} in {path} ({times})")
+
+    # --- skipped updates --------------------------------------------------------------------------
+
+    def _check_skipped_updates(self, step: int, metrics: dict[str, float]) -> None:
+        """Raises RoleError: too many updates were skipped in a row."""
+        in_a_row = int(metrics.get("actor/skipped_in_a_row", 0))
+        limit = self.cfg.trainer.max_skipped_updates
+        if in_a_row >= limit:
+            raise RoleError(
+                f"step {step}: {in_a_row} updates were skipped in a row "
+                f"(trainer.max_skipped_updates={limit}): a loss or gradient is not finite, or too "
+                "large"
+            )

@@ -1,0 +1,161 @@
+"""The config of supervised steps, and what is refused in it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from one_step_off import main_sft
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.loading import load_config
+from one_step_off.config.placement import placement_text, process_cores
+from one_step_off.config.supervised import supervised_config, warm_up_config
+from one_step_off.runtime.validation import validate, validate_supervised
+
+RUN = (
+    "model.path=tiny:qwen2",
+    "model.dtype=float32",
+    "data.train_files=generator:word_problems",
+    "trainer.total_steps=4",
+    "placement.device=cpu",
+)
+
+
+def supervised(*overrides: str):
+    return validate_supervised(load_config([*RUN, *overrides]), 0)
+
+
+def test_a_config_of_rl_trains_its_actor_alone():
+    cfg = load_config(
+        [
+            *RUN,
+            "placement.pools={gen: [3], train: [2]}",
+            "placement.roles={rollout: gen, actor: train, ref: train, critic: train}",
+            "algorithm.kl_coef=0.1",
+            "rollout.temperature=0.7",
+            "data.val_files=generator:word_problems",
+        ]
+    )
+    made = validate_supervised(copy.deepcopy(cfg), 0)
+    assert made.placement.pools == {"train": [2]}
+    assert made.placement.roles == {"actor": "train"}
+    assert made.algorithm.kl_coef == 0
+    assert made.data.train_batch_size == made.actor.ppo_mini_batch_size == 64
+    assert made.sft.train_files == made.sft.val_files == "generator:word_problems"
+    assert supervised_config(made) == made, "the run's own config.yaml gives the same run"
+    assert "actor x 2" in placement_text(made) and "rollout" not in placement_text(made)
+    assert process_cores(made, "cpu", [0, 1, 2, 3]) == {"train": [[0, 1], [2, 3]]}
+    with pytest.raises(ConfigError):
+        validate(made, 0)
+
+
+def test_the_section_overrides_those_of_rl():
+    made = supervised(
+        "sft.batch_size=12",
+        "sft.lr=0.5",
+        "sft.lr_schedule=cosine",
+        "sft.warmup_steps=3",
+        "sft.train_files=generator:products",
+        "actor.ppo_epochs=4",
+        "data.val_files=generator:word_problems",
+    )
+    assert made.data.train_batch_size == made.actor.ppo_mini_batch_size == 12
+    assert made.actor.ppo_epochs == 1
+    assert (made.actor.lr, made.actor.lr_schedule, made.actor.warmup_steps) == (0.5, "cosine", 3)
+    assert made.sft.train_files == "generator:products"
+    assert made.sft.val_files == "", "held-out prompts of RL need no answers"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.sft_steps=5"], r"trainer.sft_steps=5: .*set it to 0"),
+        (["trainer.keep_best=val/reward"], "trainer.keep_best=val/reward: .*set it to null"),
+        (["data.val_sets={a: generator:products}"], "data.val_sets=a: .*sft.val_files"),
+        (["sft.train_files=/no/such.jsonl"], "sft.train_files=/no/such.jsonl: no such file"),
+        (["data.train_files=/no/such.jsonl"], "data.train_files=/no/such.jsonl: no such file"),
+        (["sft.val_files=generator:x"], "sft.val_files=generator:x: no such generator"),
+        (["data.train_files=[{files: generator:addition}]"], "is a list of sources, .*sft.train"),
+        (["data.train_files="], "data.train_files=: not set"),
+        (["trainer.test_freq=2"], "trainer.test_freq=2 and .*there is no data"),
+        (["trainer.total_steps=null"], "one must be set"),
+        (["placement.roles={rollout: rollout}"], "the role actor has no pool"),
+        (["placement.roles={actor: x}"], "the role actor has no pool"),
+        (["sft.batch_size=1", "placement.pools={rollout: [1], actor: [2]}"], "too few for 2 actor"),
+        (["sft.overlong=drop"], "sft.overlong=drop: must be one of skip, cut, fail"),
+        (["sft.lr_schedule=steep"], "must be one of constant, cosine, linear or null"),
+        (["sft.lr=0"], "sft.lr=0.0: must be above 0"),
+        (["sft.max_length=1"], "sft.max_length=1: must be at least 2"),
+        (["sft.batchsize=3"], "did you mean sft.batch_size"),
+        (["model.lora_rank=4", "actor.backend=megatron"], "only the fsdp back end"),
+        (["actor.fsdp_size=3"], "does not divide"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(overrides, words):
+    with pytest.raises(ConfigError, match=words) as refused:
+        supervised(*overrides)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_program_refuses_before_it_starts_anything(capsys):
+    assert main_sft.main([*RUN, "sft.train_files=/no/such.jsonl"]) == 2
+    assert main_sft.main([*RUN, "--replay", "x"]) == 2
+    assert main_sft.main([]) == 2
+    captured = capsys.readouterr()
+    errors = captured.err.splitlines()
+    assert errors[0].startswith("error: sft.train_files=/no/such.jsonl: no such file")
+    assert errors[1].startswith("error: --replay: ")
+    assert errors[2].startswith("usage: python -m one_step_off.main_sft")
+
+
+def test_help_and_dry_run(capsys):
+    assert main_sft.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "sft.train_files" in text and "trainer.total_steps" in text
+    assert "  rollout.n  (" not in text and "  weight_sync." not in text
+    assert main_sft.main([*RUN, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "# actor [1] on cpu: actor x 1" in out
+    assert load_config([*RUN]).sft.train_files == "", "the config itself is not changed"
+
+
+def test_the_config_of_a_warm_up():
+    cfg = load_config(
+        [
+            *RUN,
+            "trainer.sft_steps=7",
+            "trainer.output_dir=outputs/x",
+            "trainer.resume=never",
+            "trainer.test_freq=2",
+            "data.val_files=generator:word_problems",
+            "sft.lr=0.5",
+        ]
+    )
+    validate(cfg, 0)
+    made = warm_up_config(cfg)
+    assert made.trainer.total_steps == 7 and made.trainer.sft_steps == 0
+    assert made.trainer.output_dir == "outputs/x/sft"
+    assert made.trainer.resume == "never"
+    assert made.trainer.test_freq == 2
+    assert made.actor.lr == 0.5 and cfg.actor.lr != 0.5
+    cfg.sft.train_files = "generator:products"
+    assert warm_up_config(cfg).trainer.test_freq == -1, "no held-out answers"
+    cfg.trainer.resume = "outputs/y/checkpoints/step_000002"
+    assert warm_up_config(cfg).trainer.resume == "auto"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.sft_steps=-1"], "must be at least 0"),
+        (["trainer.sft_steps=2", "sft.train_files=/no.jsonl"], "sft.train_files=/no.jsonl: no su"),
+        (
+            ["trainer.sft_steps=2", "data.train_files=[{files: generator:addition}]"],
+            "is a list of sources",
+        ),
+    ],
+)
+def test_a_warm_up_is_checked_with_the_run(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        validate(load_config([*RUN, *overrides]), 0)

@@ -1,0 +1,119 @@
+"""The supervised steps before RL: when they are made, when their model is found, and what is
+refused. The steps themselves are made in tests/e2e/test_supervised.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
+from one_step_off.config.supervised import warm_up_config
+from one_step_off.config.yaml_io import resolved_yaml
+from one_step_off.monitoring.console import RunConsole
+from one_step_off.runtime import warm_up as module
+from one_step_off.runtime.prepare import Prepared, ResumePoint
+
+MODEL = "tiny:qwen2"
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configs of the warm-ups that were made; each leaves the files of a run."""
+    made: list[Config] = []
+
+    def prepare(cfg, print_line, show_progress):
+        return Prepared(cfg, "cpu", SimpleNamespace(), [], None, {"model": "folder"}, [])
+
+    def train(prepared, console, begin):
+        made.append(prepared.cfg)
+        finish(Path(prepared.cfg.trainer.output_dir), prepared.cfg, prepared.named_models["model"])
+
+    monkeypatch.setattr(module, "prepare_supervised", prepare)
+    monkeypatch.setattr(module, "train", train)
+    monkeypatch.setattr(module, "is_complete", lambda *arguments: False)
+    return made
+
+
+def finish(folder: Path, cfg: Config, named_model: str = MODEL) -> None:
+    """The files of a warm-up that has ended."""
+    (folder / "hf_model").mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text("{}\n")
+    path = cfg.model.path
+    cfg.model.path = named_model
+    (folder / "config.yaml").write_text(resolved_yaml(cfg))
+    cfg.model.path = path
+
+
+def a_run(folder: Path, resume_point: ResumePoint | None = None, **trainer: object) -> Prepared:
+    """A run with three supervised steps, about to start RL."""
+    cfg = Config()
+    cfg.model.path = "/cache/tiny"
+    cfg.data.train_files = "generator:word_problems"
+    cfg.trainer.sft_steps = 3
+    cfg.trainer.output_dir = str(folder)
+    for name, value in trainer.items():
+        setattr(cfg.trainer, name, value)
+    data = SimpleNamespace()
+    return Prepared(cfg, "cpu", data, [], None, {"model": MODEL}, [], resume_point)
+
+
+def warm_up(prepared: Prepared) -> str:
+    """The model with which RL starts."""
+    with RunConsole() as console:
+        module.warm_up(prepared, console)
+    return prepared.cfg.model.path
+
+
+def test_rl_starts_with_the_model_of_the_warm_up(tmp_path, trained):
+    model = str(tmp_path / "sft/hf_model")
+    assert warm_up(a_run(tmp_path)) == model
+    assert [cfg.trainer.total_steps for cfg in trained] == [3]
+    assert f"path: {MODEL}" in (tmp_path / "sft/config.yaml").read_text()
+    assert warm_up(a_run(tmp_path)) == model
+    assert len(trained) == 1, "a warm-up that has ended is not made again"
+    assert warm_up(a_run(tmp_path, resume="never", overwrite=True)) == model
+    assert len(trained) == 2
+
+
+def test_a_warm_up_with_other_settings_is_not_taken(tmp_path, trained):
+    warm_up(a_run(tmp_path))
+    other = a_run(tmp_path)
+    other.cfg.actor.lr = 0.5
+    with pytest.raises(ConfigError, match=r"sft: holds a warm-up with actor.lr=1e-06, .* 0.5; sta"):
+        warm_up(other)
+    longer = a_run(tmp_path, sft_steps=4)
+    with pytest.raises(ConfigError, match=r"trainer.total_steps=3, and this one has 4"):
+        warm_up(longer)
+    other = a_run(tmp_path)
+    other.named_models["model"] = "tiny:qwen3"
+    with pytest.raises(ConfigError, match=r"model.path=tiny:qwen2"):
+        warm_up(other)
+    rl_only = a_run(tmp_path)
+    rl_only.cfg.actor.micro_batch_tokens = 100
+    rl_only.cfg.rollout.n = 3
+    assert warm_up(rl_only), "what does not change the model may change"
+    assert len(trained) == 1
+
+
+def test_a_run_that_resumes_rl_takes_the_model_of_its_warm_up(tmp_path, trained):
+    checkpoint = ResumePoint(tmp_path / "checkpoints/step_000002", {"step": 2})
+    with pytest.raises(ConfigError, match=r"holds no finished warm-up; resume with .*sft_steps=0"):
+        warm_up(a_run(tmp_path, checkpoint))
+    finish(tmp_path / "sft", warm_up_config(a_run(tmp_path).cfg))
+    assert warm_up(a_run(tmp_path, checkpoint)) == str(tmp_path / "sft/hf_model")
+    elsewhere = a_run(tmp_path / "other", checkpoint)
+    assert warm_up(elsewhere) == str(tmp_path / "sft/hf_model"), "that of the checkpoint's run"
+    changed = a_run(tmp_path, checkpoint)
+    changed.cfg.actor.lr = 0.5  # of RL, from here on
+    assert warm_up(changed) == str(tmp_path / "sft/hf_model")
+    assert not trained
+
+
+def test_an_evaluation_alone_makes_no_steps(tmp_path, trained):
+    assert warm_up(a_run(tmp_path, val_only=True)) == "/cache/tiny"
+    finish(tmp_path / "sft", warm_up_config(a_run(tmp_path).cfg))
+    assert warm_up(a_run(tmp_path, val_only=True)) == str(tmp_path / "sft/hf_model")
+    assert not trained
