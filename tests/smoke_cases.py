@@ -293,6 +293,12 @@ BENCHMARKS = [
         needs="megatron.core",
     ),
     benchmark("estimators", "--repeats", "1"),
+    benchmark(
+        "distillation",
+        *("--seeds", "0", "--arms", "grpo", "top_k", "--teacher", "outputs/plain/hf_model"),
+        *SMALL,
+        after=("plain",),
+    ),
     benchmark("agent_loop", *"--conversations 8 --reward-s 0.05 --repeats 1".split()),
     benchmark(
         "checkpoint",

@@ -16,6 +16,7 @@ from one_step_off.config.placement import resolved_device, visible_gpu_count
 from one_step_off.config.pool_checks import check_batch, check_hardware, check_layouts, check_pools
 from one_step_off.config.role_checks import check_partial_rollout, check_roles, check_run
 from one_step_off.config.schema import Config
+from one_step_off.config.teacher_checks import check_teacher
 
 
 def check_before_algorithm(cfg: Config, device: str) -> None:
@@ -25,6 +26,7 @@ def check_before_algorithm(cfg: Config, device: str) -> None:
     check_layouts(cfg, device)
     check_batch(cfg)
     check_roles(cfg, device)
+    check_teacher(cfg)
 
 
 def check_after_algorithm(cfg: Config, device: str) -> None:

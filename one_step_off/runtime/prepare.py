@@ -26,6 +26,7 @@ from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
 from one_step_off.models.torch_packages import check_torch_companions
 from one_step_off.models.weight_checks import check_weights
 from one_step_off.rewards import trial_call
+from one_step_off.runtime.teachers import check_sources
 
 # Tokens per sequence of the canary. With 16 a sync passed although some tensors differed by 1 %.
 CANARY_TOKENS = 32
@@ -114,6 +115,7 @@ def prepare(
     for line in data.lines():
         print_line(line)
     loop_names = _check_rows(loops, data, print_line)
+    check_sources(cfg, data)
     _check_profile_step(cfg, data.stream.total_steps)
     if calls_rewards:
         trial_call.check_reward_functions(cfg, data, print_line)
@@ -135,18 +137,25 @@ def _build_tiny_models(
 ) -> None:
     """Build the models of the form tiny:NAME once per machine, and put their folders into the
     config."""
-    for section, path in named_models.items():
-        if not path.startswith("tiny:"):
-            continue
+
+    def built(key: str, path: str) -> str:
         from one_step_off.models import tiny_qwen
 
-        what = f"{section}.path={path}: cannot be cached in {tiny_qwen.cache_dir()}"
+        what = f"{key}={path}: cannot be cached in {tiny_qwen.cache_dir()}"
         with as_config_error(what, "set ONE_STEP_OFF_CACHE to another folder", OSError):
-            getattr(cfg, section).path = tiny_qwen.ensure(path, progress=show_progress)
+            return tiny_qwen.ensure(path, progress=show_progress)
+
+    for section, path in named_models.items():
+        if path.startswith("tiny:"):
+            getattr(cfg, section).path = built(f"{section}.path", path)
+    teachers = cfg.teacher.by_source
+    for source, path in teachers.items():
+        if path.startswith("tiny:"):
+            teachers[source] = built(f"teacher.by_source.{source}", path)
 
 
 def _warn_of_unused_sections(cfg: Config, print_line: PrintLine) -> None:
-    """Settings of critic, reference or reward model have no effect without that role."""
+    """Settings of critic, reference, reward model or teacher have no effect without that role."""
     if cfg.reward_model.url:
         return
     for role in MODEL_SECTIONS[1:]:
@@ -171,7 +180,7 @@ def _check_models_and_engine(cfg: Config) -> Any:
     from one_step_off.rollout.engine_args import longest_sequence
 
     tokenizer = check_models(cfg, longest_sequence(cfg))
-    if cfg.rollout.engine_kwargs:
+    if cfg.rollout.engine_kwargs or cfg.teacher.engine_kwargs:
         from vllm import AsyncEngineArgs  # imported late: it takes ten seconds
 
         check_engine_names(cfg, [field.name for field in fields(AsyncEngineArgs)])
