@@ -1,12 +1,13 @@
 """Does a student learn sooner from a teacher than from a reward? Held-out reward at equal samples.
 
     python -m benchmarks.distillation --out DIR [--seeds 0 1 2] [--arms grpo distill both top_k]
-        [--teacher DIR] [--teacher-steps 40] [--test-freq 2] [section.key=value ...]
+        [--teacher DIR] [--teacher-steps 40] [--test-freq 2] [--reuse] [section.key=value ...]
 
 First it trains the teacher: tiny:qwen2 by GRPO, as the default config does (--teacher: a model of
 your own). Then the student of config/distill_tiny_cpu.yaml, which has one layer in place of two,
 from the same start in each arm: by GRPO, by distillation alone, by both, and by the loss over the
-teacher's likeliest tokens. Writes result.json, result.md and distillation.png into DIR.
+teacher's likeliest tokens. Writes result.json, result.md and distillation.png into DIR. With
+--reuse the runs that DIR already has are not repeated.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from benchmarks.common.report import (
     save_figure,
     write_results,
 )
-from benchmarks.common.runs import RunFailed, rotated, run_arm
+from benchmarks.common.runs import RunFailed, rotated, run_arm, run_process
 
 ARMS = {
     "grpo": [
@@ -63,6 +64,7 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[s
     parser.add_argument("--teacher", default="", help="a model directory; empty: train one")
     parser.add_argument("--teacher-steps", type=int, default=40)
     parser.add_argument("--test-freq", type=int, default=2, help="steps between evaluations")
+    parser.add_argument("--reuse", action="store_true", help="do not repeat finished runs in DIR")
     args, keys = parser.parse(argv)
     if len(set(args.seeds)) < len(args.seeds) or len(set(args.arms)) < len(args.arms):
         parser.error(f"--seeds {args.seeds} --arms {args.arms}: each one once")
@@ -73,16 +75,22 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[s
     return args, keys
 
 
-def evaluations(folder: Path) -> list[dict[str, Any]]:
-    """The rows of evaluations.jsonl."""
-    return [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of NAME.jsonl in a run folder."""
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in this folder has ended: its summary is its last file."""
+    return (folder / "summary.json").exists()
 
 
 def train_teacher(args: argparse.Namespace) -> str:
     """Train the teacher by GRPO. Returns its model directory."""
     folder = args.out / "teacher"
-    keys = [f"trainer.total_steps={args.teacher_steps}", "trainer.test_freq=-1"]
-    run_arm(config_path("gsm8k_tiny_cpu.yaml"), keys, folder, [])
+    if not (args.reuse and is_finished(folder)):
+        keys = [f"trainer.total_steps={args.teacher_steps}", "trainer.test_freq=-1"]
+        run_arm(config_path("gsm8k_tiny_cpu.yaml"), keys, folder, [])
     return str((folder / "hf_model").resolve())
 
 
@@ -91,14 +99,12 @@ def score_of(teacher: str, out: Path, overrides: list[str]) -> float:
     keys = [f"model.path={teacher}", "trainer.val_only=true", *ARMS["grpo"]]
     config = config_path("distill_tiny_cpu.yaml")
     folder = out / "teacher_score"
-    run_arm_without_steps(config, keys, folder, overrides)
-    return evaluations(folder / "val_only")[-1]["val/reward"]
+    _evaluate(config, keys, folder, overrides)
+    return rows_of(folder / "val_only", "evaluations")[-1]["val/reward"]
 
 
-def run_arm_without_steps(config: str, keys: list[str], folder: Path, overrides: list[str]) -> None:
-    """Run the program once, where it only evaluates."""
-    from benchmarks.common.runs import run_process
-
+def _evaluate(config: str, keys: list[str], folder: Path, overrides: list[str]) -> None:
+    """Run the program once with trainer.val_only."""
     command = [sys.executable, "-P", "-m", "one_step_off.main_ppo", f"config={config}"]
     command += [*overrides, *keys, "trainer.resume=never", "trainer.overwrite=true"]
     run_process([*command, f"trainer.output_dir={folder}"])
@@ -130,8 +136,9 @@ def measure(
             folder = args.out / f"{arm}_seed_{seed}"
             keys = [f"trainer.seed={seed}", f"trainer.test_freq={args.test_freq}"]
             keys += ["trainer.save_hf_model=false", f"teacher.path={teacher}", *ARMS[arm]]
-            rows = run_arm(config_path("distill_tiny_cpu.yaml"), keys, folder, overrides)
-            curves[arm][seed] = curve_of(rows, evaluations(folder))
+            if not (args.reuse and is_finished(folder)):
+                run_arm(config_path("distill_tiny_cpu.yaml"), keys, folder, overrides)
+            curves[arm][seed] = curve_of(rows_of(folder, "metrics"), rows_of(folder, "evaluations"))
             print(f"{arm}, seed {seed}: {curves[arm][seed][-1][1]:.3f} at the end", flush=True)
     return curves
 

@@ -62,6 +62,11 @@ def _check_teacher(
         tokenizer, policy_config: of the policy; the latter is the Hugging Face config.
     """
     own = config_of_teacher(cfg, name)
+    needed = policy_config.get_text_config().vocab_size
+    if cfg.teacher.top_k >= needed:
+        raise ConfigError(
+            f"teacher.top_k={cfg.teacher.top_k}: the policy has {needed} token ids; use fewer, or 0"
+        )
     # An engine takes a prompt only where one more token fits.
     has_engine = role_settings(cfg, "teacher").backend == "vllm"
     if own.teacher.path == cfg.model.path and not has_engine:
@@ -75,7 +80,6 @@ def _check_teacher(
     except ConfigError as error:
         raise ConfigError(str(error).replace("teacher.path=", f"{key}=")) from error
     size = teacher_config.get_text_config().vocab_size
-    needed = policy_config.get_text_config().vocab_size
     if size < needed:
         raise ConfigError(
             f"{key}={own.teacher.path}: has {size} token ids, and the policy {needed}, so it "

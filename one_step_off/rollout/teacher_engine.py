@@ -2,6 +2,7 @@
 and generates nothing that is used."""
 
 import asyncio
+import os
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,12 @@ class TeacherEngine(UsageProbe, CoreUser):
                 raise RuntimeError(
                     f"engine {self.index} of the teacher, process {process.pid}, is {state}"
                 )
+
+    def bound_pids(self) -> list[int]:
+        """See `CoreUser`: none before the engine has started."""
+        if not self.engine_processes:
+            return []
+        return [os.getpid(), *(process.pid for process in self.engine_processes)]
 
     async def stop(self) -> None:
         """End the engine's processes."""

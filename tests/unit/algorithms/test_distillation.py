@@ -71,16 +71,16 @@ def test_with_all_tokens_the_top_k_loss_is_the_whole_reverse_kl() -> None:
 
 def test_the_top_k_loss_is_at_least_zero_and_at_most_the_whole_kl() -> None:
     torch.manual_seed(0)
-    student = (3 * torch.randn(200, 12)).log_softmax(-1)
-    teacher = (3 * torch.randn(200, 12)).log_softmax(-1)
+    student = torch.randn(200, 12, dtype=torch.float64).log_softmax(-1)
+    teacher = torch.randn(200, 12, dtype=torch.float64).log_softmax(-1)
     whole = (student.exp() * (student - teacher)).sum(-1)
-    previous = torch.zeros(200)
+    previous = torch.zeros(200, dtype=torch.float64)
     for k in (1, 3, 6, 11):
         top = teacher.topk(k, dim=-1).indices
         loss = top_k_reverse_kl(student.gather(1, top), teacher.gather(1, top))
-        assert (loss >= previous - 1e-5).all(), "more tokens tell more"
+        assert (loss >= previous - 1e-9).all(), "more tokens tell more"
         previous = loss
-    assert (previous <= whole + 1e-4).all()
+    assert (previous <= whole + 1e-9).all()
 
 
 def test_a_teacher_equal_to_the_student_teaches_nothing() -> None:

@@ -199,6 +199,9 @@ def test_every_teacher_must_read_the_policys_tokens(models, model_with_other_tok
 
 
 def test_a_teacher_must_have_logits_for_all_of_the_policys_tokens(models, tmp_path):
+    cfg = teacher_config(models(), tmp_path, models(), {})
+    cfg.teacher.top_k = 384
+    assert_refused(cfg, "teacher.top_k=384: the policy has 384 token ids; use fewer")
     small = copy_model(models(), tmp_path, vocab_size=380)
     cfg = teacher_config(models(), tmp_path, str(small), {})
     assert_refused(cfg, f"teacher.path={small}: has 380 token ids, and the policy 384")
