@@ -116,6 +116,7 @@ PROGRAM = [
         *(TINY, *SMALL, "trainer.val_only=true", "rollout.val_n=4", "rollout.val_temperature=1.0"),
         writes=("val_only",),
     ),
+    run("distill_config", "config=config/distill_tiny_cpu.yaml", *SMALL),
     # Each of the next two stands for several commands, for a start takes longer than the two steps.
     run(
         "puzzles_partial",

@@ -1,6 +1,5 @@
 """The settings, model and parallelism of one role of a config."""
 
-import functools
 from dataclasses import fields, replace
 from typing import Any
 
@@ -47,20 +46,17 @@ def role_model_path(cfg: Config, role: str) -> str:
     return getattr(section, "path", "") or cfg.model.path
 
 
-@functools.cache
-def _vocabulary_size(path: str, trust_remote_code: bool) -> int:
-    from transformers import AutoConfig
-
-    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    return hf_config.get_text_config().vocab_size
-
-
 def vocabulary_size(cfg: Config, section: str) -> int:
     """How many token ids the model that a config section names has logits for.
 
     Imports transformers, and raises what transformers raises.
     """
-    return _vocabulary_size(getattr(cfg, section).path, cfg.model.trust_remote_code)
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.from_pretrained(
+        getattr(cfg, section).path, trust_remote_code=cfg.model.trust_remote_code
+    )
+    return hf_config.get_text_config().vocab_size
 
 
 def load_section_tokenizer(cfg: Config, section: str) -> Any:

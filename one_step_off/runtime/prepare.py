@@ -21,12 +21,12 @@ from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.placement import resolved_device
 from one_step_off.config.schema import Config
 from one_step_off.data import run_data
+from one_step_off.data.teacher_rows import check_teacher_sources
 from one_step_off.endpoint.parsers import check_parsers
 from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
 from one_step_off.models.torch_packages import check_torch_companions
 from one_step_off.models.weight_checks import check_weights
 from one_step_off.rewards import trial_call
-from one_step_off.runtime.teachers import check_sources
 
 # Tokens per sequence of the canary. With 16 a sync passed although some tensors differed by 1 %.
 CANARY_TOKENS = 32
@@ -115,7 +115,7 @@ def prepare(
     for line in data.lines():
         print_line(line)
     loop_names = _check_rows(loops, data, print_line)
-    check_sources(cfg, data)
+    check_teacher_sources(cfg, data)
     _check_profile_step(cfg, data.stream.total_steps)
     if calls_rewards:
         trial_call.check_reward_functions(cfg, data, print_line)

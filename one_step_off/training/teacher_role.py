@@ -24,9 +24,14 @@ class TeacherRole(ModelWorker):
         count = self.cfg.teacher.top_k
         if not count:
             return self._response_outputs(batch)
-        vocabulary = vocabulary_size(self.cfg, "model")
-        likeliest = functools.partial(likeliest_tokens, count=count, vocabulary=vocabulary)
+        likeliest = functools.partial(
+            likeliest_tokens, count=count, vocabulary=self._student_vocabulary
+        )
         return self._response_outputs(batch, likeliest)
+
+    @functools.cached_property
+    def _student_vocabulary(self) -> int:
+        return vocabulary_size(self.cfg, "model")
 
 
 def likeliest_tokens(log_probs: Tensor, count: int, vocabulary: int) -> Tensor:

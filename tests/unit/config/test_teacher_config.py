@@ -18,7 +18,8 @@ from one_step_off.config.teachers import (
     teacher_paths,
 )
 from one_step_off.data.samples import Prompt
-from one_step_off.runtime.teachers import check_sources, config_of_groups, teacher_lookup
+from one_step_off.data.teacher_rows import check_teacher_sources, teacher_lookup
+from one_step_off.runtime.teachers import config_of_groups
 from one_step_off.runtime.validation import validate
 from tests.unit.config.config_helpers import fault, good
 
@@ -170,8 +171,8 @@ def data_with(*sources: tuple[str, str]) -> SimpleNamespace:
 def test_a_source_without_rows_is_refused() -> None:
     cfg = good(*TEACHER, "teacher.by_source={maths: org/math}")
     with pytest.raises(ConfigError, match="by_source.maths=org/math: no row .*did you mean math?"):
-        check_sources(cfg, data_with(("", "math"), ("", "code")))
-    check_sources(cfg, data_with(("maths", "")))
+        check_teacher_sources(cfg, data_with(("", "math"), ("", "code")))
+    check_teacher_sources(cfg, data_with(("maths", "")))
 
 
 def test_the_teacher_of_a_sample_is_that_of_its_row() -> None:
