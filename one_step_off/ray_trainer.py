@@ -60,6 +60,7 @@ class Roles:
     ref: TrainGroup | None = None
     critic: TrainGroup | None = None
     reward_model: Any = None
+    teacher: Any = None
 
 
 @dataclass
@@ -136,7 +137,7 @@ class Pipeline:
         self.checkpoint_writes: list[asyncio.Task] = []  # one at most
         self.skipped_updates = SkippedUpdates(cfg, tracker)
         self.stopping = False
-        for role in (roles.actor, roles.ref, roles.critic, roles.reward_model):
+        for role in (roles.actor, roles.ref, roles.critic, roles.reward_model, roles.teacher):
             if role is not None:
                 role.on_span = tracker.span
 
@@ -258,6 +259,8 @@ class Pipeline:
             calls["values"] = roles.critic.values(batch)
         if roles.reward_model is not None:
             calls["scores"] = roles.reward_model.rewards(replace(batch, samples=with_greedy))
+        if roles.teacher is not None:
+            calls["teacher"] = roles.teacher.outputs(batch)
         answers = dict(zip(calls, await asyncio.gather(*calls.values()), strict=True))
         if "scores" in answers:
             mix(with_greedy, answers.pop("scores"), self.cfg)
@@ -265,8 +268,7 @@ class Pipeline:
             columns = answers.pop("log_probs_and_squares")
             batch.old_log_probs = [column[:, 0] for column in columns]
             batch.prob_squares = [column[:, 1] for column in columns]
-        for name, answer in answers.items():
-            setattr(batch, name, answer)
+        batch.set_columns(answers)
         set_baselines(batch.samples, with_greedy, self.cfg)
 
     async def _update(self, batch: Batch) -> dict[str, float]:

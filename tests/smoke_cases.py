@@ -116,6 +116,7 @@ PROGRAM = [
         *(TINY, *SMALL, "trainer.val_only=true", "rollout.val_n=4", "rollout.val_temperature=1.0"),
         writes=("val_only",),
     ),
+    run("distill_config", "config=config/distill_tiny_cpu.yaml", *SMALL),
     # Each of the next two stands for several commands, for a start takes longer than the two steps.
     run(
         "puzzles_partial",
@@ -307,6 +308,12 @@ BENCHMARKS = [
         needs="megatron.core",
     ),
     benchmark("estimators", "--repeats", "1"),
+    benchmark(
+        "distillation",
+        *("--seeds", "0", "--arms", "grpo", "top_k", "--teacher", "outputs/plain/hf_model"),
+        *SMALL,
+        after=("plain",),
+    ),
     benchmark("agent_loop", *"--conversations 8 --reward-s 0.05 --repeats 1".split()),
     benchmark(
         "checkpoint",

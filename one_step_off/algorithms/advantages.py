@@ -371,6 +371,12 @@ def optimal_token_baseline(t: Trajectories, o: Options) -> TokenArrays:
     return t.per_token(rewards_to_go)
 
 
+@register("none")
+def none(t: Trajectories, o: Options) -> np.ndarray:
+    """Zeros: no reward is trained on. The teacher's advantages are added, see `distillation.py`."""
+    return np.zeros(len(t.groups))
+
+
 # --- around the estimators ---
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from one_step_off.algorithms import advantages
 from one_step_off.algorithms.core_algos import KLController
+from one_step_off.algorithms.distillation import distill
 from one_step_off.config.schema import Config
 from one_step_off.data.episodes import episode_numbers, first_positions
 from one_step_off.data.samples import Batch, Sample
@@ -88,10 +89,12 @@ def fill_advantages(batch: Batch, cfg: Config, kl_controller: KLController) -> d
 
     With `algorithm.filter_overlong` responses that were cut off lose their loss mask, and with one
     of its segments an episode as a whole. With `algorithm.kl_in_reward` every token's reward gets
-    -beta * (log p - log p_ref), and the controller adapts beta.
+    -beta * (log p - log p_ref), and the controller adapts beta. A teacher's advantages are added
+    last.
 
     Returns:
-        Metrics: the mean over episodes of each part of the reward, and the KL per episode.
+        Metrics: the mean over episodes of each part of the reward, the KL per episode, and those of
+        the teachers.
 
     Raises:
         ConfigError: the estimator needs something that the batch has not.
@@ -130,7 +133,7 @@ def fill_advantages(batch: Batch, cfg: Config, kl_controller: KLController) -> d
         algorithm.whiten_adv,
         **algorithm.adv_kwargs,
     )
-    return metrics
+    return metrics | distill(batch, log_probs, cfg)
 
 
 def _mean_parts(parts: dict[str, np.ndarray], positions: np.ndarray) -> dict[str, float]:

@@ -14,7 +14,7 @@ denominators (`token_weights`), so the gradient does not depend on how the batch
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,9 @@ from one_step_off.algorithms.schedule import Decay
 TokenOutputs = tuple[Tensor, Tensor | None]
 """Outputs for n tokens: their log-probs (or the values of a scalar head), [n]; and [n] of the
 statistic that was asked for, such as their entropy, or None."""
+
+Figure = str | Callable[[Tensor], Tensor]
+"""The statistic of `log_probs_and_entropy`."""
 
 Stats = dict[str, Tensor]
 """Scalars by name."""
@@ -186,28 +189,31 @@ def kl(log_p: Tensor, log_q: Tensor, estimator: str = "k3") -> Tensor:
 
 
 def log_probs_and_entropy(
-    logits: Tensor, tokens: Tensor, temperature: float = 1.0, entropy: str = "none"
+    logits: Tensor, tokens: Tensor, temperature: float = 1.0, entropy: Figure = "none"
 ) -> TokenOutputs:
     """The log-prob of each token and a statistic of its distribution, after temperature, in float32
     nats.
 
     Args:
         logits: [n, vocabulary].
-        tokens: int64 [n].
+        tokens: int64 [n]; or [n, m], where m tokens of each place are wanted.
         temperature: the logits are divided by it, as the engine does before it samples.
         entropy: the statistic: "none"; the entropy, as "metric" without a gradient, or as "grad"
-            with one; or "squares": sum_v p(v)^2.
+            with one; "squares": sum_v p(v)^2; or a function of all log-probs, [n, vocabulary].
 
     Returns:
-        [n], and [n] or None.
+        As `tokens`; and [n], what the function returns, or None.
     """
     logits = logits.float()
     if temperature != 1.0:  # a pass over all logits, forward and backward, that changes nothing
         logits = logits / temperature
     log_p = torch.log_softmax(logits, dim=-1)
-    chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    places = tokens if tokens.ndim == 2 else tokens.unsqueeze(-1)
+    chosen = log_p.gather(-1, places).reshape(tokens.shape)
     if entropy == "none":
         return chosen, None
+    if callable(entropy):
+        return chosen, entropy(log_p)
     if entropy == "squares":
         return chosen, log_p.exp().square().sum(-1)
     # entr(p) = -p log p with entr(0) = 0, so a vocabulary entry masked by -inf logits gives no NaN.

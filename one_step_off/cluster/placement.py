@@ -19,7 +19,12 @@ from one_step_off.config import hardware
 from one_step_off.config.device_shares import device_share, shared_devices, shares_device
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.hardware import CoresPerProcess
-from one_step_off.config.placement import guest_cores, process_cores, processes_per_node
+from one_step_off.config.placement import (
+    devices_of_process,
+    guest_cores,
+    process_cores,
+    processes_per_node,
+)
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import redirect_output
 
@@ -78,7 +83,7 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
         slots_per_node = processes_per_node(cfg, pool)
         count = slots_per_node[node]
         first = sum(slots_per_node[:node])
-        width = _devices_of_process(cfg, pool)
+        width = devices_of_process(cfg, pool)
         key = f"placement.pools.{pool}={cfg.placement.pools[pool]}"
         group = _reserve(cfg, key, node, [width] * count, resource)
         slots = []
@@ -95,13 +100,6 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
         for node in range(len(sizes)):
             pools[pool] += slots_of_part[pool, node]
     return pools
-
-
-def _devices_of_process(cfg: Config, pool: str) -> int:
-    """Whole devices of one process of the pool."""
-    if pool == cfg.placement.roles.get("rollout"):
-        return cfg.rollout.tensor_parallel_size
-    return 1
 
 
 def _largest_part_first(cfg: Config) -> list[tuple[str, int]]:

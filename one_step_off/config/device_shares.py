@@ -9,6 +9,7 @@ node, which uses that part of a device. All pools with shares on a node use the 
 import math
 
 from one_step_off.config.schema import Config
+from one_step_off.config.teachers import processes_per_slot
 
 SHARE_TOLERANCE = 1e-6
 """Shares are decimal fractions, whose sum may exceed 1 by rounding."""
@@ -59,9 +60,10 @@ def memory_share(cfg: Config, role: str) -> float:
         return 1.0
     if not shares_device(cfg, pool):
         return 1.0
-    roles = [name for name, its_pool in cfg.placement.roles.items() if its_pool == pool]
-    holders = [name for name in roles if name != "rollout"]
-    return device_share(cfg, pool) / len(holders)
+    holders = processes_per_slot(cfg, pool)
+    if pool == cfg.placement.roles.get("rollout"):
+        holders -= 1
+    return device_share(cfg, pool) / holders
 
 
 def on_one_node(sizes: list[int | float]) -> int | float:

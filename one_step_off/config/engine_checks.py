@@ -132,19 +132,20 @@ def _check_engine_length(cfg: Config, name: str, value: Any, location: str, devi
 
 
 def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
-    """Refuse `rollout.engine_kwargs` that the installed vLLM does not know.
+    """Refuse `engine_kwargs`, of rollout and teacher, that the installed vLLM does not know.
 
     `names`: the fields of its AsyncEngineArgs. This is not part of `validate`, because importing
     vLLM takes long. Raises ConfigError.
     """
     # Fields that start with an underscore are vLLM's own bookkeeping.
     known = {name for name in names if not name.startswith("_")}
-    for name, value in cfg.rollout.engine_kwargs.items():
-        if name in known:
-            continue
-        location = f"rollout.engine_kwargs.{format_value(name)}={format_value(value)}"
-        fix = did_you_mean(name, known, "remove it")
-        raise ConfigError(f"{location}: the installed vLLM has no such field; {fix}")
+    for section in ("rollout", "teacher"):
+        for name, value in getattr(cfg, section).engine_kwargs.items():
+            if name in known:
+                continue
+            location = f"{section}.engine_kwargs.{format_value(name)}={format_value(value)}"
+            fix = did_you_mean(name, known, "remove it")
+            raise ConfigError(f"{location}: the installed vLLM has no such field; {fix}")
 
 
 def check_weight_sync(cfg: Config) -> None:

@@ -7,7 +7,9 @@ from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.schema import Config
 from one_step_off.config.text import format_value
 
-TINY_MODELS = ("tiny:qwen2", "tiny:qwen3", "tiny:tools")
+TINY_MODELS = ("tiny:qwen2", "tiny:qwen3", "tiny:tools", "tiny:teacher")
+TINY_LAYERS = r"(-[1-9])?"
+"""What may follow: the number of layers, such as tiny:qwen2-1."""
 # A model directory holds at least one file of each of these endings.
 MODEL_FILES = (
     ("config.json",),
@@ -51,7 +53,7 @@ def check_model_path(key: str, path: str) -> None:
     """
     location = f"{key}={format_value(path)}"
     if path.startswith("tiny"):
-        if path not in TINY_MODELS:
+        if re.sub(f"{TINY_LAYERS}$", "", path) not in TINY_MODELS:
             raise ConfigError(f"{location}: unknown tiny model; use {' or '.join(TINY_MODELS)}")
         if not os.path.isdir(path):
             return

@@ -41,12 +41,22 @@ def visible_gpu_count(cfg: Config) -> int:
 def processes_per_node(cfg: Config, pool: str) -> list[int]:
     """The number of processes on each node of a pool.
 
-    One process per GPU, or per share of a GPU; in the rollout pool one per
-    `rollout.tensor_parallel_size` GPUs.
+    One process per GPU, or per share of a GPU; in a pool of engines one per
+    `tensor_parallel_size` GPUs.
     """
-    is_rollout = cfg.placement.roles.get("rollout") == pool
-    gpus_per_process = cfg.rollout.tensor_parallel_size if is_rollout else 1
+    gpus_per_process = devices_of_process(cfg, pool)
     return [gpus // gpus_per_process for gpus in devices_per_node(cfg, pool)]
+
+
+def devices_of_process(cfg: Config, pool: str) -> int:
+    """Whole devices of one process of the pool: the tensor parallel size of its engines, else 1."""
+    if pool == cfg.placement.roles.get("rollout"):
+        return cfg.rollout.tensor_parallel_size
+    if pool == cfg.placement.roles.get("teacher"):
+        settings = role_settings(cfg, "teacher")
+        if settings.backend == "vllm":
+            return settings.tensor_parallel_size
+    return 1
 
 
 def process_cores(

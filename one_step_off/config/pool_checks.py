@@ -22,7 +22,7 @@ from one_step_off.config.roles import data_parallel_size, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.text import format_value
 
-ROLES = ("rollout", "actor", "ref", "critic", "reward_model")
+ROLES = ("rollout", "actor", "ref", "critic", "reward_model", "teacher")
 MAX_PROCESSES_PER_NODE = 1024
 LEAST_SHARE = 0.05
 COMPILERS = ("g++", "clang++", "c++")
@@ -133,6 +133,8 @@ def check_layouts(cfg: Config, device: str) -> None:
         if role == "rollout":
             continue
         settings = role_settings(cfg, role)
+        if settings.backend == "vllm":
+            continue  # `check_teacher` checks it
         ranks = devices_of_pool(cfg, pool)
         sizes = {}
         for dimension in MODEL_PARALLEL:

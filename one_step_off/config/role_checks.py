@@ -87,7 +87,7 @@ def check_roles(cfg: Config, device: str) -> None:
         )
     _check_critic_warmup(cfg)
     _check_reward_model(cfg)
-    for role in ("critic", "ref", "reward_model"):
+    for role in ("critic", "ref", "reward_model", "teacher"):
         path = getattr(cfg, role).path
         if role in roles and path:
             check_model_path(f"{role}.path", path)

@@ -1,10 +1,10 @@
-"""The config sections of the roles that a training back end runs: actor, critic, ref, reward_model.
+"""The config sections of the roles with a model: actor, critic, ref, reward_model, teacher.
 
-Critic, reference and reward model take the actor's settings where they set none of their own.
+All but the actor take the actor's settings where they set none of their own.
 """
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 from one_step_off.config.keys import config_key, path_key, shared_key, with_actor_defaults
 
@@ -133,3 +133,36 @@ class RewardModelConfig(with_actor_defaults(BackendConfig)):
     retries: int = config_key(3, "how often a failed request is repeated", low=0)
     max_concurrency: int = config_key(8, "requests in flight at the same time", low=1)
     request_size: int = config_key(32, "samples per request", low=1)
+
+
+@dataclass
+class TeacherConfig(with_actor_defaults(BackendConfig)):
+    """On-policy distillation: frozen teachers with the policy's token ids."""
+
+    path: str = path_key("", "HF model directory or hub id of the teacher (role teacher)")
+    by_source: dict[str, str] = config_key(
+        {},
+        "other teachers for some rows, as {source: path}; source: the name of a source in "
+        "data.train_files, or the data_source of a row",
+    )
+    backend: Optional[str] = config_key(
+        None,
+        "training back end, or vllm: an engine in a pool of its own; null: the actor's value",
+        choices="fsdp megatron vllm",
+    )
+    weight: float = config_key(
+        1.0,
+        "weight of the distillation beside the reward's advantages "
+        "(algorithm.adv_estimator=none: it stands alone)",
+        above=0.0,
+    )
+    top_k: int = config_key(
+        0,
+        "0: the reverse KL of the sampled tokens, as advantages; k: the reverse KL over the "
+        "teacher's k likeliest tokens and the rest, as a loss",
+        low=0,
+        high=1000,
+    )
+    engine_kwargs: dict[str, Any] = config_key(
+        {}, "backend vllm: further arguments of its engine, e.g. {gpu_memory_utilization: 0.5}"
+    )

@@ -2,9 +2,9 @@
 
 It imports neither torch nor Ray nor vLLM: a wrong config is refused within a second, before any
 engine or GPU is taken. The section agent is in `agent_section.py`, placement and rollout are in
-`rollout_sections.py`, pipeline and weight_sync in `pipeline_sections.py`; actor, critic, ref and
-reward_model are in `role_sections.py`. `loading.py` reads a config, and `validation.py` checks what
-must fit together.
+`rollout_sections.py`, pipeline and weight_sync in `pipeline_sections.py`; actor, critic, ref,
+reward_model and teacher are in `role_sections.py`. `loading.py` reads a config, and `validation.py`
+checks what must fit together.
 """
 
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from one_step_off.config.role_sections import (
     CriticConfig,
     RefConfig,
     RewardModelConfig,
+    TeacherConfig,
 )
 from one_step_off.config.rollout_sections import PlacementConfig, RolloutConfig
 from one_step_off.config.sft_section import SftConfig
@@ -32,7 +33,7 @@ class ModelConfig:
     path: str = path_key(
         "",
         "HF model directory or hub id; tiny:qwen2, tiny:qwen3, tiny:tools: a small model that is "
-        "built on this machine and briefly pretrained",
+        "built on this machine and briefly pretrained (tiny:qwen2-1: with one layer)",
     )
     dtype: str = config_key(
         "bfloat16",
@@ -339,6 +340,7 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)

@@ -18,6 +18,7 @@ from one_step_off.config.role_checks import check_roles, check_run
 from one_step_off.config.schema import Config
 from one_step_off.config.staleness_checks import check_staleness
 from one_step_off.config.supervised_checks import check_warm_up
+from one_step_off.config.teacher_checks import check_teacher
 
 
 def check_before_algorithm(cfg: Config, device: str) -> None:
@@ -27,6 +28,7 @@ def check_before_algorithm(cfg: Config, device: str) -> None:
     check_layouts(cfg, device)
     check_batch(cfg)
     check_roles(cfg, device)
+    check_teacher(cfg)
 
 
 def check_after_algorithm(cfg: Config, device: str) -> None:

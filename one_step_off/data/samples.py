@@ -122,7 +122,10 @@ class Sample:
 TOKEN_FIELDS = ("response_ids", "log_probs", "loss_mask", "versions")
 """The fields of a Sample that hold one value per response token."""
 
-TRAINER_FIELDS = ("advantages", "old_log_probs", "ref_log_probs", "values", "returns")
+TRAINER_FIELDS = (
+    *("advantages", "old_log_probs", "ref_log_probs", "values", "returns"),
+    *("teacher_top_ids", "teacher_top_log_probs"),
+)
 """The fields of a Batch that trainers read, besides its samples."""
 
 NOT_STORED = ([None] * (1 + len(TRAINER_FIELDS)), None)
@@ -146,6 +149,10 @@ class Batch:
             where the step does not use them. `old_log_probs`: of the proximal policy (decoupled
             PPO); `values`: of the critic before the update; `returns`: what the critic is trained
             on.
+        teacher_top_ids, teacher_top_log_probs: int32 and float32 [R, k] per sample: the teacher's
+            likeliest tokens in place of each response token (`teacher.top_k`).
+        teacher_log_probs: float32 [R] per sample: of the response tokens, by the teacher.
+        teacher_names: of each sample's teacher, where the run has several.
         prob_squares: float32 [R] per sample: the sum of squared probabilities of the proximal
             policy.
         episodes: int64 [B], see `episode_numbers`: set where a batch travels without its samples'
@@ -166,11 +173,23 @@ class Batch:
     ref_log_probs: list[np.ndarray] | None = None
     values: list[np.ndarray] | None = None
     returns: list[np.ndarray] | None = None
+    teacher_top_ids: list[np.ndarray] | None = None
+    teacher_top_log_probs: list[np.ndarray] | None = None
+    teacher_log_probs: list[np.ndarray] | None = None
+    teacher_names: list[str] | None = None
     prob_squares: list[np.ndarray] | None = None
     episodes: np.ndarray | None = None
     dropped: list[Sample] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
     stored: tuple[list, Any] = NOT_STORED
+
+    def set_columns(self, answers: dict[str, Any]) -> None:
+        """Set fields by name. A role that gives several answers with a dict of them."""
+        for name, answer in answers.items():
+            if isinstance(answer, dict):
+                self.set_columns(answer)
+            else:
+                setattr(self, name, answer)
 
     def prompt_order(self) -> list[PromptId]:
         """The prompts of this step, each once, in order; dropped ones come last."""

@@ -1,21 +1,23 @@
 """Checks of a model's files before it is loaded: is it a language model that we can train?
 
-`check_models` is the entry: it checks the policy's model, and those of critic, reference and reward
-model that differ from it.
+`check_models` is the entry: it checks the policy's model, and those of critic, reference, reward
+model and teachers that differ from it.
 """
 
 from importlib import metadata
 from typing import Any
 
 from one_step_off.config.errors import ConfigError, as_config_error, first_line
-from one_step_off.config.roles import load_section_tokenizer
+from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.teachers import config_of_teacher, teacher_key, teacher_paths
 
 MODEL_SECTIONS = (
     "model",
     "critic",
     "ref",
     "reward_model",
+    "teacher",
 )  # the sections of a config with a `path`
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # or an index of several such files
 
@@ -39,13 +41,50 @@ def check_models(cfg: Config, longest_sequence: int) -> Any:
         _require_causal_model(name, model_config)
     _check_attention_heads(cfg, name, model_config)
     tokenizer = load_tokenizer(cfg, "model")
-    for role in MODEL_SECTIONS[1:]:
+    for name in teacher_paths(cfg):
+        _check_teacher(cfg, name, longest_sequence, tokenizer, model_config)
+    for role in ("critic", "ref", "reward_model"):
         path = getattr(cfg, role).path
         has_own_model = path not in ("", cfg.model.path)
         if role in cfg.placement.roles and has_own_model:
             _check_files(cfg, role, longest_sequence)
             _check_vocabulary(cfg, role, tokenizer)
     return tokenizer
+
+
+def _check_teacher(
+    cfg: Config, name: str, longest_sequence: int, tokenizer: Any, policy_config: Any
+) -> None:
+    """Check the files of a teacher, and that it can score every token of the policy.
+
+    Args:
+        name: of the teacher.
+        tokenizer, policy_config: of the policy; the latter is the Hugging Face config.
+    """
+    own = config_of_teacher(cfg, name)
+    needed = policy_config.get_text_config().vocab_size
+    if cfg.teacher.top_k >= needed:
+        raise ConfigError(
+            f"teacher.top_k={cfg.teacher.top_k}: the policy has {needed} token ids; use fewer, or 0"
+        )
+    # An engine takes a prompt only where one more token fits.
+    has_engine = role_settings(cfg, "teacher").backend == "vllm"
+    if own.teacher.path == cfg.model.path and not has_engine:
+        return
+    key = teacher_key(name)
+    try:
+        teacher_config = _check_files(own, "teacher", longest_sequence + has_engine)
+        if not cfg.model.trust_remote_code:
+            _require_causal_model(_key_and_path(own, "teacher"), teacher_config)
+        _check_vocabulary(own, "teacher", tokenizer)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("teacher.path=", f"{key}=")) from error
+    size = teacher_config.get_text_config().vocab_size
+    if size < needed:
+        raise ConfigError(
+            f"{key}={own.teacher.path}: has {size} token ids, and the policy {needed}, so it "
+            "cannot score all of them; give a model of the same family with as many"
+        )
 
 
 def load_tokenizer(cfg: Config, section: str) -> Any:
@@ -78,8 +117,8 @@ def _check_attention_heads(cfg: Config, name: str, model_config: Any) -> None:
 
 
 def _check_vocabulary(cfg: Config, role: str, policy_tokenizer: Any) -> None:
-    """Critic and reference read the policy's token ids; a reward model may have tokens of its
-    own."""
+    """Critic, reference and teacher read the policy's token ids; a reward model may have tokens of
+    its own."""
     tokenizer = load_tokenizer(cfg, role)
     if role == "reward_model":
         return

@@ -6,7 +6,8 @@ tokenizer is trained on the word problems of `word_problems.py`, and the weights
 demonstrations generated from their train split. Most of these lack or misformat the last line
 (`#### N`), so the model knows the sums but seldom writes them in the form that earns the reward:
 that gap is what RL closes. `tiny:tools` is a Qwen2 that was shown products: it knows how to call a
-calculator, and mostly guesses instead.
+calculator, and mostly guesses instead. `tiny:teacher` is a Qwen2 whose demonstrations all end as
+they should, and `tiny:qwen2-1` has one layer in place of two: a teacher and a student.
 """
 
 import fcntl
@@ -61,6 +62,11 @@ CALL = (
 CALL_SHARE = 0.25
 """The share of tiny:tools' demonstrations that call the calculator; the others guess."""
 
+TEACHER_ENDINGS = {"\n#### {n}": 1.0}
+"""The same of tiny:teacher, which always earns the reward if its sum is right."""
+
+QWEN2_KINDS = ("tools", "teacher")
+
 STEPS = {"tools": 140}
 """Warm-start steps of a kind that needs other than the recipe's: copying numbers takes longer to
 learn than adding digits."""
@@ -106,7 +112,8 @@ def ensure(kind: str, seed: int = 0, progress: Progress = _ignore_progress) -> s
     """A local directory with the warm-started model, built once, later found in the cache.
 
     Args:
-        kind: `qwen2`, `qwen3` or `tools`, with or without the prefix `tiny:`.
+        kind: `qwen2`, `qwen3`, `tools` or `teacher`, with or without the prefix `tiny:`; `qwen2-1`
+            has one layer in place of two.
         seed: of weights and warm start, not of a run: all runs start from one model.
     """
     name = kind.removeprefix("tiny:")
@@ -121,9 +128,17 @@ def ensure(kind: str, seed: int = 0, progress: Progress = _ignore_progress) -> s
             unfinished = root / f".{target.name}.part"
             shutil.rmtree(unfinished, ignore_errors=True)  # of a builder that was killed or failed
             unfinished.mkdir()
-            build(name, str(unfinished), seed, progress=progress)
+            family, layers = kind_and_layers(name)
+            build(family, str(unfinished), seed, progress=progress, **layers)
             unfinished.rename(target)
     return str(target)
+
+
+def kind_and_layers(name: str) -> tuple[str, dict[str, int]]:
+    """The kind in a name such as `qwen2-1`, and its number of layers as an override of the HF
+    config; none where the name has no number."""
+    kind, _, layers = name.partition("-")
+    return kind, {"num_hidden_layers": int(layers)} if layers else {}
 
 
 def cache_dir() -> Path:
@@ -226,7 +241,7 @@ def build_model(
     }
     if kind == "qwen3":  # two key-value heads, which tensor parallelism can divide
         settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    model_type = "qwen2" if kind == "tools" else kind
+    model_type = "qwen2" if kind in QWEN2_KINDS else kind
     config = AutoConfig.for_model(model_type, **settings | overrides)
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
         torch.manual_seed(seed)
@@ -251,7 +266,8 @@ def response_ids(tokenizer: PreTrainedTokenizerFast, answer: str) -> list[int]:
 def demonstration(
     kind: str, tokenizer: PreTrainedTokenizerFast, answer: str, rng: random.Random
 ) -> list[list[int]]:
-    """The turns after the prompt, as token ids: `answer` with its last line as one of `ENDINGS`.
+    """The turns after the prompt, as token ids: `answer` with its last line as one of `ENDINGS`, or
+    of `TEACHER_ENDINGS`.
 
     For tiny:tools the model's and the calculator's turns alternate, or there is one turn with a
     guess.
@@ -259,7 +275,8 @@ def demonstration(
     if kind == "tools":
         return _tool_demonstration(tokenizer, answer, rng)
     body, _, number = answer.rpartition("\n#### ")
-    ending = rng.choices(list(ENDINGS), list(ENDINGS.values()))[0]
+    endings = TEACHER_ENDINGS if kind == "teacher" else ENDINGS
+    ending = rng.choices(list(endings), list(endings.values()))[0]
     return [response_ids(tokenizer, body + ending.format(n=number))]
 
 

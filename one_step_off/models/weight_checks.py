@@ -10,6 +10,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.placement import processes_per_node, resolved_device
 from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.teachers import config_of_teacher, teacher_paths
 
 # Bytes per parameter of a trained role: fp32 weights and gradients, and the two states of AdamW.
 TRAINED_PARAMETER_BYTES = 16
@@ -28,18 +29,37 @@ def check_weights(cfg: Config) -> None:
     """
     bytes_by_role: dict[str, int] = {}
     for role in cfg.placement.roles:
-        if role == "rollout":
+        if role in ("rollout", "teacher"):
             continue
-        if role_settings(cfg, role).backend == "megatron":
-            _check_megatron_model(cfg, role)
-        elif _has_readable_weights(cfg, role):
-            num_parameters = _count_parameters(cfg, role)
+        num_parameters = _check_role(cfg, role)
+        if num_parameters:
             bytes_by_role[role] = num_parameters * _bytes_per_parameter(cfg, role)
             if role == "actor" and "rollout" in cfg.placement.roles:
                 bytes_by_role["rollout"] = _rollout_bytes(cfg, num_parameters)
+    for name in teacher_paths(cfg):
+        num_parameters = _check_role(config_of_teacher(cfg, name), "teacher")
+        if num_parameters:
+            bytes_by_role[f"teacher {name}"] = _teacher_bytes(cfg, num_parameters)
     is_other_machine = bool(os.environ.get("RAY_ADDRESS"))
     if resolved_device(cfg) == "cpu" and not is_other_machine:
         _require_memory(cfg, bytes_by_role)
+
+
+def _check_role(cfg: Config, role: str) -> int:
+    """Check a role's model. Returns its parameters; 0: they are not known."""
+    if role_settings(cfg, role).backend == "megatron":
+        _check_megatron_model(cfg, role)
+        return 0
+    return _count_parameters(cfg, role) if _has_readable_weights(cfg, role) else 0
+
+
+def _teacher_bytes(cfg: Config, num_parameters: int) -> int:
+    """Weights of a teacher, and the KV cache of each of its engines."""
+    num_bytes = num_parameters * _weight_bytes(cfg)
+    if role_settings(cfg, "teacher").backend != "vllm":
+        return num_bytes
+    engines = sum(processes_per_node(cfg, cfg.placement.roles["teacher"]))
+    return engines * (num_bytes + (cfg.rollout.kv_cache_mb << 20))
 
 
 def _check_megatron_model(cfg: Config, role: str) -> None:

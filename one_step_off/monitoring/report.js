@@ -728,6 +728,7 @@ function drawCurves() {
       line("train", "time/train_s"),
     ], { zero: true }),
     curve(`KL to the ${klPolicy}, nats`, [line("KL", kl)]),
+    curve("Reverse KL to the teacher, nats", [line("mean", "distill/kl")]),
     curve("Entropy of the policy, nats", [line("entropy", "actor/entropy")]),
     curve("Ratio of trained to sampling policy", [line("mean", "ratio/mean")]),
     curve("Share of the trained tokens by age, in versions",

@@ -19,6 +19,7 @@ PIPELINE_LANES = (
     "critic",
     "ref",
     "reward_model",
+    "teacher",
     "checkpoint",
     "checkpoint write",
 )

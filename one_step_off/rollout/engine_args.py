@@ -9,6 +9,15 @@ MAX_SEQUENCES = {"cpu": 256, "cuda": 512}
 """Sequences that an engine works on at once, by device, unless `rollout.engine_kwargs` has another
 `max_num_seqs`."""
 
+CPU_ENGINE_ARGS: dict[str, Any] = {
+    "enforce_eager": True,
+    "block_size": 32,
+    # A seeded request whose prompt is split over two steps kills vLLM's CPU engine: never split
+    # one.
+    "enable_chunked_prefill": False,
+}
+"""What every engine on CPUs needs."""
+
 MAX_BATCHED_TOKENS = 8192
 """Tokens of one engine step. vLLM's default for an engine in a program is 2048, in which long
 prompts take many steps."""
@@ -49,14 +58,7 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
         "worker_extension_cls": "one_step_off.weight_sync.vllm_receiver.SyncWorkerExtension",
     }
     if device == "cpu":
-        args |= {
-            "enforce_eager": True,
-            "block_size": 32,
-            "kv_cache_memory_bytes": cfg.rollout.kv_cache_mb << 20,
-            # A seeded request whose prompt is split over two steps kills vLLM's CPU engine: never
-            # split one.
-            "enable_chunked_prefill": False,
-        }
+        args |= CPU_ENGINE_ARGS | {"kv_cache_memory_bytes": cfg.rollout.kv_cache_mb << 20}
     else:
         pools = list(cfg.placement.roles.values())
         pool = cfg.placement.roles["rollout"]

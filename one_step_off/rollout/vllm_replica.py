@@ -36,6 +36,7 @@ from one_step_off.rollout.engine_processes import (
     kill_processes,
     not_running,
 )
+from one_step_off.rollout.prompt_scores import log_probs_of
 from one_step_off.rollout.reward_queue import RewardQueue
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.rollout.trajectory_run import TrajectoryRun
@@ -433,18 +434,9 @@ class RolloutReplica(UsageProbe, CoreUser):
         Returns:
             float32 [T - 1] per sequence.
         """
-        from vllm import SamplingParams
-
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-
-        async def score_one(ids: np.ndarray) -> np.ndarray:
-            output = await self._request(ids, params)
-            rows = output.prompt_logprobs[1:]
-            log_probs = [row[int(t)].logprob for row, t in zip(rows, ids[1:], strict=True)]
-            return np.array(log_probs, np.float32)
 
         async def score_all() -> list[np.ndarray]:
-            return await asyncio.gather(*(score_one(ids) for ids in sequences))
+            return await asyncio.gather(*(log_probs_of(self._request, ids) for ids in sequences))
 
         return await self._until_dropped(score_all())
 

@@ -21,6 +21,7 @@ from one_step_off.cluster.placement import are_reserved, create_pools, spawn
 from one_step_off.cluster.remote_calls import call_all
 from one_step_off.config.schema import Config
 from one_step_off.config.sources import source_rewards
+from one_step_off.config.teachers import processes_per_slot
 from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.endpoint.usage import uses_endpoint
 from one_step_off.rewards.scoring import Scorer
@@ -109,7 +110,7 @@ class RunEngines:
 
     def slot_share(self, pool: str) -> float:
         """The part of each process slot that Ray books for every role in the pool."""
-        return 1.0 / list(self.cfg.placement.roles.values()).count(pool)
+        return 1.0 / processes_per_slot(self.cfg, pool)
 
     def _create_scorers(self) -> list[Any]:
         return [
@@ -203,6 +204,7 @@ class RunEngines:
             await self.rollout.stop()
         if self.endpoint:
             await self.endpoint.end()
+        await asyncio.gather(*(group.stop() for group in self.frozen_groups.values()))
         frozen_ranks = [rank for group in self.frozen_groups.values() for rank in group.ranks]
         for actor in (*self.actors, *frozen_ranks):
             with contextlib.suppress(Exception):

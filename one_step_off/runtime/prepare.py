@@ -21,6 +21,7 @@ from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.placement import resolved_device
 from one_step_off.config.schema import Config
 from one_step_off.data import run_data
+from one_step_off.data.teacher_rows import check_teacher_sources
 from one_step_off.endpoint.parsers import check_parsers
 from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
 from one_step_off.models.torch_packages import check_torch_companions
@@ -111,6 +112,7 @@ def prepare(
     for line in data.lines():
         print_line(line)
     loop_names = _check_rows(loops, data, print_line)
+    check_teacher_sources(cfg, data)
     check_profile_step(cfg, data.stream.total_steps)
     if calls_rewards:
         trial_call.check_reward_functions(cfg, data, print_line)
@@ -154,18 +156,25 @@ def _build_tiny_models(
 ) -> None:
     """Build the models of the form tiny:NAME once per machine, and put their folders into the
     config."""
-    for section, path in named_models.items():
-        if not path.startswith("tiny:"):
-            continue
+
+    def built(key: str, path: str) -> str:
         from one_step_off.models import tiny_qwen
 
-        what = f"{section}.path={path}: cannot be cached in {tiny_qwen.cache_dir()}"
+        what = f"{key}={path}: cannot be cached in {tiny_qwen.cache_dir()}"
         with as_config_error(what, "set ONE_STEP_OFF_CACHE to another folder", OSError):
-            getattr(cfg, section).path = tiny_qwen.ensure(path, progress=show_progress)
+            return tiny_qwen.ensure(path, progress=show_progress)
+
+    for section, path in named_models.items():
+        if path.startswith("tiny:"):
+            getattr(cfg, section).path = built(f"{section}.path", path)
+    teachers = cfg.teacher.by_source
+    for source, path in teachers.items():
+        if path.startswith("tiny:"):
+            teachers[source] = built(f"teacher.by_source.{source}", path)
 
 
 def _warn_of_unused_sections(cfg: Config, print_line: PrintLine) -> None:
-    """Settings of critic, reference or reward model have no effect without that role."""
+    """Settings of critic, reference, reward model or teacher have no effect without that role."""
     if cfg.reward_model.url:
         return
     for role in MODEL_SECTIONS[1:]:
@@ -190,7 +199,7 @@ def _check_models_and_engine(cfg: Config) -> Any:
     from one_step_off.rollout.engine_args import longest_sequence
 
     tokenizer = check_models(cfg, longest_sequence(cfg))
-    if cfg.rollout.engine_kwargs:
+    if cfg.rollout.engine_kwargs or cfg.teacher.engine_kwargs:
         from vllm import AsyncEngineArgs  # imported late: it takes ten seconds
 
         check_engine_names(cfg, [field.name for field in fields(AsyncEngineArgs)])

@@ -15,14 +15,18 @@ from one_step_off.cluster.remote_calls import not_alive
 from one_step_off.config.device_shares import shares_device
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import load_section_tokenizer, role_settings
+from one_step_off.config.schema import Config
 from one_step_off.ray_trainer import Roles
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
+from one_step_off.rollout.teacher_engine import TeacherEngine
 from one_step_off.runtime.engines import RunEngines
 from one_step_off.runtime.prepare import Prepared
-from one_step_off.runtime.process_env import trainer_env
+from one_step_off.runtime.process_env import ENGINE_ENV, trainer_env
+from one_step_off.runtime.teachers import config_of_groups, teachers_of
 from one_step_off.training.fsdp_workers import WORKERS
 from one_step_off.training.reward_models import LocalRewardModel, RemoteRewardModel
+from one_step_off.training.teachers import TeacherEngineGroup, TeacherGroup
 from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 
@@ -34,9 +38,10 @@ class RunProcesses:
         engines: the pools, and all processes that are no trainers.
         keeps_engines: whether they come from the attempt before.
         hands_over: whether the next attempt gets them, so that they live on.
-        kept_roles: roles that do not learn, with the ranks of the attempt before.
+        kept_roles: groups of roles that do not learn, with the ranks of the attempt before.
         roles: what the pipeline works with.
-        groups: role -> its group, for every role that holds a model under the training back end.
+        groups: role -> its group, for every role that holds a model besides the replicas. The
+            teachers of a source are "teacher.SOURCE".
     """
 
     def __init__(
@@ -66,13 +71,13 @@ class RunProcesses:
         self.engines = kept or RunEngines(prepared, incarnation, trainers_only)
         self.kept_roles: set[str] = set()
         pool_of_role = self.cfg.placement.roles
-        self.groups = {
-            role: self._create_group(role)
-            for role in (TRAINED_ROLES if trainers_only else WORKERS)
-            if role in pool_of_role
-        }
-        for role, group in self.groups.items():
-            if pool_of_role[role] == pool_of_role["rollout"]:
+        self.groups: dict[str, TrainGroup] = {}
+        for role in TRAINED_ROLES if trainers_only else WORKERS:
+            if role in pool_of_role:
+                for name, cfg in config_of_groups(self.cfg, role).items():
+                    self.groups[name] = self._create_group(name, role, cfg)
+        for group in self.groups.values():
+            if pool_of_role[group.role] == pool_of_role["rollout"]:
                 group.colocated = self.engines.rollout
         self.roles = self._create_roles()
 
@@ -91,17 +96,25 @@ class RunProcesses:
         """The address at which processes meet; "": each node's address in the network."""
         return self.engines.host
 
-    def _create_group(self, role: str) -> TrainGroup:
-        """A role that holds a model under the training back end."""
-        former = self.engines.frozen_groups.pop(role, None)
+    def _create_group(self, name: str, role: str, cfg: Config) -> TrainGroup:
+        """The processes of a role that holds a model, or of one teacher.
+
+        Args:
+            name: of the group.
+            cfg: the config as its processes see it.
+        """
+        former = self.engines.frozen_groups.pop(name, None)
         if former is None:
-            return self._group_of(role, self._spawn_ranks(role))
-        self.kept_roles.add(role)
-        group = self._group_of(role, former.ranks)
+            ranks = self._spawn_ranks(role, cfg)
+            return self._group_of(role, cfg, ranks)
+        self.kept_roles.add(name)
+        group = self._group_of(role, cfg, former.ranks)
         group.shares = former.shares
         return group
 
-    def _spawn_ranks(self, role: str) -> list[Any]:
+    def _spawn_ranks(self, role: str, cfg: Config) -> list[Any]:
+        if role_settings(cfg, role).backend == "vllm":
+            return self._spawn_teacher_engines(cfg)
         worker_class = self._worker_class(role)
         pool = self.cfg.placement.roles[role]
         slots = self.pools[pool]
@@ -110,14 +123,27 @@ class RunProcesses:
         env = trainer_env(self.device, self.host)
         ranks = []
         for index, slot in enumerate(slots):
-            args = (self.cfg, role, index, len(slots), self.device, total_steps)
+            args = (cfg, role, index, len(slots), self.device, total_steps)
             ranks.append(spawn(worker_class, args, slot, self.device, share, env))
         return ranks
 
-    def _group_of(self, role: str, ranks: list[Any]) -> TrainGroup:
-        lock = self.engines.pool_locks[self.cfg.placement.roles[role]]
+    def _spawn_teacher_engines(self, cfg: Config) -> list[Any]:
+        env = self.engines.env | ENGINE_ENV[self.device]
+        engines = []
+        for index, slot in enumerate(self.pools[cfg.placement.roles["teacher"]]):
+            log = f"{self.engines.log_folder}/teacher_{index}.log"
+            args = (cfg, index, self.device)
+            engines.append(spawn(TeacherEngine, args, slot, self.device, env=env, log=log))
+        return engines
+
+    def _group_of(self, role: str, cfg: Config, ranks: list[Any]) -> TrainGroup:
+        lock = self.engines.pool_locks[cfg.placement.roles[role]]
+        if role == "teacher":
+            has_engines = role_settings(cfg, role).backend == "vllm"
+            group_class = TeacherEngineGroup if has_engines else TeacherGroup
+            return group_class(role, ranks, cfg, lock, self.host)
         if role != "reward_model":
-            return TrainGroup(role, ranks, self.cfg, lock, self.host)
+            return TrainGroup(role, ranks, cfg, lock, self.host)
         return LocalRewardModel(
             role,
             ranks,
@@ -146,9 +172,11 @@ class RunProcesses:
         )
         sync.epoch = self.engines.sync_epoch  # receivers that stay have been in these groups
         models: dict[str, Any] = {}
-        for role, group in self.groups.items():
-            if role != "actor":
-                models[role] = group
+        for name, group in self.groups.items():
+            if group.role not in ("actor", "teacher"):
+                models[name] = group
+        if "teacher" in self.groups:
+            models["teacher"] = teachers_of(self.cfg, self.groups, self.prepared.data)
         if self.cfg.reward_model.url:
             models["reward_model"] = RemoteRewardModel(self.cfg, self.prepared.data.find)
         self._share_idle_cores(rollout, sync)
@@ -247,7 +275,7 @@ class RunProcesses:
         failed = await not_alive(ranks_by_name(self.groups))
         if not failed:
             return None
-        failed_roles = {name.split()[0] for name in failed}
+        failed_roles = {name.rpartition(" ")[0] for name in failed}
         for role in self.groups.keys() - TRAINED_ROLES - failed_roles:
             self.engines.frozen_groups[role] = self.groups.pop(role)
         self.hands_over = True
@@ -256,6 +284,7 @@ class RunProcesses:
 
     async def end(self) -> None:
         """End all processes and release their process slots."""
+        await asyncio.gather(*(group.stop() for group in self.groups.values()))
         for group in self.groups.values():
             for rank in group.ranks:
                 with contextlib.suppress(Exception):

@@ -89,7 +89,7 @@ async def replay_update(batch: Batch, prepared: Prepared, processes: Any, tracke
     }
     for name in TRAINER_FIELDS:
         values = getattr(batch, name)
-        if values is not None:
+        if values is not None and values[0].ndim == 1:
             quantities[name] = values
     for line in describe_quantities(batch.samples, quantities):
         tracker.log(line)

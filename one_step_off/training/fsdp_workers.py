@@ -1,7 +1,8 @@
 """The FSDP2 training back end, on GPUs or CPUs: one worker class per role.
 
 `FsdpBackend` builds, runs, steps and saves a model; what a role computes is in `policy_role.py`,
-`critic_role.py` and `reward_model_role.py`, and shared with the Megatron back end.
+`critic_role.py`, `reward_model_role.py` and `teacher_role.py`, and shared with the Megatron back
+end.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from one_step_off.training.model_worker import ModelWorker, WorkItem
 from one_step_off.training.policy_role import PolicyRole
 from one_step_off.training.reward_model_role import RewardModelRole
 from one_step_off.training.supervised_role import SupervisedRole
+from one_step_off.training.teacher_role import TeacherRole
 from one_step_off.training.update_stats import PhaseTimer
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -53,7 +55,7 @@ class FsdpBackend(ModelWorker):
             self.model.reshard()
 
     def _forward(
-        self, layout: batching.MicroBatch, temperature: float, figure: str
+        self, layout: batching.MicroBatch, temperature: float, figure: core_algos.Figure
     ) -> core_algos.TokenOutputs:
         inputs = {"input_ids": self._tensor(layout.input_ids)}
         if layout.position_ids is not None:
@@ -204,9 +206,14 @@ class SupervisedWorker(FsdpBackend, SupervisedRole):
     """The role "actor" in supervised steps."""
 
 
+class TeacherWorker(FsdpBackend, TeacherRole):
+    """The role "teacher"."""
+
+
 WORKERS = {
     "actor": ActorWorker,
     "ref": PolicyWorker,
     "critic": CriticWorker,
     "reward_model": RewardModelWorker,
+    "teacher": TeacherWorker,
 }

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from one_step_off.algorithms import batching
-from one_step_off.algorithms.core_algos import TokenOutputs
+from one_step_off.algorithms.core_algos import Figure, TokenOutputs
 from one_step_off.config.role_sections import TrainedConfig
 from one_step_off.models import megatron_support
 from one_step_off.training import megatron_model, megatron_weights
@@ -34,6 +34,7 @@ from one_step_off.training.model_worker import BatchShare, ModelWorker, WorkItem
 from one_step_off.training.policy_role import PolicyRole
 from one_step_off.training.reward_model_role import RewardModelRole
 from one_step_off.training.supervised_role import SupervisedRole
+from one_step_off.training.teacher_role import TeacherRole
 from one_step_off.training.update_stats import PhaseTimer
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -170,7 +171,7 @@ class MegatronBackend(ModelWorker):
         return self._forward(item.layout, 1.0, "none"), None
 
     def _forward(
-        self, layout: batching.MicroBatch, temperature: float, figure: str
+        self, layout: batching.MicroBatch, temperature: float, figure: Figure
     ) -> TokenOutputs:
         part, part_of_wanted = batching.context_parallel_slice(
             layout, mpu.get_context_parallel_rank(), self.role_config.context_parallel_size
@@ -318,9 +319,14 @@ class MegatronSupervisedWorker(MegatronBackend, SupervisedRole):
     """The role "actor" in supervised steps."""
 
 
+class MegatronTeacherWorker(MegatronBackend, TeacherRole):
+    """The role "teacher"."""
+
+
 WORKERS = {
     "actor": MegatronActorWorker,
     "ref": MegatronPolicyWorker,
     "critic": MegatronCriticWorker,
     "reward_model": MegatronRewardModelWorker,
+    "teacher": MegatronTeacherWorker,
 }

@@ -37,6 +37,7 @@ from one_step_off.cluster.resource_usage import (
 from one_step_off.config.role_sections import TrainedConfig
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.teachers import processes_per_slot
 from one_step_off.data.batch_slices import AbsentSample
 from one_step_off.data.packing import PackedShares
 from one_step_off.data.samples import Batch, Sample
@@ -129,7 +130,7 @@ class ModelWorker(UsageProbe, CoreUser, ABC):
 
     @abstractmethod
     def _forward(
-        self, layout: batching.MicroBatch, temperature: float, figure: str
+        self, layout: batching.MicroBatch, temperature: float, figure: core_algos.Figure
     ) -> core_algos.TokenOutputs:
         """The model's output at the wanted tokens [n], and a figure of each, see
         `core_algos.log_probs_and_entropy`."""
@@ -179,9 +180,11 @@ class ModelWorker(UsageProbe, CoreUser, ABC):
 
     # Forward passes.
 
-    def _response_outputs(self, batch: Batch, figure: str = "none") -> dict[int, np.ndarray]:
+    def _response_outputs(
+        self, batch: Batch, figure: core_algos.Figure = "none"
+    ) -> dict[int, np.ndarray]:
         """The model's output at all response tokens of this rank's share: position in batch ->
-        float32 [R], or [R, 2] with a figure (collective)."""
+        float32 [R], or [R, 1 + m] with a figure of m numbers (collective)."""
         wanted = [np.arange(len(s.prompt_ids), s.length) for s in batch.samples]
         plan = self._micro_batch_plan([s.length for s in batch.samples], self.batch_share.count)
         micro_batches = plan[self.batch_share.index]
@@ -208,7 +211,7 @@ class ModelWorker(UsageProbe, CoreUser, ABC):
         wanted: TokenArrays,
         micro_batches: list[list[int]],
         temperature: float,
-        figure: str = "none",
+        figure: core_algos.Figure = "none",
     ) -> dict[int, np.ndarray]:
         """The model's output at the wanted tokens of some sequences (collective).
 
@@ -219,8 +222,8 @@ class ModelWorker(UsageProbe, CoreUser, ABC):
             figure: of `core_algos.log_probs_and_entropy`.
 
         Returns:
-            Index of the sequence -> float32 [n], or [n, 2] with a figure. Empty where another rank
-            reports the share.
+            Index of the sequence -> float32 [n], or [n, 1 + m] with a figure of m numbers. Empty
+            where another rank reports the share.
         """
         items = []
         for indices in micro_batches:
@@ -231,7 +234,7 @@ class ModelWorker(UsageProbe, CoreUser, ABC):
         def keep_output(item: WorkItem) -> Tensor:
             output, figures = self._forward(item.layout, temperature, figure)
             if figures is not None:
-                output = torch.stack([output, figures], -1)
+                output = torch.column_stack([output, figures])
             outputs.append(output)
             return output.sum()
 
@@ -269,9 +272,8 @@ class ModelWorker(UsageProbe, CoreUser, ABC):
     def _end_turn(self) -> None:
         """Give the device the memory that torch only keeps for later, where other roles share the
         pool. A colocated engine could not wake up without it."""
-        pools = self.cfg.placement.roles
-        own_pool = pools.get(self.role)
-        if list(pools.values()).count(own_pool) > 1:
+        own_pool = self.cfg.placement.roles.get(self.role)
+        if own_pool and processes_per_slot(self.cfg, own_pool) > 1:
             release_cached_memory(self.device)
 
     @ray.method(concurrency_group="control")

@@ -1,11 +1,13 @@
 """The policy: log-probs for "actor" and "ref", and the PPO loss that trains the actor, whatever the
 back end."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from one_step_off.algorithms import core_algos, policy_losses
+from one_step_off.algorithms import core_algos, distillation, policy_losses
 from one_step_off.data.samples import Batch
 from one_step_off.training.model_worker import WorkItem
 from one_step_off.training.update_stats import Figures, UpdateStats
@@ -47,6 +49,8 @@ class PolicyRole(WeightExport):
             columns["ref"] = batch.ref_log_probs
         if self._has_several_ages:
             columns["age"] = [batch.step - s.versions for s in batch.samples]
+        if self._has_top_k_teacher:
+            columns["teacher"] = batch.teacher_top_log_probs
         return columns
 
     @property
@@ -54,14 +58,34 @@ class PolicyRole(WeightExport):
         """Whether the tokens of a batch may differ in age."""
         return self.cfg.pipeline.staleness > 1 or self.cfg.weight_sync.in_flight != "wait"
 
+    @property
+    def _has_top_k_teacher(self) -> bool:
+        """Whether the loss compares the student with the teacher's likeliest tokens."""
+        return bool(self.cfg.teacher.top_k) and "teacher" in self.cfg.placement.roles
+
+    def _work_item(self, batch: Batch, positions: list[int], weights: np.ndarray) -> WorkItem:
+        """As for every role; with `teacher.top_k` the teacher's likeliest tokens are wanted besides
+        the trained ones: the layout's tokens are [n, 1 + k]."""
+        item = super()._work_item(batch, positions, weights)
+        if not self._has_top_k_teacher:
+            return item
+        top_ids = [np.zeros((0, self.cfg.teacher.top_k), np.int64)]
+        for position in positions:
+            top_ids.append(batch.teacher_top_ids[position][batch.samples[position].loss_mask])
+        tokens = np.column_stack([item.layout.tokens, np.concatenate(top_ids)])
+        return replace(item, layout=replace(item.layout, tokens=tokens))
+
     def _micro_batch_loss(self, item: WorkItem, stats: UpdateStats, first_step: bool) -> Tensor:
         """sum over tokens of weight * (policy loss - entropy_coef * entropy + kl_coef * KL to the
-        reference)."""
+        reference + teacher.weight * KL to the teacher over its likeliest tokens)."""
         algorithm = self.cfg.algorithm
         columns = item.columns
         weight = columns["weight"]
         figure = "grad" if algorithm.entropy_coef > 0 else "metric"
         log_probs, entropies = self._forward(item.layout, self.cfg.rollout.temperature, figure)
+        top_log_probs = log_probs[:, 1:] if "teacher" in columns else None
+        if top_log_probs is not None:
+            log_probs = log_probs[:, 0]
         per_token, clipped, correction = self._policy_loss(log_probs, columns)
         policy_loss = (weight * per_token).sum()
         loss = policy_loss - algorithm.entropy_coef * (weight * entropies).sum()
@@ -69,6 +93,12 @@ class PolicyRole(WeightExport):
             divergence = core_algos.kl(log_probs, columns["ref"], algorithm.kl_estimator)
             loss = loss + algorithm.kl_coef * (weight * divergence).sum()
             stats.add(kl=divergence.detach().sum())
+        if top_log_probs is not None:
+            # Without trained tokens the column has no second dimension.
+            teacher = columns["teacher"].reshape(top_log_probs.shape)
+            divergence = distillation.top_k_reverse_kl(top_log_probs, teacher)
+            loss = loss + self.cfg.teacher.weight * (weight * divergence).sum()
+            stats.add(distill_kl=divergence.detach().sum())
         stats.add(
             loss=loss.detach(),
             pg_loss=policy_loss.detach(),
@@ -123,7 +153,7 @@ class PolicyRole(WeightExport):
     def _role_metrics(self, sums: Figures, maxima: Figures, mini_batches: int) -> Figures:
         tokens = max(sums["tokens"], 1.0)
         metrics = {}
-        for name in ("entropy", "approx_kl", "kl"):
+        for name in ("entropy", "approx_kl", "kl", "distill_kl"):
             if name in sums:
                 metrics[f"actor/{name}"] = sums[name] / tokens
         metrics["actor/pg_loss"] = sums["pg_loss"] / mini_batches

@@ -24,13 +24,13 @@ def in_chunks(
     is recomputed in the backward pass, so that its logits need not be kept.
 
     Args:
-        project: (hidden [m, H], tokens [m]) -> its answer of m numbers, see
+        project: (hidden [c, H], tokens of these c places) -> its answer, see
             `core_algos.TokenOutputs`.
         hidden: [rows, width, H].
         logit_index: int64 [n]; flat positions in [rows * width]. Where n is 0 one position stands
             in: its gradient is zero but reaches every parameter, so this rank takes part in every
             reduction.
-        tokens: int64 [n]; the wanted tokens.
+        tokens: int64 [n]; the wanted tokens; or [n, m], where m of each place are wanted.
 
     Returns:
         The answer for all n tokens.
@@ -38,7 +38,7 @@ def in_chunks(
     wanted = len(tokens)
     if not wanted:
         logit_index = logit_index.new_zeros(1)
-        tokens = tokens.new_zeros(1)
+        tokens = tokens.new_zeros(1, *tokens.shape[1:])
     hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, logit_index)
     if torch.is_grad_enabled() and len(tokens) > chunk:
         project = functools.partial(

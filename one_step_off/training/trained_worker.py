@@ -218,8 +218,8 @@ class TrainedWorker(CheckpointedWorker):
             weights: each sample's weight of a token in the loss, [samples].
 
         Returns:
-            The columns and "weight", float32 [n]; "sequence", int64 [n]: which sequence a token
-            belongs to, counted over those with trained tokens.
+            The columns and "weight", float32 [n] (or [n, k], as the batch has them); "sequence",
+            int64 [n]: which sequence a token belongs to, counted over those with trained tokens.
         """
         masks = [batch.samples[position].loss_mask for position in positions]
         arrays = {}
@@ -232,7 +232,7 @@ class TrainedWorker(CheckpointedWorker):
         columns = {}
         for name, parts in arrays.items():
             # The empty array is for a micro-batch without samples.
-            flat = np.concatenate([np.zeros(0), *parts])
+            flat = np.concatenate(parts or [np.zeros(0)])
             columns[name] = self._tensor(flat[is_trained].astype(np.float32))
         counts = [int(mask.sum()) for mask in masks if mask.any()]
         sequence = np.repeat(np.arange(len(counts)), counts).astype(np.int64)

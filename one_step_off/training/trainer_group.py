@@ -194,6 +194,9 @@ class TrainGroup:
         what = f"checkpoint, {self.role}"
         await call_all(self.time_limit_s, what, self.ranks, "load_state", folder)
 
+    async def stop(self) -> None:
+        """End what would outlive the ranks: nothing, for those of a training back end."""
+
     async def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint."""
         await call_all(self.time_limit_s, self.role, self.ranks, "save_hf", path)
@@ -273,6 +276,8 @@ def _sent_form(batch: Batch, samples: list[Sample], columns: dict[str, Any]) -> 
         batch,
         samples=samples,
         prob_squares=None,
+        teacher_log_probs=None,
+        teacher_names=None,
         episodes=episode_numbers(batch.samples),
         dropped=[],
         stored=NOT_STORED,

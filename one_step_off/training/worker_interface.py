@@ -127,10 +127,19 @@ class RewardModelInterface(ModelInterface, Protocol):
         """One score per int sequence [L] of this rank's share, by position (collective)."""
 
 
+class TeacherInterface(ModelInterface, Protocol):
+    """The role "teacher"."""
+
+    def score_responses(self, batch: Batch) -> Share:
+        """Log-probs of all response tokens of this rank's share: float32 [R] per sample, or [R, 1 +
+        2 k] with the k likeliest tokens, see `teacher_role.py` (collective)."""
+
+
 INTERFACES: dict[str, type] = {
     "actor": ActorInterface,
     "ref": ReferenceInterface,
     "critic": CriticInterface,
     "reward_model": RewardModelInterface,
+    "teacher": TeacherInterface,
 }
 """What the worker of each role offers, in every back end."""

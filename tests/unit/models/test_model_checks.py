@@ -179,3 +179,29 @@ def test_a_reward_model_may_have_tokens_of_its_own(models, model_with_other_toke
     classifier = transformers.AutoModelForSequenceClassification
     classifier.from_pretrained(path, num_labels=1).save_pretrained(path)
     prepare(config_with_role(models(), tmp_path, "reward_model", path), lambda line: None)
+
+
+def teacher_config(model: str, folder: Path, path: str, by_source: dict[str, str]) -> Config:
+    changes = {
+        "placement.roles": {"rollout": "rollout", "actor": "actor", "teacher": "actor"},
+        "teacher.path": path,
+        "teacher.by_source": by_source,
+    }
+    return tiny_config(model, str(folder), **changes)
+
+
+def test_every_teacher_must_read_the_policys_tokens(models, model_with_other_tokens, tmp_path):
+    path = model_with_other_tokens
+    cfg = teacher_config(models(), tmp_path, path, {})
+    assert_refused(cfg, f"teacher.path={path}: its token ids do not match those of")
+    cfg = teacher_config(models(), tmp_path, models(), {"math": path})
+    assert_refused(cfg, f"teacher.by_source.math={path}: its token ids do not match those of")
+
+
+def test_a_teacher_must_have_logits_for_all_of_the_policys_tokens(models, tmp_path):
+    cfg = teacher_config(models(), tmp_path, models(), {})
+    cfg.teacher.top_k = 384
+    assert_refused(cfg, "teacher.top_k=384: the policy has 384 token ids; use fewer")
+    small = copy_model(models(), tmp_path, vocab_size=380)
+    cfg = teacher_config(models(), tmp_path, str(small), {})
+    assert_refused(cfg, f"teacher.path={small}: has 380 token ids, and the policy 384")

@@ -67,7 +67,13 @@ def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def check(cfg: Config) -> None:
-    """Validate the config, after creating the data files that it names."""
+    """Validate the config, after creating the data files that it names, and the models that an
+    earlier run has written."""
+    for path in (cfg.model.path, cfg.teacher.path):
+        if path.startswith("outputs/"):
+            for name in ("config.json", "tokenizer.json", "model.safetensors"):
+                Path(path).mkdir(parents=True, exist_ok=True)
+                (Path(path) / name).touch()
     sources = train_sources(cfg.data.train_files)
     files = [source.files for source in sources] or [cfg.data.train_files]
     for source in ",".join([*files, cfg.data.val_files, *cfg.data.val_sets.values()]).split(","):

@@ -1,4 +1,4 @@
-"""The Megatron back end's critic, reward model and reference against the FSDP back end's."""
+"""The Megatron back end's critic, reward model, reference and teacher against the FSDP ones."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from tests.unit.training.fsdp_helpers import config, start
 from tests.unit.training.megatron_helpers import CP, MODELS, PACKED, PP, SP, TP, end, with_values
 from tests.unit.training.rank_helpers import join, without_times
 
-ROLES = ("critic", "reward_model", "ref")
+ROLES = ("critic", "reward_model", "ref", "teacher")
 LAYOUTS = {"tp2": TP, "tp2_sp": {**TP, **SP}, "pp2_packed": {**PP, **PACKED}, "cp2": CP, "dp2": {}}
 SAMPLES = 12
 
@@ -29,6 +29,8 @@ def answers_of(worker, role, path):
         return {"answers": [worker.score_sequences([s.response_ids for s in batch.samples])]}
     if role == "ref":
         return {"answers": [worker.log_prob(batch)]}
+    if role == "teacher":
+        return {"answers": [worker.score_responses(batch)]}
     before = worker.values(batch)
     metrics = [without_times(worker.update(batch)) for _ in range(2)]
     return {"answers": [before, worker.values(batch)], "metrics": metrics}
