@@ -18,6 +18,7 @@ from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.config.engine_checks import check_engine_names
 from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.optimizer_checks import own_optimizers
 from one_step_off.config.placement import resolved_device
 from one_step_off.config.schema import Config
 from one_step_off.data import run_data
@@ -120,6 +121,10 @@ def prepare(
     # Functions of the user's own must be importable before the engines start.
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)
+    if own_optimizers(cfg):
+        from one_step_off.training import optimizer_trial  # FSDP2: slow to import
+
+        optimizer_trial.check_user_optimizers(cfg)
     canary = _canary_sequences(cfg, data)
     resume_path = checkpoint.find(cfg, print_line)
     resume_point = load_resume_point(resume_path) if resume_path else None
