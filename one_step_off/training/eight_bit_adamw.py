@@ -82,7 +82,7 @@ class EightBitAdamW(AdamW8bit):
         return sharded_like(p, self._subclass_zeros(rows, signed, block), p.shape)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """One step of all parameters that have gradients."""
         if closure is not None:
             raise ValueError("adamw_8bit: a step takes no closure")

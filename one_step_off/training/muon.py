@@ -201,7 +201,7 @@ class Muon(torch.optim.Optimizer):
         }
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """One step of all parameters that have gradients (collective)."""
         if closure is not None:
             raise ValueError("Muon: a step takes no closure")

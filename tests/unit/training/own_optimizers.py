@@ -6,7 +6,7 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (arXiv:2302.06675)."""
+    """Lion (arXiv:2302.06675), with steps that become shorter."""
 
     def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -24,10 +24,12 @@ class Lion(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["momentum"] = self.first_momentum(parameter)
+            state["count"] = 0
+        state["count"] += 1
         first, second = group["betas"]
         direction = state["momentum"].lerp(parameter.grad, 1 - first).sign()
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(direction, alpha=-group["lr"])
+        parameter.add_(direction, alpha=-group["lr"] / state["count"])
         state["momentum"].lerp_(parameter.grad, 1 - second)
 
     def first_momentum(self, parameter):
