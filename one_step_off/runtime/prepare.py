@@ -118,13 +118,7 @@ def prepare(
     _check_profile_step(cfg, data.stream.total_steps)
     if calls_rewards:
         trial_call.check_reward_functions(cfg, data, print_line)
-    # Functions of the user's own must be importable before the engines start.
-    ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)
-    POLICY_LOSSES.find(cfg.algorithm.policy_loss)
-    if own_optimizers(cfg):
-        from one_step_off.training import optimizer_trial  # FSDP2: slow to import
-
-        optimizer_trial.check_user_optimizers(cfg)
+    _check_own_code(cfg)
     canary = _canary_sequences(cfg, data)
     resume_path = checkpoint.find(cfg, print_line)
     resume_point = load_resume_point(resume_path) if resume_path else None
@@ -133,6 +127,17 @@ def prepare(
     return Prepared(
         cfg, resolved_device(cfg), data, canary, tokenizer, named_models, loop_names, resume_point
     )
+
+
+def _check_own_code(cfg: Config) -> None:
+    """What the user wrote must be importable before the engines start, and an optimizer must work.
+    Raises ConfigError."""
+    ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)
+    POLICY_LOSSES.find(cfg.algorithm.policy_loss)
+    if own_optimizers(cfg):
+        from one_step_off.training import optimizer_trial  # FSDP2: slow to import
+
+        optimizer_trial.check_user_optimizers(cfg)
 
 
 def _build_tiny_models(
