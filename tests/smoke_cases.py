@@ -320,6 +320,7 @@ BENCHMARKS = [
         *"--model tiny:qwen2 --layers 1 --repeats 1 --backend fsdp".split(),
         writes=("result.json",),
     ),
+    benchmark("optimizers", "--repeats", "1", "--optimizers", "adamw,muon"),
     benchmark("lora", "--model", "tiny", "--repeats", "1"),
 ]
 

@@ -11,6 +11,7 @@ from one_step_off.checkpoint.manifest import find_fault, parameter_shapes
 from one_step_off.checkpoint.state_files import read_state
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.old_keys import replace_old_settings
+from one_step_off.config.optimizer_checks import ADAMW
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.training.worker_interface import TRAINED_ROLES
@@ -39,12 +40,14 @@ RESTART = (
 def fixed_keys(cfg: Config) -> dict[str, Any]:
     """The values that a resumed run must share with its checkpoint.
 
-    They include the back ends, which cannot read each other's checkpoints.
+    They include the back ends and the optimizers, which cannot read each other's checkpoints.
     """
     values = {key: attrgetter(key)(cfg) for key in FIXED_KEYS}
     for role in TRAINED_ROLES:
         if role in cfg.placement.roles:
-            values[f"{role}.backend"] = role_settings(cfg, role).backend
+            settings = role_settings(cfg, role)
+            values[f"{role}.backend"] = settings.backend
+            values[f"{role}.optimizer"] = settings.optimizer
     return values
 
 
@@ -132,7 +135,9 @@ def _check_fixed_keys(cfg: Config, path: Path) -> None:
     """Raises ConfigError: the checkpoint was made with another value of one of `fixed_keys`."""
     made_with = replace_old_settings(read_state(path)["fixed"])
     for key, value in fixed_keys(cfg).items():
-        made_with_value = made_with.get(key, "none")
+        # Older checkpoints do not name the optimizer.
+        unnamed = ADAMW if key.endswith(".optimizer") else "none"
+        made_with_value = made_with.get(key, unnamed)
         if made_with_value != value:
             raise ConfigError(
                 f"{key}={value}: checkpoint {path} was written with {made_with_value}; "

@@ -51,10 +51,19 @@ class BackendConfig:
 class TrainedConfig(BackendConfig):
     """The training back end and optimizer of a role that is trained."""
 
-    lr: float = config_key(1.0e-6, "peak learning rate of AdamW", above=0.0)
+    optimizer: str = shared_key(
+        "adamw",
+        "adamw, adamw_8bit, muon, or your own subclass of torch.optim.Optimizer as module:Class",
+    )
+    optimizer_kwargs: dict[str, Any] = shared_key(
+        {}, "settings of the optimizer, e.g. {momentum: 0.95} of muon"
+    )
+    lr: float = config_key(1.0e-6, "peak learning rate", above=0.0)
     betas: list[float] = config_key([0.9, 0.999], "AdamW's two betas")
     eps: float = config_key(1.0e-8, "AdamW's epsilon", above=0.0)
-    weight_decay: float = config_key(0.01, "AdamW's weight decay", low=0.0)
+    weight_decay: float = config_key(
+        0.01, "decoupled weight decay; norms and biases have none", low=0.0
+    )
     grad_clip: float = config_key(1.0, "clip the global gradient norm at this value", above=0.0)
     max_grad_norm_skip: Optional[float] = config_key(
         None,
@@ -95,7 +104,7 @@ class CriticConfig(with_actor_defaults(TrainedConfig)):
         "",
         "HF model directory or hub id (the head of a reward model is kept); empty: model.path",
     )
-    lr: float = config_key(1.0e-5, "peak learning rate of AdamW", above=0.0)
+    lr: float = config_key(1.0e-5, "peak learning rate", above=0.0)
     loss_agg: str = config_key(
         "token-mean",
         "aggregation of the value loss, as algorithm.loss_agg",

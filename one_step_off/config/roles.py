@@ -11,8 +11,9 @@ from one_step_off.config.schema import Config
 def role_settings(cfg: Config, role: str) -> Any:
     """The config section of a role, with every null replaced by the actor's value.
 
-    Two settings do not follow the actor: the parallel sizes where the role has another back end,
-    and the virtual stages where the role sets its own number of pipeline stages.
+    Three settings do not follow the actor: the parallel sizes where the role has another back end,
+    the virtual stages where the role sets its own number of pipeline stages, and the settings of
+    the optimizer where it has another one.
     """
     section = getattr(cfg, role)
     defaults = cfg.actor
@@ -21,6 +22,9 @@ def role_settings(cfg: Config, role: str) -> Any:
         defaults = replace(defaults, **{name: getattr(ActorConfig, name) for name in size_names})
     elif section.pipeline_parallel_size is not None:
         defaults = replace(defaults, virtual_pipeline_parallel_size=None)
+    own_optimizer = getattr(section, "optimizer", None)
+    if own_optimizer not in (None, defaults.optimizer):
+        defaults = replace(defaults, optimizer_kwargs={})
     unset_names = [f.name for f in fields(section) if getattr(section, f.name) is None]
     return replace(section, **{name: getattr(defaults, name) for name in unset_names})
 

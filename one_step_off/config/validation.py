@@ -12,6 +12,7 @@ from one_step_off.config.data_checks import check_agent, check_data, check_outpu
 from one_step_off.config.engine_checks import check_engine, check_sampling, check_weight_sync
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.model_checks import check_model
+from one_step_off.config.optimizer_checks import check_optimizers
 from one_step_off.config.placement import resolved_device, visible_gpu_count
 from one_step_off.config.pool_checks import check_batch, check_hardware, check_layouts, check_pools
 from one_step_off.config.role_checks import check_roles, check_run
@@ -26,6 +27,7 @@ def check_before_algorithm(cfg: Config, device: str) -> None:
     check_run(cfg)
     check_pools(cfg)
     check_layouts(cfg, device)
+    check_optimizers(cfg)
     check_batch(cfg)
     check_roles(cfg, device)
     check_teacher(cfg)

@@ -3,17 +3,24 @@
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.optimizer_checks import ADAMW_8BIT, MUON
 from one_step_off.config.placement import processes_per_node, resolved_device
 from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.teachers import config_of_teacher, teacher_paths
 
-# Bytes per parameter of a trained role: fp32 weights and gradients, and the two states of AdamW.
-TRAINED_PARAMETER_BYTES = 16
+# Bytes per parameter of a trained role: fp32 weights and gradients, and what its optimizer keeps.
+WEIGHT_AND_GRADIENT_BYTES = 8
+# Two moments; of adamw_8bit codes of a byte and the scales of their blocks; of muon the momentum of
+# a hidden matrix. A user's own is taken for AdamW.
+ADAMW_BYTES = 8
+EIGHT_BIT_BYTES = 2.1
+MUON_BYTES = 4
 CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 GIB = 2**30
 
@@ -31,26 +38,26 @@ def check_weights(cfg: Config) -> None:
     for role in cfg.placement.roles:
         if role in ("rollout", "teacher"):
             continue
-        num_parameters = _check_role(cfg, role)
-        if num_parameters:
-            bytes_by_role[role] = num_parameters * _bytes_per_parameter(cfg, role)
+        model = _checked_model(cfg, role)
+        if model is not None:
+            bytes_by_role[role] = _trainer_bytes(cfg, role, model)
             if role == "actor" and "rollout" in cfg.placement.roles:
-                bytes_by_role["rollout"] = _rollout_bytes(cfg, num_parameters)
+                bytes_by_role["rollout"] = _rollout_bytes(cfg, model.num_parameters())
     for name in teacher_paths(cfg):
-        num_parameters = _check_role(config_of_teacher(cfg, name), "teacher")
-        if num_parameters:
-            bytes_by_role[f"teacher {name}"] = _teacher_bytes(cfg, num_parameters)
+        model = _checked_model(config_of_teacher(cfg, name), "teacher")
+        if model is not None:
+            bytes_by_role[f"teacher {name}"] = _teacher_bytes(cfg, model.num_parameters())
     is_other_machine = bool(os.environ.get("RAY_ADDRESS"))
     if resolved_device(cfg) == "cpu" and not is_other_machine:
         _require_memory(cfg, bytes_by_role)
 
 
-def _check_role(cfg: Config, role: str) -> int:
-    """Check a role's model. Returns its parameters; 0: they are not known."""
+def _checked_model(cfg: Config, role: str) -> Any:
+    """Check a role's model. Returns it without weights; None: its parameters are not known."""
     if role_settings(cfg, role).backend == "megatron":
         _check_megatron_model(cfg, role)
-        return 0
-    return _count_parameters(cfg, role) if _has_readable_weights(cfg, role) else 0
+        return None
+    return _model_without_weights(cfg, role) if _has_readable_weights(cfg, role) else None
 
 
 def _teacher_bytes(cfg: Config, num_parameters: int) -> int:
@@ -74,15 +81,15 @@ def _has_readable_weights(cfg: Config, role: str) -> bool:
     return os.path.isdir(role_model_path(cfg, role)) and not cfg.model.trust_remote_code
 
 
-def _count_parameters(cfg: Config, role: str) -> int:
-    """Parameters of a role's model. Raises ConfigError: its files are broken, or hold other tensors
-    than the model's."""
+def _model_without_weights(cfg: Config, role: str) -> Any:
+    """A role's model on the device meta. Raises ConfigError: its files are broken, or hold other
+    tensors than the model's."""
     import torch
 
     from one_step_off.models import hf_model
 
     dtype = getattr(torch, cfg.model.dtype)
-    return hf_model.read_checkpoint(cfg, role, None, dtype, "meta").num_parameters()
+    return hf_model.read_checkpoint(cfg, role, None, dtype, "meta")
 
 
 def _weight_bytes(cfg: Config) -> int:
@@ -92,9 +99,26 @@ def _weight_bytes(cfg: Config) -> int:
     return getattr(torch, cfg.model.dtype).itemsize
 
 
-def _bytes_per_parameter(cfg: Config, role: str) -> int:
+def _trainer_bytes(cfg: Config, role: str, model: Any) -> int:
+    """Weights, and of a role that trains all of them gradients and optimizer state."""
     trains_all_weights = role == "critic" or (role == "actor" and not cfg.model.lora_rank)
-    return TRAINED_PARAMETER_BYTES if trains_all_weights else _weight_bytes(cfg)
+    if not trains_all_weights:
+        return model.num_parameters() * _weight_bytes(cfg)
+    optimizer_bytes = _optimizer_bytes(role_settings(cfg, role).optimizer, model)
+    return model.num_parameters() * WEIGHT_AND_GRADIENT_BYTES + optimizer_bytes
+
+
+def _optimizer_bytes(optimizer: str, model: Any) -> int:
+    from one_step_off.models.parameter_kinds import parameter_kinds  # transformers: slow to import
+
+    num_parameters = model.num_parameters()
+    if optimizer == ADAMW_8BIT:
+        return int(num_parameters * EIGHT_BIT_BYTES)
+    if optimizer == MUON:
+        matrices = parameter_kinds(model).hidden_matrices
+        saved_bytes = (ADAMW_BYTES - MUON_BYTES) * sum(matrix.numel() for matrix in matrices)
+        return num_parameters * ADAMW_BYTES - saved_bytes
+    return num_parameters * ADAMW_BYTES
 
 
 def _rollout_bytes(cfg: Config, num_parameters: int) -> int:

@@ -18,6 +18,7 @@ from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.config.engine_checks import check_engine_names
 from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.optimizer_checks import own_optimizers
 from one_step_off.config.placement import resolved_device
 from one_step_off.config.schema import Config
 from one_step_off.data import run_data
@@ -116,9 +117,7 @@ def prepare(
     check_profile_step(cfg, data.stream.total_steps)
     if calls_rewards:
         trial_call.check_reward_functions(cfg, data, print_line)
-    # Functions of the user's own must be importable before the engines start.
-    ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)
-    POLICY_LOSSES.find(cfg.algorithm.policy_loss)
+    _check_own_code(cfg)
     canary = _canary_sequences(cfg, data)
     resume_point = find_resume_point(cfg, data, print_line)
     return Prepared(
@@ -149,6 +148,22 @@ def find_resume_point(
     resume_point = load_resume_point(resume_path)
     data.stream.load_state_dict(resume_point.state["stream"])
     return resume_point
+
+
+def _check_own_code(cfg: Config) -> None:
+    """What the user wrote must be importable before the engines start, and an optimizer must work.
+    Raises ConfigError."""
+    ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)
+    POLICY_LOSSES.find(cfg.algorithm.policy_loss)
+    check_own_optimizers(cfg)
+
+
+def check_own_optimizers(cfg: Config) -> None:
+    """Raises ConfigError: an optimizer of the user's own does not work."""
+    if own_optimizers(cfg):
+        from one_step_off.training import optimizer_trial  # FSDP2: slow to import
+
+        optimizer_trial.check_user_optimizers(cfg)
 
 
 def _build_tiny_models(

@@ -13,6 +13,7 @@ from one_step_off.runtime.prepare import (
     Prepared,
     PrintLine,
     ShowProgress,
+    check_own_optimizers,
     check_profile_step,
     find_models,
     find_resume_point,
@@ -40,6 +41,7 @@ def prepare_supervised(
     for line in data.lines():
         print_line(line)
     check_profile_step(cfg, data.stream.total_steps)
+    check_own_optimizers(cfg)
     resume_point = find_resume_point(cfg, data, print_line)
     return Prepared(
         cfg,

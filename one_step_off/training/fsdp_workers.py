@@ -16,7 +16,13 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.tensor import DTensor
 
 from one_step_off.algorithms import batching, core_algos
-from one_step_off.training import fsdp_model, lora, packed_attention
+from one_step_off.training import (
+    fsdp_model,
+    lora,
+    optimizer_trial,
+    optimizers,
+    packed_attention,
+)
 from one_step_off.training.critic_role import CriticRole
 from one_step_off.training.model_worker import ModelWorker, WorkItem
 from one_step_off.training.policy_role import PolicyRole
@@ -79,20 +85,8 @@ class FsdpBackend(ModelWorker):
     # The optimizer.
 
     def _build_optimizer(self) -> None:
-        role_config = self.role_config
-        # With LoRA only the adapters have gradients.
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        # Norms and biases do not decay, as is usual (and as Megatron has it).
-        matrices = {"params": [p for p in trained if p.ndim > 1]}
-        vectors = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
-        self.optimizer = torch.optim.AdamW(
-            [group for group in (matrices, vectors) if group["params"]],
-            lr=role_config.lr,
-            betas=tuple(role_config.betas),
-            eps=role_config.eps,
-            weight_decay=role_config.weight_decay,
-            fused=True,
-        )
+        self.optimizer = optimizers.build(self.model, self.role, self.role_config)
+        optimizer_trial.check_sharded(self.optimizer, self.role, self.role_config)
 
     def _parameters_with_gradients(self) -> list[Tensor]:
         return [p for p in self.model.parameters() if p.grad is not None]
@@ -105,8 +99,7 @@ class FsdpBackend(ModelWorker):
     def _clip_and_step(self, grad_norm: Tensor | float, learning_rate: float) -> None:
         parameters = self._parameters_with_gradients()
         torch.nn.utils.clip_grads_with_norm_(parameters, self.role_config.grad_clip, grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        optimizers.set_learning_rate(self.optimizer, learning_rate)
         self._move_moments(self.device)
         self.optimizer.step()
         self._move_moments("cpu")
@@ -115,53 +108,36 @@ class FsdpBackend(ModelWorker):
         self.optimizer.zero_grad(set_to_none=True)
 
     def _move_moments(self, target: torch.device | str) -> None:
-        """Move AdamW's moments to `target`, with optimizer_offload on a GPU. (With param_offload
-        FSDP2 keeps them on the host itself.) Torch copies to pinned host memory without blocking,
-        and its allocator reuses the blocks."""
+        """Move the optimizer's state to `target`, with optimizer_offload on a GPU. (With
+        param_offload FSDP2 keeps it on the host itself.) Torch copies to pinned host memory without
+        blocking, and its allocator reuses the blocks."""
         role_config = self.role_config
         if not role_config.optimizer_offload or role_config.param_offload:
             return
         if self.device.type != "cuda":
             return
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, DTensor):
-                    # The DTensor stays the same object, so checkpoints find it; only what it points
-                    # at moves.
-                    value._local_tensor = value._local_tensor.to(target, non_blocking=True)
+        optimizers.move_state(self.optimizer, target)
         # The copies must have ended before what they were made of is used again.
         torch.cuda.synchronize()
 
     # Checkpoints.
 
     def _create_moments(self) -> None:
-        """Give an optimizer that has made no step the state that its first step would begin with.
-
-        torch's `get_state_dict` would make it by a step of rate 0, which AdamW counts: the bias
-        correction of the first real step would then be that of a second one, and the step about
-        0.74 of its size.
-        """
-        if self.optimizer.state:
-            return
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                self.optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+        optimizers.create_state(self.optimizer)
 
     def _state(self) -> dict[str, Any]:
-        """The sharded weights that are trained, and the optimizer's state, as torch's checkpoints
-        take them."""
+        """The sharded weights that are trained, and the optimizer's state if it has one, as torch's
+        checkpoints take them."""
         self._create_moments()
-        weights, optimizer = state_dict.get_state_dict(self.model, self.optimizer)
+        weights = state_dict.get_model_state_dict(self.model)
         # What is frozen comes from model.path again. (torch's own ignore_frozen_params would keep a
         # tied head.)
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad:
                 weights.pop(name, None)
-        return {"model": weights, "optimizer": optimizer}
+        if not self.optimizer.state:
+            return {"model": weights}
+        return {"model": weights, "optimizer": optimizers.as_plain(self.model, self.optimizer)}
 
     def _write_state(self, folder: str) -> Future:
         self._create_moments()
@@ -172,15 +148,14 @@ class FsdpBackend(ModelWorker):
         )
 
     def _read_state(self, folder: str) -> None:
+        is_saved = optimizers.has_saved_state(folder)
+        optimizers.prepare_loading(self.model, self.optimizer, is_saved)
         state = self._state()
         dcp.load(state, checkpoint_id=folder)
-        state_dict.set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=state_dict.StateDictOptions(strict=False),  # tied tensors are named once
-        )
+        options = state_dict.StateDictOptions(strict=False)  # tied tensors are named once
+        state_dict.set_model_state_dict(self.model, state["model"], options=options)
+        if "optimizer" in state:
+            optimizers.load(self.model, self.optimizer, state["optimizer"])
 
     def _sent_weights(self) -> list[tuple[WeightPiece, Tensor]]:
         return fsdp_model.sharded_weights(self.model, self.cfg.model.dtype)

@@ -97,6 +97,10 @@ def test_a_save_that_fails_leaves_the_older_one(tmp_path):
             "actor.backend=megatron: .* was written with fsdp; resume with",
         ),
         (
+            lambda c: setattr(c.actor, "optimizer", "muon"),
+            "actor.optimizer=muon: checkpoint .* was written with adamw; resume with",
+        ),
+        (
             lambda c: setattr(c.trainer, "resume", "/nowhere/step_000001"),
             "step_000001: manifest.json: FileNotFoundError: .*name an intact one, or",
         ),
@@ -127,7 +131,21 @@ def test_state_json_is_plain(tmp_path):
     state = json.loads((save(run_config(tmp_path), 5) / "state.json").read_text())
     assert state["step"] == 5
     assert state["has_samples"] is False
-    assert set(state["fixed"]) == {*finding.FIXED_KEYS, "actor.backend"}
+    assert set(state["fixed"]) == {
+        *finding.FIXED_KEYS,
+        "actor.backend",
+        "actor.optimizer",
+    }
+
+
+def test_a_checkpoint_from_before_optimizers_had_names_is_adamws(tmp_path, monkeypatch):
+    cfg = run_config(tmp_path)
+    fixed = {k: v for k, v in checkpoint.fixed_keys(cfg).items() if k != "actor.optimizer"}
+    monkeypatch.setattr(finding, "read_state", lambda path: {"fixed": fixed})
+    finding._check_fixed_keys(cfg, tmp_path)
+    cfg.actor.optimizer = "muon"
+    with pytest.raises(ConfigError, match="was written with adamw"):
+        finding._check_fixed_keys(cfg, tmp_path)
 
 
 @pytest.mark.parametrize(
