@@ -54,6 +54,8 @@ def assert_ratio_is_one(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_sends_kilobytes_and_its_ratio_is_one(models, tmp_path):
     from one_step_off.runtime import launch
 
@@ -86,7 +88,7 @@ def test_a_run_with_adapters_apart_learns_as_one_with_merged_weights(models, tmp
 @pytest.mark.parametrize(
     ("ranks", "tensor_parallel_size", "sender"),
     [
-        pytest.param(2, 2, "sharded", marks=pytest.mark.ci),
+        (2, 2, "sharded"),
         (2, 1, "gather"),
         (3, 1, "sharded"),
     ],

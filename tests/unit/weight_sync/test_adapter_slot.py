@@ -143,8 +143,15 @@ def probe(width: int) -> torch.Tensor:
     return torch.randn(5, width, generator=torch.Generator().manual_seed(7))
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.ci])])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("workers", "dtype"),
+    [
+        (1, "bfloat16"),
+        pytest.param(1, "float32", marks=pytest.mark.slow),
+        pytest.param(2, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(2, "float32", marks=[pytest.mark.slow, pytest.mark.ci]),
+    ],
+)
 def test_buffers_hold_what_was_received_or_the_worker_says_which_do_not(workers, dtype):
     case = Case("qwen3", workers, dtype=dtype, engine=ENGINE)
     added = []
