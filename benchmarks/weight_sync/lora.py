@@ -1,11 +1,11 @@
-"""LoRA's two ways into vLLM: rows merged by the trainer, as the program has it, or adapters alone
-into vLLM's own LoRA.
+"""LoRA's two ways into vLLM: rows merged by the trainer (weight_sync.lora=merged), or the adapters
+alone (weight_sync.lora=adapter).
 
-    python -m benchmarks.lora --out DIR [--model tiny|0.5b] [--repeats 5]
+    python -m benchmarks.lora --out DIR [--model tiny|0.5b] [--dtype bfloat16] [--repeats 5]
 
-Real Ray, FSDP2 and vLLM in bf16, all linear layers, rank 8. Each way has a trainer rank and an
-engine, and both alternate after one update. The second way exists only here. Writes result.json and
-result.md into DIR.
+Real Ray, FSDP2 and vLLM, all linear layers, rank 8, a trainer rank and an engine; one way after the
+other. A third way has vLLM's own LoRA kernels in place of the program's, which are for CPUs alone.
+Writes result.json and result.md into DIR.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import asyncio
 import dataclasses
 import statistics
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,11 @@ from benchmarks.weight_sync.layout import Layout, make_config
 from one_step_off.cluster.ray_cluster import start_ray
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
-from one_step_off.rollout import vllm_replica
 from one_step_off.rollout.sampling import Sampling
-from one_step_off.rollout.vllm_replica import RolloutReplica
-from one_step_off.runtime import engines, processes
 from one_step_off.runtime.prepare import prepare
 from one_step_off.runtime.processes import RunProcesses
-from one_step_off.training.fsdp_workers import ActorWorker
-from one_step_off.weight_sync.vllm_receiver import SyncWorkerExtension
-from one_step_off.weight_sync.weight_piece import WeightPiece
 
 RANK = 8
-ALPHA = 32
-ADAPTER_ID = 1
 PROMPT_TOKENS = 64
 TOKEN_IDS = 300
 
@@ -58,82 +49,23 @@ class Work:
 WORK = {"tiny": Work(16, 4, 32), "0.5b": Work(4, 4, 16)}
 
 
-class AdapterActor(ActorWorker):
-    """Sends the matrices A and B themselves, by peft's names (on one rank)."""
+@dataclass(frozen=True)
+class Way:
+    """How adapters come into the engine."""
 
-    def _sent_weights(self) -> list[tuple[WeightPiece, Any]]:
-        dtype = self.cfg.model.dtype
-        pieces = []
-        for name, parameter in self.model.named_parameters():
-            if ".lora_" in name:
-                sent_name = name.replace(".default", "")
-                shape = tuple(parameter.shape)
-                pieces.append((WeightPiece(sent_name, dtype, shape, 0, len(parameter)), parameter))
-        return pieces
-
-
-class AdapterExtension(SyncWorkerExtension):
-    """In vLLM's worker: puts what arrives into the engine's LoRA manager, from memory."""
-
-    def sync_weights(self, version: int, only_kept: bool = False) -> dict[str, float]:
-        """One whole update. `only_kept`: never, since the model has no such tensors."""
-        from vllm.lora.lora_model import LoRAModel
-        from vllm.lora.peft_helper import PEFTHelper
-
-        tensors: dict[str, Any] = {}
-
-        def keep(bucket: list[tuple[str, Any]]) -> None:
-            for name, tensor in bucket:
-                tensors[f"base_model.model.{name}"] = tensor.clone()
-
-        report = self.weight_transfer_engine.receiver.receive(keep, version)
-        lora_manager = self.model_runner.lora_manager
-        settings = PEFTHelper(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
-        dtype = lora_manager.lora_config.lora_dtype
-        adapter = LoRAModel.from_lora_tensors(
-            ADAPTER_ID, tensors, settings, str(lora_manager.device), dtype
-        )
-        adapters = lora_manager._adapter_manager
-        adapters.remove_adapter(ADAPTER_ID)
-        adapters.add_adapter(adapter)
-        adapters.activate_adapter(ADAPTER_ID)
-        return report
-
-
-class AdapterReplica(RolloutReplica):
-    """An engine with vLLM's LoRA, all of whose requests ask for the adapter."""
-
-    async def start(
-        self, former: Sequence[tuple[int, float]] = ()
-    ) -> tuple[int, list[tuple[int, float]]]:
-        """As `RolloutReplica.start`, with vLLM's LoRA on."""
-        from vllm.lora.request import LoRARequest
-
-        self.lora = LoRARequest("actor", ADAPTER_ID, "in memory")
-        product_args = vllm_replica.engine_args
-        lora_args = {
-            "enable_lora": True,
-            "max_lora_rank": RANK,
-            "max_loras": 1,
-            "worker_extension_cls": "benchmarks.weight_sync.lora.AdapterExtension",
-        }
-        vllm_replica.engine_args = lambda *args: product_args(*args) | lora_args
-        return await super().start(former)
-
-    async def _request(self, ids: np.ndarray, params: Any) -> Any:
-        self.started_requests += 1
-        prompt = {"prompt_token_ids": ids.tolist()}
-        request_id = str(self.started_requests)
-        answers = self.engine.generate(prompt, params, request_id, lora_request=self.lora)
-        outputs = [output async for output in answers]
-        return outputs[-1]
+    lora: str
+    """weight_sync.lora."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 WAYS = {
-    "merged by the trainer": (ActorWorker, RolloutReplica),
-    "adapters into vLLM": (AdapterActor, AdapterReplica),
+    "merged by the trainer": Way("merged"),
+    "adapters alone": Way("adapter"),
+    "adapters alone, vLLM's kernels": Way(
+        "adapter",
+        {"worker_extension_cls": "benchmarks.weight_sync.lora_kernels.VllmKernelsExtension"},
+    ),
 }
-"""Way -> the classes of trainer rank and replica."""
 
 SYNC_FIGURES = {
     "seconds": "sync/transfer_s",
@@ -148,10 +80,11 @@ SYNC_FIGURES = {
 FIGURES = (*SYNC_FIGURES, "tokens/s")
 
 
-async def start_way(cfg: Config, actor: type, replica: type) -> RunProcesses:
+async def start_way(cfg: Config, way: Way) -> RunProcesses:
     """Start the processes of a way, sync them and make one update."""
-    processes.WORKERS["actor"] = actor
-    engines.RolloutReplica = replica
+    weight_sync = dataclasses.replace(cfg.weight_sync, lora=way.lora)
+    rollout = dataclasses.replace(cfg.rollout, engine_kwargs=way.engine_kwargs)
+    cfg = dataclasses.replace(cfg, weight_sync=weight_sync, rollout=rollout)
     run = RunProcesses(prepare(cfg, lambda line: None))
     roles = run.roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
@@ -177,19 +110,17 @@ async def measure_once(run: RunProcesses, work: Work, repeat: int) -> dict[str, 
 
 async def measure(cfg: Config, work: Work, repeats: int) -> dict[str, dict[str, list[float]]]:
     """Way -> figure -> its values. The first sync and the first generation of each way warm up."""
-    runs: dict[str, RunProcesses] = {}
-    for way, (actor, replica) in WAYS.items():
-        runs[way] = await start_way(cfg, actor, replica)
     found: dict[str, dict[str, list[float]]] = {
-        way: {figure: [] for figure in FIGURES} for way in WAYS
+        name: {figure: [] for figure in FIGURES} for name in WAYS
     }
-    for repeat in range(repeats + 1):
-        for way, run in runs.items():
+    for name, way in WAYS.items():
+        run = await start_way(cfg, way)
+        for repeat in range(repeats + 1):
             figures = await measure_once(run, work, repeat)
             if repeat > 0:
                 for figure, value in figures.items():
-                    found[way][figure].append(value)
-    await asyncio.gather(*(run.end() for run in runs.values()))
+                    found[name][figure].append(value)
+        await run.end()
     return found
 
 
@@ -201,24 +132,22 @@ def run_ways(args: argparse.Namespace, folder: str) -> dict[str, dict[str, list[
     cfg.trainer.output_dir = folder
     cfg.actor.lr = 1e-3
     cfg.actor.log_prob_chunk = 128
+    cfg.model.dtype = args.dtype
     cfg.rollout.sampling_kwargs = {"ignore_eos": True}
     cfg.model.lora_rank = RANK
-    # Ray needs resources for both ways; each of them has one process per pool.
-    pools = {"rollout": [len(WAYS)], "actor": [len(WAYS)]}
-    placement = dataclasses.replace(cfg.placement, pools=pools)
-    start_ray(dataclasses.replace(cfg, placement=placement))
+    start_ray(cfg)
     try:
         return asyncio.run(measure(cfg, WORK[args.model], args.repeats))
     finally:
         ray.shutdown()
 
 
-def table(found: dict[str, dict[str, list[float]]], model: str, repeats: int) -> str:
+def table(found: dict[str, dict[str, list[float]]], args: argparse.Namespace) -> str:
     """The result in Markdown."""
     rows = []
     for way, figures in found.items():
         rows.append([way, *(f"{statistics.median(figures[name]):.4g}" for name in FIGURES)])
-    headings = [f"{model}, medians of {repeats}", *FIGURES]
+    headings = [f"{args.model}, {args.dtype}, medians of {args.repeats}", *FIGURES]
     return "\n".join(markdown_table(headings, rows)) + "\n"
 
 
@@ -229,12 +158,13 @@ def main() -> None:
     parser.add_argument(
         "--model", choices=tuple(WORK), default="tiny", help="0.5b: the shape of Qwen2.5-0.5B"
     )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         found = run_ways(args, folder)
-    markdown = table(found, args.model, args.repeats)
+    markdown = table(found, args)
     write_results(args.out, {"repeats": args.repeats, "ways": found}, markdown)
     print(markdown)
 

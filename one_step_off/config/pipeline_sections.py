@@ -48,6 +48,12 @@ class WeightSyncConfig:
         "full: send all weights; delta: only the elements whose bits changed",
         choices="full delta",
     )
+    lora: str = config_key(
+        "merged",
+        "with model.lora_rank, merged: send all weights, with the adapters in them; adapter: send "
+        "the adapters alone into vLLM's LoRA",
+        choices="merged adapter",
+    )
     full_every: int = config_key(
         50, "delta: number of syncs from one that sends all weights to the next", low=1
     )

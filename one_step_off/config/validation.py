@@ -11,6 +11,7 @@ from one_step_off.config.allocator import check_allocator
 from one_step_off.config.data_checks import check_agent, check_data, check_output
 from one_step_off.config.engine_checks import check_engine, check_sampling, check_weight_sync
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.lora_checks import check_adapter_sync
 from one_step_off.config.model_checks import check_model
 from one_step_off.config.optimizer_checks import check_optimizers
 from one_step_off.config.placement import resolved_device, visible_gpu_count
@@ -44,6 +45,7 @@ def check_after_algorithm(cfg: Config, device: str) -> None:
     check_output(cfg)
     check_staleness(cfg)
     check_weight_sync(cfg)
+    check_adapter_sync(cfg, device)
     check_allocator(cfg, device)
     check_warm_up(cfg, device)
 

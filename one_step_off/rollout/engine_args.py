@@ -4,6 +4,7 @@ from typing import Any
 
 from one_step_off.config.device_shares import device_share
 from one_step_off.config.schema import Config
+from one_step_off.rollout import lora_engine
 
 MAX_SEQUENCES = {"cpu": 256, "cuda": 512}
 """Sequences that an engine works on at once, by device, unless `rollout.engine_kwargs` has another
@@ -67,4 +68,4 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
         share = device_share(cfg, pool)
         args["gpu_memory_utilization"] = share * cfg.rollout.gpu_memory_utilization
         args["enable_sleep_mode"] = shares_pool  # its memory belongs to another role meanwhile
-    return args | cfg.rollout.engine_kwargs
+    return args | lora_engine.arguments(cfg) | cfg.rollout.engine_kwargs

@@ -27,6 +27,7 @@ from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedSamples
 from one_step_off.data.samples import Prompt, Sample, Stamp
+from one_step_off.rollout import lora_engine
 from one_step_off.rollout.concurrency import ConcurrencyLimiter
 from one_step_off.rollout.engine_args import engine_args
 from one_step_off.rollout.engine_output import generated_tokens
@@ -105,6 +106,7 @@ class RolloutReplica(UsageProbe, CoreUser):
         self.engine_processes: list[psutil.Process] = []
         self.endpoint_access = endpoint
         self.endpoint: Any = None  # a `ReplicaServer`
+        self.lora_request: Any = None  # of every request, where the engine has the adapters apart
         self.sync_lock = asyncio.Lock()  # held by each part of a sync, so that its end is known
         self.work: set[asyncio.Task] = set()  # of the current attempt; see `drop_work`
 
@@ -128,6 +130,7 @@ class RolloutReplica(UsageProbe, CoreUser):
         for name in self.loop_names:  # now, because all trajectories would wait for them later
             self.loops.get(name)
         arguments = engine_args(self.cfg, self.device, self.seed)
+        self.lora_request = lora_engine.request_of_policy(self.cfg)
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         if self.endpoint is not None:
             await self._start_endpoint(self.endpoint)
@@ -173,6 +176,22 @@ class RolloutReplica(UsageProbe, CoreUser):
             shapes: name -> [dtype, shape].
         """
         return await self._call_workers("learn_kept", shapes, self.cfg.weight_sync.mode == "delta")
+
+    @_part_of_sync
+    async def prove_base(
+        self, shapes: dict[str, Any], blocks: list[list[Any]]
+    ) -> list[dict[str, Any]]:
+        """Compare the base model that each worker has loaded with the trainer's; see
+        `AdapterWorkerExtension.prove_base`.
+
+        Args:
+            shapes: of the adapter's matrices: name -> [dtype, shape].
+            blocks: of `BaseModel`.
+
+        Raises:
+            SyncError: it is another one, or the engine cannot hold these matrices.
+        """
+        return await self._call_workers("prove_base", shapes, blocks)
 
     @_part_of_sync
     async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:
@@ -450,8 +469,9 @@ class RolloutReplica(UsageProbe, CoreUser):
         prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
         if self.cache_salt:
             prompt["cache_salt"] = self.cache_salt
+        answers = self.engine.generate(prompt, params, name, lora_request=self.lora_request)
         try:
-            outputs = [output async for output in self.engine.generate(prompt, params, name)]
+            outputs = [output async for output in answers]
             return outputs[-1]
         finally:
             self.finished_requests += 1

@@ -18,12 +18,14 @@ from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.config.engine_checks import check_engine_names
 from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.lora_checks import sends_adapters
 from one_step_off.config.optimizer_checks import own_optimizers
 from one_step_off.config.placement import resolved_device
 from one_step_off.config.schema import Config
 from one_step_off.data import run_data
 from one_step_off.data.teacher_rows import check_teacher_sources
 from one_step_off.endpoint.parsers import check_parsers
+from one_step_off.models.adapted_layers import check_engine_can_hold
 from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
 from one_step_off.models.torch_packages import check_torch_companions
 from one_step_off.models.weight_checks import check_weights
@@ -219,6 +221,8 @@ def _check_models_and_engine(cfg: Config) -> Any:
 
         check_engine_names(cfg, [field.name for field in fields(AsyncEngineArgs)])
     check_weights(cfg)
+    if sends_adapters(cfg):
+        check_engine_can_hold(cfg)
     return tokenizer
 
 

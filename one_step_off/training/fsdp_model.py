@@ -8,6 +8,7 @@ checked at the start.
 import functools
 import os
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -275,18 +276,26 @@ def sharded_weights(model: PreTrainedModel, wire_dtype: str) -> list[tuple[Weigh
     tensor is sent by one replica, chosen so that replicas send about as much. Adapters are no
     tensors of their own, see `lora.py`.
     """
-    weights = _parameter_rows(model, wire_dtype)
+    weights = _parameter_rows(model, wire_dtype, lora.plain_name)
     if dist.get_rank() == 0:
         weights += _saved_buffers(model, wire_dtype)
     return weights
 
 
-def _parameter_rows(model: PreTrainedModel, wire_dtype: str) -> list[tuple[WeightPiece, Tensor]]:
+def sharded_adapters(model: PreTrainedModel, wire_dtype: str) -> list[tuple[WeightPiece, Tensor]]:
+    """As `sharded_weights`, of the adapters' matrices alone, by the names of `lora.sent_name`."""
+    return _parameter_rows(model, wire_dtype, lora.sent_name)
+
+
+def _parameter_rows(
+    model: PreTrainedModel, wire_dtype: str, name_on_wire: Callable[[str], str | None]
+) -> list[tuple[WeightPiece, Tensor]]:
+    """This rank's rows of the parameters that have a name on the wire."""
     weights = []
     sent_numel: list[int] = []  # by replica
     parameters: Any = model.named_parameters()  # DTensors, as FSDP2 makes them
     for full_name, parameter in parameters:
-        name = lora.plain_name(full_name)
+        name = name_on_wire(full_name)
         if not name:
             continue
         mesh = parameter.device_mesh

@@ -160,6 +160,9 @@ class FsdpBackend(ModelWorker):
     def _sent_weights(self) -> list[tuple[WeightPiece, Tensor]]:
         return fsdp_model.sharded_weights(self.model, self.cfg.model.dtype)
 
+    def _sent_adapters(self) -> list[tuple[WeightPiece, Tensor]]:
+        return fsdp_model.sharded_adapters(self.model, self.cfg.model.dtype)
+
 
 class PolicyWorker(FsdpBackend, PolicyRole):
     """The role "ref", and the policy of an actor that streams no weights."""

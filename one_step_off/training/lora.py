@@ -1,8 +1,9 @@
 """LoRA for the actor: small trained matrices beside the frozen weights of linear layers (peft's
 layers, under FSDP2).
 
-Outside of the trainer there are only ordinary weights: the stream into vLLM, and `hf_model/`, hold
-W + scale * B A instead of each W, merged rows by rows while they are read. LoRA: arXiv:2106.09685.
+`hf_model/` holds ordinary weights: W + scale * B A instead of each W, merged rows by rows while
+they are read. So does the stream into vLLM, unless `weight_sync.lora=adapter`: then A and scale * B
+travel alone. LoRA: arXiv:2106.09685.
 """
 
 import os
@@ -74,6 +75,15 @@ def plain_name(name: str) -> str | None:
     return name.replace(".base_layer.", ".")
 
 
+def sent_name(name: str) -> str | None:
+    """The name under which an adapter's matrix is sent, as "layers.0.mlp.up_proj.lora_A.weight";
+    None for any other parameter."""
+    for matrix in MATRICES:
+        if f".{matrix}.{ADAPTER_NAME}." in name:
+            return name.replace(f".{matrix}.{ADAPTER_NAME}.", f".{matrix}.")
+    return None
+
+
 @dataclass(frozen=True)
 class AdaptedLayer:
     """The adapter of one linear layer.
@@ -121,6 +131,14 @@ class Adapters:
         layer = self.layers[name]
         merged = rows.to(torch.float32, copy=True)
         return merged.addmm_(layer.b.to_local(), self._whole_a[name], alpha=layer.scaling)
+
+    def sent(self, name: str, rows: Tensor) -> Tensor:
+        """This rank's `rows` of the matrix `name` (of `sent_name`) as they are sent: B has the
+        scaling in it, so that the engine scales nothing, and holds exactly what it received."""
+        layer_name, matrix, _ = name.rsplit(".", 2)
+        if matrix == MATRICES[0]:
+            return rows
+        return rows * self.layers[f"{layer_name}.weight"].scaling
 
     @torch.no_grad()
     def state(self) -> dict[str, Tensor]:

@@ -18,6 +18,8 @@ from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.models import hf_model
 from one_step_off.training import lora
 from one_step_off.training.trained_worker import TrainedWorker
+from one_step_off.weight_sync import base_weights
+from one_step_off.weight_sync.base_weights import FrozenBlock
 from one_step_off.weight_sync.bucket_plan import Pieces, pieces_by_tensor
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
@@ -30,48 +32,86 @@ class WeightExport(TrainedWorker):
         """What this rank sends: each piece, and the live tensor that has its data. No
         collective."""
 
+    def _sent_adapters(self) -> list[tuple[WeightPiece, Tensor]]:
+        """As `_sent_weights`, of the adapters' matrices, for weight_sync.lora=adapter."""
+        raise NotImplementedError(f"{type(self).__name__} has no adapters")
+
     def setup(self, master_addr: str, master_port: int) -> None:
         """As `ModelWorker.setup`; afterwards the weights can be streamed."""
         super().setup(master_addr, master_port)
         # Not later: while a pass runs the modules hold gathered parameters.
         self._weights = self._sent_weights()
+        self._matrices: list[tuple[WeightPiece, Tensor]] | None = None
+        if self.cfg.weight_sync.lora == "adapter" and self.role == "actor":
+            self._matrices = self._sent_adapters()
 
     def weight_plan(self) -> list[WeightPiece]:
         """The pieces that this rank sends, in a fixed order (no collective). Empty on ranks that
         hold copies."""
-        return [piece for piece, _ in self._weights]
+        sent = self._weights if self._matrices is None else self._matrices
+        return [piece for piece, _ in sent]
 
-    @torch.no_grad()
     def weight_tensors(self) -> Iterator[Tensor]:
         """The data of `weight_plan()`, in its order (no collective): the live rows themselves, in
         the dtype that they are trained in, or merged with an adapter. Read them before the next
         optimizer step."""
-        for piece, tensor in self._weights:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            yield self.adapters.merged(piece.name, local).detach().reshape(piece.block_shape)
+        if self._matrices is None:
+            return self._whole_model()
+        return self._adapters_alone(self._matrices)
 
     @torch.no_grad()
-    def gathered(self, pieces: Pieces, device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
+    def _whole_model(self) -> Iterator[Tensor]:
+        for piece, tensor in self._weights:
+            rows = _own_rows(tensor)
+            yield self.adapters.merged(piece.name, rows).detach().reshape(piece.block_shape)
+
+    @torch.no_grad()
+    def _adapters_alone(self, matrices: list[tuple[WeightPiece, Tensor]]) -> Iterator[Tensor]:
+        for piece, tensor in matrices:
+            yield self.adapters.sent(piece.name, _own_rows(tensor)).detach()
+
+    def base_digests(self) -> list[FrozenBlock]:
+        """The digests of what this rank holds of the frozen model (no collective). The engine must
+        have loaded the same."""
+        return [
+            base_weights.frozen_block(piece, _own_rows(tensor))
+            for piece, tensor in self._weights
+            if isinstance(tensor, DTensor)  # buffers need not be in the checkpoint
+        ]
+
+    @torch.no_grad()
+    def gathered(
+        self,
+        pieces: Pieces,
+        device: torch.device | str,
+        own_tensors: Iterator[Tensor] | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor, one after the other, on rank 0's `device`; nothing on the other
         ranks, which must take part (collective).
 
         Args:
-            pieces: the `weight_plan` of every rank.
+            pieces: of every rank.
+            device: see above.
+            own_tensors: the data of this rank's pieces; None: `pieces` are the `weight_plan` of
+                every rank.
         """
+        if own_tensors is None:
+            own_tensors = self.weight_tensors()
         if self.rank == 0:
-            yield from self._receive_whole(pieces, device)
+            yield from self._receive_whole(pieces, device, own_tensors)
         else:
-            self._send_to_rank_0(pieces[self.rank], device)
+            self._send_to_rank_0(pieces[self.rank], device, own_tensors)
 
-    def _send_to_rank_0(self, plan: list[WeightPiece], device: torch.device | str) -> None:
-        for piece, tensor in zip(plan, self.weight_tensors(), strict=True):
+    def _send_to_rank_0(
+        self, plan: list[WeightPiece], device: torch.device | str, own_tensors: Iterator[Tensor]
+    ) -> None:
+        for piece, tensor in zip(plan, own_tensors, strict=True):
             block = tensor.to(device, getattr(torch, piece.dtype)).contiguous()
             dist.send(block, 0)
 
     def _receive_whole(
-        self, pieces: Pieces, device: torch.device | str
+        self, pieces: Pieces, device: torch.device | str, own_tensors: Iterator[Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        own_tensors = self.weight_tensors()
         for parts in pieces_by_tensor(pieces):  # in an order that keeps each rank's own
             first_piece = parts[0][1]
             dtype = getattr(torch, first_piece.dtype)
@@ -95,8 +135,8 @@ class WeightExport(TrainedWorker):
             RuntimeError: on rank 0, when it cannot be written.
         """
         plans: Pieces = [[] for _ in range(self.world_size)]
-        dist.all_gather_object(plans, self.weight_plan())
-        weights = dict(self.gathered(plans, "cpu"))
+        dist.all_gather_object(plans, [piece for piece, _ in self._weights])
+        weights = dict(self.gathered(plans, "cpu", self._whole_model()))
         adapter = self.adapters.state()
         if self.rank == 0:
             try:
@@ -120,3 +160,8 @@ class WeightExport(TrainedWorker):
         load_section_tokenizer(cfg, "model").save_pretrained(unfinished)
         shutil.rmtree(path, ignore_errors=True)
         os.rename(unfinished, path)
+
+
+def _own_rows(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -21,6 +21,7 @@ import numpy as np
 from one_step_off.data.samples import Batch
 from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.written_files import FileFacts
+from one_step_off.weight_sync.base_weights import FrozenBlock
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 TRAINED_ROLES = ("actor", "critic")
@@ -106,6 +107,10 @@ class ActorInterface(ReferenceInterface, TrainedInterface, Protocol):
     def weight_tensors(self) -> Iterator[Any]:
         """The data of `weight_plan()`, in its order: a tensor of shape `piece.block_shape` each. No
         collective."""
+
+    def base_digests(self) -> list[FrozenBlock]:
+        """For weight_sync.lora=adapter: the digests of what this rank holds of the frozen model.
+        No collective."""
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint with tokenizer and generation config to `path`

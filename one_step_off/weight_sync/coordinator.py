@@ -35,7 +35,7 @@ from one_step_off.cluster.remote_calls import (
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Stamp
 from one_step_off.distributed_util import connect_timeout
-from one_step_off.weight_sync import report
+from one_step_off.weight_sync import base_model, report
 from one_step_off.weight_sync.ahead import AheadTransfer
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.canary import Canary
@@ -192,6 +192,8 @@ class WeightSync:
         self.same_device = [self.same_device[group.leader] for group in groups]
         pieces_of_sender = [group.pieces for group in groups]
         self.layouts = ReplicaLayouts(pieces_of_sender, timeout_s)
+        if self.cfg.lora == "adapter":
+            self.layouts.base = await base_model.ask_trainers(ranks, timeout_s)
         self.total_bytes = BucketPlan.build(pieces_of_sender, bucket_bytes).total_bytes
         self.member_addresses = [address and address.for_members for address in addresses]
         self.connect_info = {

@@ -2,12 +2,16 @@
 
 A new worker reports which blocks it keeps. Its first sync brings whole tensors and proves the
 report. Later syncs bring only these blocks. After a failed sync no report counts as proved.
+
+Where adapters alone are sent, a new worker keeps whole tensors, and proves instead that the base
+model it has loaded is the trainer's.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from one_step_off.cluster.remote_calls import store_once
+from one_step_off.weight_sync.base_model import BaseModel
 from one_step_off.weight_sync.bucket_plan import Pieces
 from one_step_off.weight_sync.kept_blocks import KeptBlocks, kept_from_plain, plain_kept
 from one_step_off.weight_sync.report import Report
@@ -20,11 +24,13 @@ class ReplicaLayouts:
 
     Attributes:
         shapes: name -> [dtype, shape] of each tensor that is sent.
+        base: the frozen model, where adapters alone are sent; None: all weights are sent.
     """
 
     def __init__(self, pieces: Pieces, timeout_s: float) -> None:
         """`pieces`: of each sender. `timeout_s`: for a worker to tell what it keeps."""
         self.timeout_s = timeout_s
+        self.base: BaseModel | None = None
         self.shapes: dict[str, list[Any]] = {}
         for sent in pieces:
             for piece in sent:
@@ -40,18 +46,27 @@ class ReplicaLayouts:
             abort: ends the other calls when one fails.
 
         Raises:
-            BrokenSync: one did not answer.
+            BrokenSync: one did not answer, or has loaded another base model.
         """
         new = {n: replica for n, replica in replicas.items() if replica not in self._blocks}
         if not new:
             return
         shapes = store_once(self.shapes)
+        what = "weight sync, layouts of the models"
+        limit_s = self.timeout_s
+        base_blocks = None
+        if self.base is not None:
+            what = "weight sync, base model"
+            limit_s = self.base.read_limit_s(self.timeout_s)
+            base_blocks = store_once(self.base.blocks)
         calls = []
         for number, replica in new.items():
-            answer = replica.learn_kept.remote(shapes)
+            if base_blocks is None:
+                answer = replica.learn_kept.remote(shapes)
+            else:
+                answer = replica.prove_base.remote(shapes, base_blocks)
             calls.append(SyncCall(f"rollout {number}", replica, answer, number))
-        what = "weight sync, layouts of the models"
-        answers = await run_or_abort(what, calls, self.timeout_s, self.timeout_s, abort)
+        answers = await run_or_abort(what, calls, limit_s, limit_s, abort)
         for replica, workers in zip(new.values(), answers, strict=True):
             self._note_kept(replica, workers)
 

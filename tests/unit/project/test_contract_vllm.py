@@ -34,7 +34,7 @@ ENGINE_CALLS = {
     # method of AsyncLLM -> the arguments that are given
     "collective_rpc": ("method", "args"),
     "from_engine_args": ("engine_args",),
-    "generate": ("prompt", "sampling_params", "request_id"),
+    "generate": ("prompt", "sampling_params", "request_id", "lora_request"),
     "is_sleeping": (),
     "resume_generation": (),
     "shutdown": (),

@@ -75,3 +75,24 @@ def test_a_user_key_that_vllm_does_not_know_is_refused(models):
     cfg = tiny_config(models(), "", **{"rollout.engine_kwargs": {"no_such_key": 1}})
     with pytest.raises(TypeError, match="no_such_key"):
         AsyncEngineArgs(**engine_args(cfg, "cpu"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_engine_with_the_adapters_apart_adapts_only_the_layers_that_are_trained(models, device):
+    from vllm import AsyncEngineArgs
+
+    from one_step_off.weight_sync.vllm_adapter import AdapterWorkerExtension
+
+    changes = {"weight_sync.lora": "adapter", "model.lora_rank": 12}
+    cfg = tiny_config(models(), "", **changes)
+    args = engine_args(cfg, device)
+    made = AsyncEngineArgs(**args)
+    assert made.enable_lora
+    assert (made.max_lora_rank, made.max_loras, made.max_cpu_loras) == (16, 1, 1)
+    assert made.lora_target_modules == [
+        *("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+    ]
+    extension = AdapterWorkerExtension
+    assert made.worker_extension_cls == f"{extension.__module__}.{extension.__name__}"
+    cfg.weight_sync.lora = "merged"
+    assert not any("lora" in name for name in engine_args(cfg, device))

@@ -43,7 +43,7 @@ class Engine:
 
     async def nothing(self, **_: Any) -> None: ...
 
-    async def generate(self, prompt: Any, params: Any, name: str):
+    async def generate(self, prompt: Any, params: Any, name: str, lora_request: Any):
         self.requests.add(name)
         try:
             await asyncio.sleep(60)

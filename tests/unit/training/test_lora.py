@@ -15,10 +15,13 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import transformers
 
+from one_step_off.cluster.errors import SyncError
 from one_step_off.config.errors import ConfigError
 from one_step_off.runtime.validation import validate
 from one_step_off.training import lora
 from one_step_off.training.fsdp_workers import PolicyWorker
+from one_step_off.weight_sync import base_weights
+from one_step_off.weight_sync.base_model import BaseModel
 from tests.unit.training.fsdp_helpers import (
     Recorder,
     assert_gradients_equal,
@@ -69,6 +72,14 @@ def streamed(worker) -> list[Rows]:
     return [Rows(piece.name, piece.start, tensor.clone()) for piece, tensor in sent]
 
 
+def streamed_alone(worker) -> list[Rows]:
+    """As `streamed`, with weight_sync.lora=adapter."""
+    worker._matrices = worker._sent_adapters()
+    rows = streamed(worker)
+    worker._matrices = None
+    return rows
+
+
 def copied(worker):
     """The adapter; on one rank its tensors are the live ones."""
     return {name: tensor.clone() for name, tensor in worker.adapters.state().items()}
@@ -96,6 +107,8 @@ def run_rank(rank, world, port, path, fsdp_size, out):
     result = {"first": streamed(worker), "log_probs": worker.log_prob(batch)}
     worker.update(batch)
     result["second"] = streamed(worker)
+    result["alone"] = streamed_alone(worker)
+    result["digests"] = worker.base_digests()
     result["state"] = copied(worker)
     result["trained"] = worker.log_prob(batch)
     os.makedirs(f"{out}/state", exist_ok=True)
@@ -207,6 +220,43 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(ran, start_
     for result in results:
         assert_gradients_equal(result["gradients"], expected, rtol=2e-5)
         assert result["norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_adapters_alone_are_whole_matrices_with_the_scaling_in_b(ran):
+    _, _, results = ran
+    alone = joined(results, "alone")
+    state = results[0]["state"]
+    assert len(alone) == len(state)
+    for name, tensor in state.items():
+        scale = SCALE if ".lora_B." in name else 1.0
+        assert torch.equal(alone[name.removeprefix("base_model.model.")], scale * tensor), name
+
+
+def test_every_block_of_the_base_has_the_digest_of_the_checkpoint(ran):
+    path, _, results = ran
+    blocks = [block for result in results for block in result["digests"]]
+    loaded = dict(hf_model(path).named_parameters())
+    plain = BaseModel(blocks).blocks
+    base_weights.compare(plain, loaded.items(), "test")
+    assert {name for name, *_ in plain} == loaded.keys()
+    with pytest.raises(SyncError, match="1 tensors"):
+        changed = loaded | {"model.norm.weight": loaded["model.norm.weight"] * 2}
+        base_weights.compare(plain, changed.items(), "test")
+
+
+def test_the_actor_alone_sends_adapters_and_saves_the_whole_model(
+    model_folders, start_single, tmp_path
+):
+    path = model_folders["tied"]
+    worker = start_single(adapted(path, weight_sync__lora="adapter"), cls=Adapting)
+    worker.update(make_batch(path))
+    assert all(".lora_" in rows.name for rows in streamed(worker))
+    worker.save_hf(str(tmp_path / "hf"))
+    merged = merged_by_peft(path, copied(worker))
+    for name, parameter in hf_model(tmp_path / "hf").named_parameters():
+        torch.testing.assert_close(parameter, merged[name], atol=1e-6, rtol=0)
+    ref = start_single(adapted(path, weight_sync__lora="adapter"), role="ref", cls=PolicyWorker)
+    assert not any(".lora_" in piece.name for piece in ref.weight_plan())
 
 
 def assert_same_stream(first: list[Rows], second: list[Rows]) -> None:

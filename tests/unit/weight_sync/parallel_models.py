@@ -54,6 +54,8 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     """Of its config."""
     dtype: str = "bfloat16"
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the engine."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -217,6 +219,7 @@ def _run_rank(
             load_format="dummy",
             tensor_parallel_size=case.workers,
             enable_expert_parallel=case.experts_are_whole,
+            **case.engine,
         )
         config = engine_args.create_engine_config()
         with set_current_vllm_config(config):

@@ -1,0 +1,79 @@
+"""The base model under LoRA adapters that are sent alone: trainer and engine each load it from the
+checkpoint, and compare digests once.
+
+The trainer's base is frozen, so no sync needs to bring it. But the engine must have the same one: a
+folder may differ from node to node, or change between two starts. So each trainer rank hashes the
+blocks that it trains on, and each new vLLM worker hashes the same blocks of the files that it has
+loaded. That vLLM has put them into the right places is the canary's to show, as for any model.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from one_step_off.cluster.errors import SyncError
+from one_step_off.weight_sync.weight_piece import WeightPiece
+
+ADAPTER_ID = 1
+"""vLLM's number of the one adapter. It stays the same from sync to sync: the pause before a sync
+clears the prefix cache, and unfinished requests resume with the new matrices."""
+
+NAMES_SHOWN = 3
+
+FIX = "set weight_sync.lora=merged, or give trainer and engine the same model.path"
+
+
+@dataclass(frozen=True)
+class FrozenBlock:
+    """A block of the frozen model, and the digest of its bytes on the wire's dtype."""
+
+    piece: WeightPiece
+    digest: str
+
+
+def digest(tensor: torch.Tensor, dtype: str) -> str:
+    """XXH3 (128 bits) of a tensor's elements in this dtype."""
+    block = tensor.detach().to("cpu", getattr(torch, dtype)).contiguous()
+    return xxhash.xxh3_128_hexdigest(block.reshape(-1).view(torch.uint8).numpy())
+
+
+def frozen_block(piece: WeightPiece, tensor: torch.Tensor) -> FrozenBlock:
+    """`tensor`: the data of `piece`."""
+    return FrozenBlock(piece, digest(tensor, piece.dtype))
+
+
+def compare(blocks: list[list[Any]], loaded: Iterable[tuple[str, torch.Tensor]], who: str) -> None:
+    """Compare the trainers' base model with what an engine has loaded.
+
+    Args:
+        blocks: of `base_model.BaseModel`.
+        loaded: name and whole tensor, one after the other; the trainers need not have all.
+        who: names the engine in errors.
+
+    Raises:
+        SyncError: a block differs, or is missing.
+    """
+    expected: dict[str, list[tuple[WeightPiece, str]]] = {}
+    for *fields, expected_digest in blocks:
+        name, dtype, shape, *cut = fields
+        piece = WeightPiece(name, dtype, tuple(shape), *cut)
+        expected.setdefault(name, []).append((piece, expected_digest))
+    different = []
+    for name, tensor in loaded:
+        for piece, expected_digest in expected.pop(name, ()):
+            is_same = tuple(tensor.shape) == piece.shape
+            if not is_same or digest(piece.slice_of(tensor), piece.dtype) != expected_digest:
+                different.append(name)
+    _refuse(sorted(set(different)), "differ from the trainer's", who)
+    _refuse(sorted(expected), "are not in the engine's checkpoint", who)
+
+
+def _refuse(names: list[str], fault: str, who: str) -> None:
+    if names:
+        raise SyncError(
+            f"{who}: {len(names)} tensors of the base model {fault}, such as "
+            f"{names[:NAMES_SHOWN]}; {FIX}"
+        )

@@ -1,0 +1,39 @@
+"""Which layers get adapters, by names alone: those to which peft gives them."""
+
+from __future__ import annotations
+
+import pytest
+
+from one_step_off.config.errors import ConfigError
+from one_step_off.models import adapted_layers, hf_model
+from one_step_off.training import lora
+from tests.conftest import tiny_config
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "targets"),
+    [
+        ("qwen2", True, "all-linear"),
+        ("llama", False, "all-linear"),
+        ("qwen3", True, "q_proj, down_proj"),
+        ("qwen3", True, "self_attn.o_proj"),
+        ("qwen2", True, "model.layers.1.mlp.up_proj"),
+    ],
+)
+def test_the_names_are_those_that_peft_chooses(models, kind, tied, targets):
+    changes = {"model.lora_rank": 2, "model.lora_target_modules": targets}
+    cfg = tiny_config(models(kind, tied), "", **changes)
+    model = hf_model.empty_model(cfg, "actor", None, None)
+    names = adapted_layers.adapted_layers(model, targets)
+    lora.inject(model, cfg.model)
+    by_peft = [name for name, layer in model.named_modules() if hasattr(layer, "lora_A")]
+    assert names == by_peft
+    assert names
+    last_parts = {name.split(".")[-1] for name in names}
+    assert adapted_layers.engine_targets(cfg) == sorted(last_parts)
+
+
+def test_experts_are_refused(models):
+    cfg = tiny_config(models("qwen3_moe"), "", **{"model.lora_rank": 2})
+    with pytest.raises(ConfigError, match=r"is a mixture of experts; use weight_sync.lora=merged"):
+        adapted_layers.engine_targets(cfg)
