@@ -199,7 +199,7 @@ def test_two_ranks_equal_one(model_folders, tmp_path):
 
 @pytest.mark.parametrize("layout", [{}, {"actor__tensor_parallel_size": 2}], ids=["dp2", "tp2"])
 def test_megatron_equals_fsdp(megatron_models, tmp_path, layout):
-    path = megatron_models["qwen2"]
+    path = str(megatron_models / "qwen2")
     module = "one_step_off.training.megatron_workers"
     cfg = supervised_cfg(path, actor__backend="megatron", **layout)
     check_ranks(path, {"megatron": (module, "MegatronSupervisedWorker", cfg)}, tmp_path)
