@@ -1,6 +1,8 @@
 """The supervised update: the loss of transformers, on any number of ranks, packed or padded, by
 both back ends."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -28,9 +30,10 @@ class Recording(SupervisedWorker):
     """Keeps whole gradients as they are before each optimizer step."""
 
     def _optimizer_step(self, stats):
+        named: Any = self.model.named_parameters()
         self.gradients = {
             name: parameter.grad.full_tensor().numpy().copy()
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in named
             if parameter.grad is not None
         }
         return super()._optimizer_step(stats)
