@@ -190,7 +190,7 @@ def hint(
         return dotted, f"did you mean {first_two_parts}?"
     section, _, name = dotted.lower().partition(".")
     wanted_name = name or section
-    same_name = [key for key in keys if key.partition(".")[2] == wanted_name]
+    same_name = _keys_named(wanted_name, keys, has_section=bool(name))
     if same_name:
         return dotted, _suggest_closest(dotted, same_name)
     similar = [key for key in keys if is_typo(wanted_name, key.partition(".")[2])]
@@ -207,6 +207,15 @@ def hint(
     if section in sections:
         return dotted, "remove it"
     return dotted, f"use {', '.join(sections)}"
+
+
+def _keys_named(name: str, keys: Collection[str], has_section: bool) -> list[str]:
+    """The keys of that name in any section. Without a section, sft's keys come only where no other
+    section has the name: they stand in for those of data and actor."""
+    same_name = [key for key in keys if key.partition(".")[2] == name]
+    if has_section:
+        return same_name
+    return [key for key in same_name if not key.startswith("sft.")] or same_name
 
 
 def _suggest_closest(dotted: str, names: Collection[str]) -> str:

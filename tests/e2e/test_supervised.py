@@ -40,28 +40,42 @@ def supervised_run(model: str, folder: Path, **changes: object) -> Config:
     return validate_supervised(tiny_config(model, str(folder), **settings | changes))
 
 
-def test_supervised_steps_resume_exactly_and_rl_starts_with_their_model(
-    models, tmp_path, monkeypatch
-):
-    """The second run fails in step 4, after its checkpoint of step 3. Then a step of RL."""
+def test_supervised_steps_and_rl_with_their_model(models, tmp_path):
+    """Six supervised steps on two ranks, then a step of RL that begins with hf_model/."""
+    from one_step_off.runtime import launch
+
+    folder = tmp_path / "sft"
+    assert launch.run_supervised(supervised_run(models(), folder)) == 0
+    metrics = read_rows(folder, "metrics.jsonl")
+    losses = [row["sft/loss"] for row in metrics]
+    assert len(losses) == 6
+    assert losses[-1] < 0.8 * losses[0]
+    assert used_prompts(folder)
+    evaluations = read_rows(folder, "evaluations.jsonl")
+    assert [row["val/version"] for row in evaluations] == [0, 2, 4, 6]
+    assert evaluations[-1]["val/loss"] < 0.8 * evaluations[0]["val/loss"]
+    summary = read_summary(folder)
+    assert summary["val/losses"] == [row["val/loss"] for row in evaluations]
+    assert (folder / "report.html").exists()
+
+    after = tmp_path / "rl"
+    cfg = tiny_config(str(folder / "hf_model"), str(after), **{"trainer.total_steps": 1})
+    assert launch.run(cfg) == 0
+    (row,) = read_rows(after, "metrics.jsonl")
+    assert row["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+    assert row["canary/logprob_diff_max"] < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_supervised_steps_resume_exactly(models, tmp_path, monkeypatch):
+    """The second run fails in step 4, after its checkpoint of step 3."""
     from one_step_off import supervised_trainer
     from one_step_off.runtime import launch
 
     whole = tmp_path / "whole"
     halves = tmp_path / "halves"
     assert launch.run_supervised(supervised_run(models(), whole)) == 0
-    metrics = read_rows(whole, "metrics.jsonl")
-    losses = [row["sft/loss"] for row in metrics]
-    assert len(losses) == 6
-    assert losses[-1] < 0.8 * losses[0]
-    assert used_prompts(whole)
-    evaluations = read_rows(whole, "evaluations.jsonl")
-    assert [row["val/version"] for row in evaluations] == [0, 2, 4, 6]
-    assert evaluations[-1]["val/loss"] < 0.8 * evaluations[0]["val/loss"]
-    summary = read_summary(whole)
-    assert summary["val/losses"] == [row["val/loss"] for row in evaluations]
-    assert (whole / "report.html").exists()
-
     real_batch = supervised_trainer.SupervisedPipeline._batch
 
     def fail_in_step_4(self, version, rows):
@@ -78,13 +92,6 @@ def test_supervised_steps_resume_exactly_and_rl_starts_with_their_model(
     assert read_rows(whole, "ledger.jsonl") == read_rows(halves, "ledger.jsonl")
     assert learned_metrics(whole) == learned_metrics(halves)
     assert_same_weights(whole, halves)
-
-    after = tmp_path / "rl"
-    cfg = tiny_config(str(whole / "hf_model"), str(after), **{"trainer.total_steps": 1})
-    assert launch.run(cfg) == 0
-    (row,) = read_rows(after, "metrics.jsonl")
-    assert row["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
-    assert row["canary/logprob_diff_max"] < 1e-3
 
 
 @pytest.mark.slow

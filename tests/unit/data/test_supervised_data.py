@@ -12,7 +12,6 @@ import pytest
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.config.supervised import supervised_config
-from one_step_off.data.run_data import RunData
 from one_step_off.data.supervised_data import SupervisedRow, load_supervised_data
 from tests.unit.data.data_helpers import GOOD, make_tokenizer, prompts_of, write_jsonl
 
@@ -100,8 +99,8 @@ def config(files: str, **changes: Any) -> Config:
     return supervised_config(cfg)
 
 
-def load(tmp_path: Path, rows: list[Any], tokenizer: Any, **changes: Any) -> RunData:
-    """The data of some rows."""
+def load(tmp_path: Path, rows: list[Any], tokenizer: Any, **changes: Any) -> Any:
+    """The `RunData` of some rows."""
     files = write_jsonl(tmp_path / "rows.jsonl", rows)
     stop_ids = frozenset({tokenizer.eos_token_id})
     return load_supervised_data(config(files, **changes), tokenizer, stop_ids)
@@ -334,7 +333,7 @@ def test_the_generator_of_word_problems_and_the_tiny_model(models):
 
     tokenizer = AutoTokenizer.from_pretrained(models())
     cfg = config("generator:word_problems", data__generator_size=50)
-    data = load_supervised_data(cfg, tokenizer, frozenset({tokenizer.eos_token_id}))
+    data: Any = load_supervised_data(cfg, tokenizer, frozenset({tokenizer.eos_token_id}))
     assert len(data.stream) == 50
     for row in data.stream.prompts:
         (answer,) = answers(row, tokenizer)

@@ -1,6 +1,8 @@
 """The supervised update: the loss of transformers, on any number of ranks, packed or padded, by
 both back ends."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -28,9 +30,10 @@ class Recording(SupervisedWorker):
     """Keeps whole gradients as they are before each optimizer step."""
 
     def _optimizer_step(self, stats):
+        named: Any = self.model.named_parameters()
         self.gradients = {
             name: parameter.grad.full_tensor().numpy().copy()
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in named
             if parameter.grad is not None
         }
         return super()._optimizer_step(stats)
@@ -199,7 +202,7 @@ def test_two_ranks_equal_one(model_folders, tmp_path):
 
 @pytest.mark.parametrize("layout", [{}, {"actor__tensor_parallel_size": 2}], ids=["dp2", "tp2"])
 def test_megatron_equals_fsdp(megatron_models, tmp_path, layout):
-    path = megatron_models["qwen2"]
+    path = str(megatron_models / "qwen2")
     module = "one_step_off.training.megatron_workers"
     cfg = supervised_cfg(path, actor__backend="megatron", **layout)
     check_ranks(path, {"megatron": (module, "MegatronSupervisedWorker", cfg)}, tmp_path)
