@@ -183,6 +183,8 @@ def stale_config(model: str, folder: Path) -> Config:
     return tiny_config(model, str(folder), **settings)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_whole_batches_of_two_ages_resume_exactly(models, tmp_path, monkeypatch):
     """The plug is pulled in step 4, after the checkpoint of step 3, which is between two syncs:
     batches 3 and 4 are in it, made by v2."""
