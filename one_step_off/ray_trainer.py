@@ -309,7 +309,7 @@ class Pipeline:
         """What the replicas do at a step's beginning, beside the trainer where they overlap:
         receive v(step), then generate with it. Returns the metrics of the sync."""
         try:
-            metrics = await self._sync(step)
+            metrics = await self._sync(step, self.cfg.weight_sync.canary_overlap)
         except NoReplica as e:
             # The trainer still ends its step, so that a checkpoint can be written after it.
             self.batches.fail(e)
@@ -321,9 +321,11 @@ class Pipeline:
         next_step = step + self.cfg.pipeline.staleness
         if next_step < total_steps:
             self.batches.launch(next_step, self.synced_version, self.background)
+        if self.cfg.weight_sync.canary_overlap:
+            metrics |= await self.roles.sync.verified()
         return metrics
 
-    async def _sync(self, version: int) -> dict[str, float]:
+    async def _sync(self, version: int, canary_later: bool = False) -> dict[str, float]:
         """Bring the replicas to `version`, unless they hold it. They generate nothing meanwhile."""
         if self.evaluation is not None:
             await self.evaluation
@@ -331,7 +333,8 @@ class Pipeline:
         if self.synced_version == version:
             return metrics | {"time/sync_s": 0.0, "sync/bytes": 0.0} | self.canary_metrics
         begin = now()
-        sync_metrics = await self.roles.sync((self.incarnation, version), self.expected_canary)
+        sync = self.roles.sync.deliver if canary_later else self.roles.sync
+        sync_metrics = await sync((self.incarnation, version), self.expected_canary)
         self.tracker.span("sync", "weights", version, begin, now())
         self.synced_version = version
         self.canary_metrics = {

@@ -12,7 +12,7 @@ from one_step_off.weight_sync.bucket_plan import Pieces
 from one_step_off.weight_sync.kept_blocks import KeptBlocks, kept_from_plain, plain_kept
 from one_step_off.weight_sync.report import Report
 from one_step_off.weight_sync.routes import KeptByReceivers
-from one_step_off.weight_sync.sync_calls import Abort, SyncCall, run_or_abort
+from one_step_off.weight_sync.sync_calls import Abort, begin_on_replicas, run_or_abort
 
 
 class ReplicaLayouts:
@@ -45,11 +45,7 @@ class ReplicaLayouts:
         new = {n: replica for n, replica in replicas.items() if replica not in self._blocks}
         if not new:
             return
-        shapes = store_once(self.shapes)
-        calls = []
-        for number, replica in new.items():
-            answer = replica.learn_kept.remote(shapes)
-            calls.append(SyncCall(f"rollout {number}", replica, answer, number))
+        calls = begin_on_replicas(new, "learn_kept", store_once(self.shapes))
         what = "weight sync, layouts of the models"
         answers = await run_or_abort(what, calls, self.timeout_s, self.timeout_s, abort)
         for replica, workers in zip(new.values(), answers, strict=True):
