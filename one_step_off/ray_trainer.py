@@ -312,7 +312,7 @@ class Pipeline:
             await self.roles.sync.release(step)
             return NO_SYNC
         try:
-            metrics = await self._sync(step)
+            metrics = await self._sync(step, self.cfg.weight_sync.canary_overlap)
         except NoReplica as e:
             # The trainer still ends its step, so that a checkpoint can be written after it.
             self.batches.fail(e)
@@ -322,9 +322,11 @@ class Pipeline:
             self._start_evaluation(step)
         last_begun = last_begun_batch(self.cfg, step)
         self.batches.launch(last_begun, self.synced_version, self.background)
+        if self.cfg.weight_sync.canary_overlap:
+            metrics |= await self.roles.sync.verified()
         return metrics
 
-    async def _sync(self, version: int) -> dict[str, float]:
+    async def _sync(self, version: int, canary_later: bool = False) -> dict[str, float]:
         """Bring the replicas to `version`, unless they hold it. They generate nothing meanwhile."""
         if self.evaluation is not None:
             await self.evaluation
@@ -332,7 +334,8 @@ class Pipeline:
         if self.synced_version == version:
             return NO_SYNC | metrics | self.canary_metrics
         begin = now()
-        sync_metrics = await self.roles.sync((self.incarnation, version), self.expected_canary)
+        sync = self.roles.sync.deliver if canary_later else self.roles.sync
+        sync_metrics = await sync((self.incarnation, version), self.expected_canary)
         self.tracker.span("sync", "weights", version, begin, now())
         if self.batches.never_drains and not metrics["time/wait_trainer_s"]:
             # They generate again while the canary is scored.

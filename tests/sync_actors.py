@@ -175,12 +175,17 @@ class LightReplica(FaultInjector):
         self.layout: LightLayout | None = None
         self.ahead: Future | None = None
         self.rollout_s = 0.01
+        self.score_s = 0.0
         self.engine = ThreadPoolExecutor(1)
         self.weights: dict[str, torch.Tensor] = {}
 
     def set_rollout_s(self, seconds: float) -> None:
         """Let generation take so long."""
         self.rollout_s = seconds
+
+    def set_score_s(self, seconds: float) -> None:
+        """Let the canary take so long, beside generation."""
+        self.score_s = seconds
 
     async def _in_engine(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.engine, function, *args)
@@ -260,6 +265,7 @@ class LightReplica(FaultInjector):
 
     async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         _, version = self.stamp
+        await asyncio.sleep(self.score_s)
         self.pass_place("score", version)
         return canary_log_probs(float(self.weights["a"][0, 0]), sequences)
 
@@ -267,11 +273,14 @@ class LightReplica(FaultInjector):
         if self.stamp is None:
             raise RuntimeError("no verified weights")
         await asyncio.sleep(self.rollout_s)
-        return [
+        samples = [
             stamped_sample(prompt, index, self.stamp)
             for prompt in prompts
             for index in range(sampling.size)
         ]
+        for sample in samples:
+            sample.extra["pid"] = os.getpid()
+        return samples
 
     async def stop(self) -> None:
         """Nothing to end."""

@@ -4,6 +4,8 @@
         estimates for GPU clusters, which are not measured
     python -m benchmarks.sync_model --check A/result.json B/...
         the model against what benchmarks.weight_sync measured (model_check.py)
+    python -m benchmarks.sync_model --all-send
+        estimates where every trainer rank sends its own rows (weight_sync.max_senders=0)
     python -m benchmarks.sync_model --cells
         what a block that a worker keeps costs in Python on this machine
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,11 +177,11 @@ def _load_s(machine: Machine, model: Model, layout: Layout, senders: int) -> flo
 def _kept_phases(machine: Machine, model: Model, layout: Layout) -> dict[str, float]:
     """As `phases`, if workers receive what they keep.
 
-    What is kept was planned for 8 senders at most. With more of them a worker gets as many bytes,
-    in more messages and smaller blocks.
+    For a lower bound, what is kept is planned for 8 senders at most. With more of them a worker
+    gets as many bytes, in more messages and smaller blocks.
     """
     senders = layout.sending
-    planned_senders = min(senders, PRODUCT_SENDERS)
+    planned_senders = senders if layout.planned else min(senders, PRODUCT_SENDERS)
     ratio = senders / planned_senders
     assert model.large is not None
     traffic = traffic_of(
@@ -353,6 +356,18 @@ def by_senders(machine: Machine = H100) -> str:
     return "\n".join(markdown_table(headings, [["sync, s", *cells]])) + "\n"
 
 
+def all_ranks_send(cases: Sequence[str] = tuple(CASES), machine: Machine = H100) -> str:
+    """The sync where every rank sends its own rows (weight_sync.max_senders=0), from the program's
+    own plan of all these senders. The largest case takes a minute for each size of buckets."""
+    rows = []
+    for case in cases:
+        model, layout = CASES[case]
+        for mib in (64, 512, 4096):
+            all_send = replace(layout, kept=True, bucket=mib * 2**20)
+            rows.append(_row(f"{case}, buckets of {mib} MiB", machine, model, all_send))
+    return "\n".join(markdown_table(["every rank sends", "pack", "wire", "load", "sync"], rows))
+
+
 def main() -> None:
     """Print the estimates, the check or the costs per block."""
     parser = Parser(__doc__)
@@ -369,6 +384,9 @@ def main() -> None:
     parser.add_argument(
         "--cells", action="store_true", help="measure what a block that a worker keeps costs here"
     )
+    parser.add_argument(
+        "--all-send", action="store_true", help="estimates where every rank sends; takes minutes"
+    )
     args = parser.parse_args()
     if args.check:
         from benchmarks.weight_sync.model_check import check_model
@@ -377,6 +395,8 @@ def main() -> None:
         print(check_model(results, args.known))
     elif args.cells:
         print(cell_costs.table())
+    elif args.all_send:
+        print(all_ranks_send())
     else:
         print(f"{H100}\n\n{estimates()}\n{by_senders()}")
 

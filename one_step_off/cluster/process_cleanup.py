@@ -28,18 +28,23 @@ KILL_WAIT_S = 0.2
 """Seconds after each round for the killed processes to end: 20 s in all."""
 
 
-def mapped_inodes() -> set[int]:
-    """The inodes of all shared memory that a process has mapped.
+def mapped_inodes_by_process() -> dict[int, set[int]]:
+    """Process id -> the inodes of the shared memory that it has mapped.
 
     The inode and not the name, because a semaphore is mapped before it has its name.
     """
-    inodes: set[int] = set()
+    inodes: dict[int, set[int]] = {}
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # the process has just ended, or is another user's
-            for line in path.read_text().splitlines():
-                if " /dev/shm/" in line:
-                    inodes.add(int(line.split()[4]))
+            lines = path.read_text().splitlines()
+            mapped = {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
+            inodes[int(path.parent.name)] = mapped
     return inodes
+
+
+def mapped_inodes() -> set[int]:
+    """The inodes of all shared memory that a process has mapped."""
+    return set().union(*mapped_inodes_by_process().values())
 
 
 def clean_up(folder: str, start_time: float) -> None:

@@ -63,7 +63,9 @@ class WeightSyncConfig:
         choices="sharded gather",
     )
     max_senders: int = config_key(
-        8, "most trainer ranks that send to replicas; more ranks give theirs to these", low=1
+        8,
+        "most trainer ranks that send to replicas; more ranks give theirs to these; 0: all send",
+        low=0,
     )
     bucket_mb: int = config_key(
         64, "size of a bucket, in MiB; sender and receiver reuse two each", low=1
@@ -82,6 +84,9 @@ class WeightSyncConfig:
     timeout_s: float = config_key(120.0, "time limit for each phase of a sync", above=0.0)
     canary_sequences: int = config_key(
         4, "sequences that engine and trainer both score after each sync, to compare", low=1
+    )
+    canary_overlap: bool = config_key(
+        False, "replicas score them beside the next prompts; samples wait until they were accepted"
     )
     canary_tolerance: Optional[float] = config_key(
         None, "largest allowed log-prob difference; null: 1e-3 in fp32, measured in bf16", above=0.0

@@ -16,12 +16,15 @@ from enum import Enum, auto
 class ReplicaState(Enum):
     """What may be asked of a replica."""
 
-    STALE = (
-        auto()
-    )  # it runs, but holds no verified weights: it takes part in syncs, and gets no prompts
-    HEALTHY = auto()  # its weights have passed the canary: it gets prompts
-    SUSPECT = auto()  # it did not answer its last heartbeat: no new prompts
-    DEAD = auto()  # its process died or hangs: it must be restarted
+    STALE = auto()
+    """It runs, but holds no verified weights: it takes part in syncs, and gets no prompts."""
+    HEALTHY = auto()
+    """It gets prompts: its weights have passed the canary, or what it returns is held back until
+    they have."""
+    SUSPECT = auto()
+    """It did not answer its last heartbeat: no new prompts."""
+    DEAD = auto()
+    """Its process died or hangs: it must be restarted."""
 
 
 ALLOWED_TRANSITIONS: dict[ReplicaState, frozenset[ReplicaState]] = {

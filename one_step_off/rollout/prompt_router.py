@@ -181,13 +181,15 @@ class PromptRouter:
             samples = await self.supervisor.call(
                 i, request.purpose, "rollout", prompts, request.sampling
             )
+            self.timeline.record(request.purpose, i, begin)
+            # Nobody may see samples of weights that are not verified.
+            await self.supervisor.wait_until_verified(i)
         except ReplicaFailed as e:
             if failures + 1 >= MAX_ATTEMPTS:
                 raise ProcessDied(
                     f"{e}: {MAX_ATTEMPTS} replicas in a row failed with the same prompts"
                 ) from e
             return await self.generate(prompts, request, failures + 1)
-        self.timeline.record(request.purpose, i, begin)
         load.returned += len(prompts) * request.sampling.size
         if request.on_group is not None:
             request.on_group(samples)

@@ -84,6 +84,8 @@ class ReplicaSupervisor:
         self.on_failure: Callable[[int], None] = lambda replica_index: None
         # Done when that replica has failed, so that its calls end.
         self._failure_events: dict[int, asyncio.Future] = defaultdict(asyncio.Future)
+        # Of replicas whose weights are not verified; done when their canary has ended.
+        self._canaries: dict[int, asyncio.Future[None]] = {}
 
     @property
     def active(self) -> list[int]:
@@ -140,18 +142,63 @@ class ReplicaSupervisor:
     # --- states -----------------------------------------------------------------------------------
 
     def mark_stale(self) -> None:
-        """A sync begins: no active replica holds verified weights until its canary has passed."""
+        """A sync begins: no active replica holds verified weights until its canary has passed.
+
+        What a replica returns until then is held back: with partial rollouts it continues its
+        prompts as soon as it has the new weights.
+        """
         for i in self.active:
             self.health[i].transition_to(ReplicaState.STALE)
+            self._hold_back(i)
 
     def mark_synced(self, i: int, replica: Any) -> None:
         """The process `replica` holds verified weights and may serve, unless it was replaced or has
         died since."""
+        if not self._may_serve(i, replica):
+            return
+        canary = self._canaries.pop(i, None)
+        if canary is not None:
+            canary.set_result(None)
+
+    def mark_unverified(self, i: int, replica: Any) -> None:
+        """The process `replica` has weights whose canary is still being scored. It gets prompts,
+        and what it returns is held back until `mark_synced`."""
+        if self._may_serve(i, replica):
+            self._hold_back(i)
+
+    def _may_serve(self, i: int, replica: Any) -> bool:
+        """Let the process `replica` serve; returns False if it was replaced or has died."""
         health = self.health[i]
         if replica is not self.replicas[i] or health.state is ReplicaState.DEAD:
-            return
+            return False
         health.transition_to(ReplicaState.HEALTHY)
         health.reset_timeouts(time.monotonic())
+        return True
+
+    def _hold_back(self, i: int) -> None:
+        """From now on `wait_until_verified` waits for this replica's canary."""
+        if i not in self._canaries:
+            self._canaries[i] = asyncio.get_running_loop().create_future()
+
+    def refuse(self, error: Exception) -> None:
+        """A canary has failed: `wait_until_verified` raises this error."""
+        for canary in self._canaries.values():
+            canary.set_exception(error)
+            _mark_exception_retrieved(canary)  # maybe nothing was held back
+        self._canaries.clear()
+
+    async def wait_until_verified(self, i: int) -> None:
+        """Hold back what replica `i` has returned until its weights are verified; at once if they
+        are.
+
+        Raises:
+            ReplicaFailed: it was given up before that.
+            SyncError: a canary failed.
+        """
+        canary = self._canaries.get(i)
+        if canary is not None:
+            await asyncio.wait([canary])
+            canary.result()
 
     async def wait_for_healthy(self) -> list[int]:
         """The replicas that may get prompts. Where there are none, waits for one.
@@ -254,6 +301,10 @@ class ReplicaSupervisor:
         failure_event = self._failure_events.pop(i, None)
         if failure_event is not None:
             failure_event.set_result(None)
+        canary = self._canaries.pop(i, None)
+        if canary is not None:
+            canary.set_exception(ReplicaFailed(f"rollout {i}: its canary was not scored"))
+            _mark_exception_retrieved(canary)
         self.on_failure(i)
 
     async def _restart(self, i: int) -> None:

@@ -12,17 +12,56 @@ all weights are sent at the pause.
 
 import asyncio
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from one_step_off.cluster.errors import SyncError
-from one_step_off.weight_sync.sync_calls import SyncCall, run_or_abort, transfer_limits
+from one_step_off.config.schema import WeightSyncConfig
+from one_step_off.weight_sync.canary_beside import CanaryBeside
+from one_step_off.weight_sync.participants import Replicas
+from one_step_off.weight_sync.sync_calls import (
+    MethodCall,
+    SyncCall,
+    run_or_abort,
+    transfer_limits,
+)
+
+
+class ConnectedSync(Protocol):
+    """The part of `WeightSync` that an early transfer uses."""
+
+    cfg: WeightSyncConfig
+    lock: asyncio.Lock
+    """Held by a sync."""
+    canary_beside: CanaryBeside | None
+    """The canary of the sync before, while it is scored."""
+    rollout: Replicas
+    connected_replicas: list[Any]
+    """The actor handles that the groups were created for."""
+    members: list[tuple[Any, int]]
+    """The ranks that give their pieces to a sender."""
+    total_bytes: int
+    """Of a full sync."""
+
+    def sends_only_kept(self, replicas: list[Any]) -> bool:
+        """Whether the layouts of these replicas are proved."""
+        ...
+
+    def begin_transfer(
+        self, replicas: dict[int, Any], send: MethodCall, receive: MethodCall
+    ) -> list[SyncCall]:
+        """Call a method of every sending rank, and one of these replicas."""
+        ...
+
+    async def abort(self, error: Exception) -> None:
+        """End every wait of the groups."""
+        ...
 
 
 class AheadTransfer:
     """The first part of one sync, at most one at a time."""
 
-    def __init__(self, sync: Any) -> None:
-        """`sync`: the `WeightSync` whose groups and processes are used."""
+    def __init__(self, sync: ConnectedSync) -> None:
+        """`sync`: whose groups and processes are used."""
         self.sync = sync
         self.version: int | None = None
         self.task: asyncio.Task | None = None
@@ -33,26 +72,28 @@ class AheadTransfer:
         once; does nothing where it is not possible."""
         sync = self.sync
         limit_bytes = (sync.cfg.receive_ahead_mb << 20) or sync.total_bytes
-        numbers = sync.rollout.active
-        replicas = [sync.rollout.replicas[number] for number in numbers]
-        is_idle = self.task is None and not sync.lock.locked()
-        has_groups = bool(replicas) and replicas == sync.connected_replicas
-        # A rank that gives its pieces to another one gives all of them at once.
-        is_allowed = not sync.members or limit_bytes >= sync.total_bytes
-        if not (is_idle and has_groups and is_allowed and sync.sends_only_kept(replicas)):
+        replicas = {number: sync.rollout.replicas[number] for number in sync.rollout.active}
+        if not self._is_possible(list(replicas.values()), limit_bytes):
             return
-        calls = []
-        for rank in sync.sending_ranks:
-            answer = rank.send_ahead.remote(version, limit_bytes)
-            calls.append(SyncCall(sync.rank_name(rank), rank, answer))
-        for number, replica in zip(numbers, replicas, strict=True):
-            answer = replica.receive_ahead.remote(version, limit_bytes)
-            calls.append(SyncCall(f"rollout {number}", replica, answer, number))
+        calls = sync.begin_transfer(
+            replicas,
+            ("send_ahead", version, limit_bytes),
+            ("receive_ahead", version, limit_bytes),
+        )
         what = f"weight sync of version {version}, ahead"
         limits = transfer_limits(sync.cfg.timeout_s, sync.total_bytes)
         self.version = version
         self.task = asyncio.create_task(run_or_abort(what, calls, *limits, sync.abort))
         self.task.add_done_callback(_take_error)
+
+    def _is_possible(self, replicas: list[Any], limit_bytes: int) -> bool:
+        """Whether nothing else uses the groups, and their workers' layouts are proved."""
+        sync = self.sync
+        is_idle = self.task is None and sync.canary_beside is None and not sync.lock.locked()
+        has_groups = bool(replicas) and replicas == sync.connected_replicas
+        # A rank that gives its pieces to another one gives all of them at once.
+        is_allowed = not sync.members or limit_bytes >= sync.total_bytes
+        return is_idle and has_groups and is_allowed and sync.sends_only_kept(replicas)
 
     async def finish(self, version: int) -> None:
         """Wait for what was begun, before the rest of `version` is sent.

@@ -14,6 +14,9 @@ every process, on a thread that is never busy, whether it is alive, and decides:
 
 A restarted replica gets the weights that were sent last, from the senders' copies, and serves when
 its canary has passed.
+
+With weight_sync.canary_overlap the replicas generate as soon as they have the weights (`deliver`),
+and what they return is held back until their canary was accepted (`verified`).
 """
 
 import asyncio
@@ -21,32 +24,34 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from one_step_off.cluster.errors import ProcessDied, SyncError, TrainerDied
+from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.remote_calls import (
-    MAX_ATTEMPTS,
     call_all,
     call_each,
     store_once,
 )
-from one_step_off.config.schema import Config
 from one_step_off.data.samples import Stamp
 from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync import base_model, report
 from one_step_off.weight_sync.ahead import AheadTransfer
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.canary import Canary
+from one_step_off.weight_sync.canary_beside import CanaryBeside, canary_name
+from one_step_off.weight_sync.failed_syncs import FailedSyncs
+from one_step_off.weight_sync.participants import LogProbs, Replicas, Trainers
 from one_step_off.weight_sync.replica_layouts import ReplicaLayouts, plain_kept_by_receivers
 from one_step_off.weight_sync.routes import KeptByReceivers
 from one_step_off.weight_sync.sender_groups import SenderGroup, form_groups
 from one_step_off.weight_sync.sync_calls import (
     BrokenSync,
+    MethodCall,
     SyncCall,
     await_quietly,
-    find_failed,
+    begin_on_replicas,
     run_or_abort,
     transfer_limits,
 )
@@ -54,59 +59,6 @@ from one_step_off.weight_sync.sync_calls import (
 CONNECT_GRACE_S = 5.0
 """Each process enforces `connect_timeout` itself. The driver waits this many seconds longer, for a
 process that hangs where it enforces nothing."""
-
-LogProbs = list[np.ndarray]
-"""float32 [tokens] of each sequence of the canary."""
-
-
-class Trainers(Protocol):
-    """The part of the actor's `TrainGroup` that a sync uses."""
-
-    ranks: list[Any]
-    """Ray actor handles."""
-    cfg: Config
-
-    def score(self, sequences: list[np.ndarray]) -> Awaitable[LogProbs]:
-        """The trainer's log-probs of the canary's tokens (int32 [tokens + 1] per sequence) at its
-        current weights."""
-        ...
-
-
-class Replicas(Protocol):
-    """The part of `RolloutGroup` that a sync uses."""
-
-    replicas: list[Any]
-    """Ray actor handles, by replica number."""
-    cfg: Config
-    syncing: bool
-    """While it is set, new prompts wait."""
-    restore: Callable[[int], Awaitable[bool]] | None
-    """Brings verified weights to a restarted replica; set by the sync."""
-
-    @property
-    def active(self) -> list[int]:
-        """The replicas that take part in syncs."""
-        ...
-
-    async def wait_for_any_replica(self) -> None:
-        """Wait until there is a replica for a sync. Raises NoReplica."""
-        ...
-
-    def mark_stale(self) -> None:
-        """No active replica holds verified weights from here on."""
-        ...
-
-    def mark_synced(self, number: int, replica: Any) -> None:
-        """This process holds verified weights, unless it was replaced or has died since."""
-        ...
-
-    def mark_failed(self, i: int, why: str) -> None:
-        """Restart a replica in the background."""
-        ...
-
-    def exclude(self, i: int, why: str) -> None:
-        """Give a replica up for good."""
-        ...
 
 
 class WeightSync:
@@ -155,10 +107,11 @@ class WeightSync:
         """What all workers of the epoch keep; None: only whole tensors can be sent."""
         self.last_sent: tuple[Stamp, LogProbs] | None = None
         """What replicas must hold, and the trainer's log-probs of the canary."""
+        self.canary_beside: CanaryBeside | None = None
+        """The canary of the last sync, where it is scored beside the first prompts."""
         self.ahead = AheadTransfer(self)
         """What the replicas receive while they still generate."""
-        self.failed_syncs: dict[int, int] = {}
-        """Replica -> syncs of all replicas that it failed in a row."""
+        self.failed_syncs = FailedSyncs(actor, rollout, self.cfg.sender)
         self.on_trace: Callable[[list[report.Span]], None] = lambda spans: None
         """Receives the spans of each sync for the timeline."""
         self.on_log: Callable[[str], None] = lambda line: None
@@ -242,9 +195,69 @@ class WeightSync:
             NoReplica: all replicas are gone or hang.
         """
         with self.at_work():
-            return await self._sync(stamp, expected)
+            metrics = await self._sync(stamp, expected)
+        _, version = stamp
+        await self.release(version)
+        return metrics
 
-    async def _sync(self, stamp: Stamp, expected: Awaitable[LogProbs] | None) -> dict[str, Any]:
+    async def deliver(
+        self, stamp: Stamp, expected: Awaitable[LogProbs] | None = None
+    ) -> dict[str, Any]:
+        """As a call, but returns when the replicas have the weights. They may generate from then
+        on, and what they return is held back. `verified` must be awaited next.
+
+        Arguments, metrics and errors are those of a call, without the canary's.
+        """
+        with self.at_work():
+            return await self._sync(stamp, expected, canary_later=True)
+
+    async def verified(self) -> dict[str, Any]:
+        """Wait until the canary of the weights that `deliver` brought was accepted, and let the
+        trainer change them. Returns its metrics; {}: there is no such canary.
+
+        A replica that is gone or hangs is restarted, and what is held back of it is generated
+        again.
+
+        Raises:
+            SyncError: a replica differs. All that is held back is discarded, by the same error.
+            RoleError: a replica could not score the canary, and its process lives.
+        """
+        canary = self.canary_beside
+        if canary is None:
+            return {}
+        try:
+            metrics = await self._accept(canary.stamp, canary.trainer_log_probs, canary)
+        except Exception as error:
+            self.connected_replicas = []
+            self.rollout.refuse(error)
+            raise
+        finally:
+            self.canary_beside = None
+        _, version = canary.stamp
+        await self.release(version)
+        return metrics | {"time/canary_overlapped_s": time.perf_counter() - canary.begin}
+
+    async def _accept(
+        self, stamp: Stamp, trainer_log_probs: LogProbs, canary: CanaryBeside
+    ) -> dict[str, float]:
+        """Compare what the replicas answered; returns the canary's metrics. Errors: as
+        `verified`."""
+        what = canary_name(stamp)
+        scores, failed = await canary.answers(what, self.cfg.timeout_s)
+        metrics: dict[str, float] = {}
+        if scores:
+            metrics = self.canary_check.check(trainer_log_probs, scores, what, self.on_log)
+        for number, call in canary.calls.items():
+            if number in scores:
+                self.failed_syncs.passed(number)
+                self.rollout.mark_synced(number, call.actor)
+            elif self.rollout.replicas[number] is call.actor:  # else it was restarted meanwhile
+                self.failed_syncs.restart_replica(number, failed[number], what)
+        return metrics
+
+    async def _sync(
+        self, stamp: Stamp, expected: Awaitable[LogProbs] | None, canary_later: bool = False
+    ) -> dict[str, Any]:
         begin = time.perf_counter()
         trainer_log_probs = await (expected or self.score_canary())
         canary_wait_s = time.perf_counter() - begin
@@ -257,10 +270,8 @@ class WeightSync:
         while not metrics:
             # A replica that comes back now may have these weights already, from `restore`.
             await self.rollout.wait_for_any_replica()
-            metrics = await self._sync_active()
+            metrics = await self._sync_active(canary_later)
         self.rollout.syncing = False
-        _, version = stamp
-        await self.release(version)
         # The replicas idle until the canary has passed, so it belongs to the sync.
         metrics["time/canary_s"] += canary_wait_s
         return metrics | {"time/sync_s": time.perf_counter() - begin}
@@ -287,7 +298,7 @@ class WeightSync:
         """The attempt ends: trainers that wait for the end of the sync raise SyncError."""
         await await_quietly([rank.fail_sync.remote(str(error)) for rank in self.actor.ranks])
 
-    async def _sync_active(self) -> dict[str, Any]:
+    async def _sync_active(self, canary_later: bool) -> dict[str, Any]:
         """One sync of all active replicas; see `_sync_replicas`."""
         async with self.lock:
             # Only now: while this waited for the lock, a replica may have come back, with the
@@ -295,14 +306,17 @@ class WeightSync:
             numbers = self.rollout.active
             if not numbers:
                 return {}
-            return await self._sync_replicas(numbers, is_restore=False)
+            return await self._sync_replicas(numbers, False, canary_later)
 
-    async def _sync_replicas(self, numbers: list[int], is_restore: bool) -> dict[str, Any]:
+    async def _sync_replicas(
+        self, numbers: list[int], is_restore: bool, canary_later: bool = False
+    ) -> dict[str, Any]:
         """Bring `last_sent` to these replicas.
 
         Args:
             numbers: of the replicas.
             is_restore: the sync is for one restarted replica alone.
+            canary_later: begin the canary, and leave it to `verified`.
 
         Returns:
             Metrics; empty: some replicas failed, and are being restarted.
@@ -319,21 +333,33 @@ class WeightSync:
                 await self._regroup(numbers)
             metrics = await self._transfer(stamp, numbers)
             begin = time.perf_counter()
-            metrics |= await self._check_canary(stamp, trainer_log_probs, numbers)
+            if canary_later:
+                calls = begin_on_replicas(replicas, "score", self.canary)
+                by_number = dict(zip(numbers, calls, strict=True))
+                self.canary_beside = CanaryBeside(stamp, trainer_log_probs, by_number)
+            else:
+                metrics |= await self._check_canary(stamp, trainer_log_probs, numbers)
             metrics["time/canary_s"] = time.perf_counter() - begin
         except BrokenSync as broken:
             self.connected_replicas = []
             self.layouts.forget_proofs()
-            await self._handle_broken_sync(broken, stamp, replicas, is_restore)
+            await self.failed_syncs.handle(broken, stamp, replicas, is_restore)
             return {}
         except SyncError:
             self.connected_replicas = []
             raise
-        for number, replica in replicas.items():
-            if not is_restore:
-                self.failed_syncs.pop(number, None)
-            self.rollout.mark_synced(number, replica)
+        self._mark_synced(replicas, is_restore, canary_later)
         return metrics
+
+    def _mark_synced(self, replicas: dict[int, Any], is_restore: bool, canary_later: bool) -> None:
+        """These replicas have the weights, and may generate. Arguments as `_sync_replicas`."""
+        for number, replica in replicas.items():
+            if canary_later:
+                self.rollout.mark_unverified(number, replica)
+                continue
+            if not is_restore:
+                self.failed_syncs.passed(number)
+            self.rollout.mark_synced(number, replica)
 
     async def _regroup(self, numbers: list[int]) -> None:
         """Create new groups, of the senders and these replicas. Raises BrokenSync."""
@@ -393,23 +419,36 @@ class WeightSync:
         """Send and receive; returns the metrics. Raises BrokenSync."""
         begin = time.perf_counter()
         _, version = stamp
-        replicas = [self.rollout.replicas[number] for number in numbers]
+        replicas = {number: self.rollout.replicas[number] for number in numbers}
         await self.ahead.finish(version)
-        only_kept = self.sends_only_kept(replicas)
-        calls = []
-        for rank in self.sending_ranks:
-            answer = rank.send_weights.remote(version, only_kept)
-            calls.append(SyncCall(self.rank_name(rank), rank, answer))
-        for number, replica in zip(numbers, replicas, strict=True):
-            answer = replica.sync.remote(stamp, only_kept)
-            calls.append(SyncCall(f"rollout {number}", replica, answer, number))
+        only_kept = self.sends_only_kept(list(replicas.values()))
+        calls = self.begin_transfer(
+            replicas, ("send_weights", version, only_kept), ("sync", stamp, only_kept)
+        )
         first_limit_s, rest_limit_s = transfer_limits(self.cfg.timeout_s, self.total_bytes)
         what = f"weight sync of version {version}"
         reports = await run_or_abort(what, calls, first_limit_s, rest_limit_s, self.abort)
         sent = reports[: len(self.sending_ranks)]
         received = dict(zip(numbers, reports[len(self.sending_ranks) :], strict=True))
-        self.layouts.note_reports(dict(zip(replicas, received.values(), strict=True)))
+        self.layouts.note_reports(dict(zip(replicas.values(), received.values(), strict=True)))
         return self._collect_metrics(sent, received, time.perf_counter() - begin)
+
+    def begin_transfer(
+        self, replicas: dict[int, Any], send: MethodCall, receive: MethodCall
+    ) -> list[SyncCall]:
+        """Call a method of every sending rank, and then one of these replicas.
+
+        Args:
+            replicas: number -> actor handle.
+            send: of the ranks, as (name, argument, ...).
+            receive: of the replicas.
+        """
+        method, *args = send
+        calls = []
+        for rank in self.sending_ranks:
+            answer = getattr(rank, method).remote(*args)
+            calls.append(SyncCall(self.rank_name(rank), rank, answer))
+        return calls + begin_on_replicas(replicas, *receive)
 
     def _collect_metrics(
         self,
@@ -431,13 +470,9 @@ class WeightSync:
     ) -> dict[str, float]:
         """Let these replicas score the canary; returns its metrics. Raises BrokenSync; SyncError:
         they differ."""
-        _, version = stamp
-        what = f"canary after the sync of version {version}"
-        calls = []
-        for number in numbers:
-            replica = self.rollout.replicas[number]
-            answer = replica.score.remote(self.canary)
-            calls.append(SyncCall(f"rollout {number}", replica, answer, number))
+        what = canary_name(stamp)
+        replicas = {number: self.rollout.replicas[number] for number in numbers}
+        calls = begin_on_replicas(replicas, "score", self.canary)
         limit_s = self.cfg.timeout_s
         scores = await run_or_abort(what, calls, limit_s, limit_s, self.abort)
         replica_log_probs = dict(zip(numbers, scores, strict=True))
@@ -448,47 +483,3 @@ class WeightSync:
         reason = str(error)
         ranks = [*self.senders, *(member for member, _ in self.members)]
         await await_quietly([rank.abort_sync.remote(self.epoch, reason) for rank in ranks])
-
-    async def _handle_broken_sync(
-        self, broken: BrokenSync, stamp: Stamp, replicas: dict[int, Any], is_restore: bool
-    ) -> None:
-        """Find the processes that a broken sync failed by, and restart the replicas among them.
-
-        Args:
-            broken: the failure.
-            stamp: of the sync.
-            replicas: number -> actor handle, of those in the sync.
-            is_restore: the sync was for one restarted replica alone.
-
-        Raises:
-            TrainerDied: a trainer is gone or hangs.
-            ProcessDied: a replica is, and cannot be restarted by itself.
-            The failure itself: all processes are alive.
-        """
-        _, version = stamp
-        what = f"weight sync of version {version}"
-        ranks = {f"trainer rank {i}": rank for i, rank in enumerate(self.actor.ranks)}
-        dead_ranks, dead_replicas = await find_failed(broken, ranks, replicas, self.cfg.sender)
-        if dead_ranks:
-            raise TrainerDied(f"{what}: {'; '.join(dead_ranks.values())}") from broken.error
-        if not dead_replicas:
-            raise broken.error
-        if self.cfg.sender == "gather":
-            raise ProcessDied(f"{what}: {'; '.join(dead_replicas.values())}") from broken.error
-        for number, reason in dead_replicas.items():
-            self._restart_replica(number, reason, what, is_restore)
-
-    def _restart_replica(self, number: int, reason: str, what: str, is_restore: bool) -> None:
-        """Restart a failed replica, or give it up after MAX_ATTEMPTS syncs of all replicas in a
-        row."""
-        failures = self.failed_syncs.get(number, 0)
-        if not is_restore:
-            failures += 1
-        self.failed_syncs[number] = failures
-        if failures >= MAX_ATTEMPTS:
-            self.rollout.exclude(
-                number,
-                f"it failed in {MAX_ATTEMPTS} weight syncs in a row; the last time: {reason}",
-            )
-        else:
-            self.rollout.mark_failed(number, f"in the {what}: {reason}")

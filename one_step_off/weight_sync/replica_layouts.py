@@ -16,7 +16,7 @@ from one_step_off.weight_sync.bucket_plan import Pieces
 from one_step_off.weight_sync.kept_blocks import KeptBlocks, kept_from_plain, plain_kept
 from one_step_off.weight_sync.report import Report
 from one_step_off.weight_sync.routes import KeptByReceivers
-from one_step_off.weight_sync.sync_calls import Abort, SyncCall, run_or_abort
+from one_step_off.weight_sync.sync_calls import Abort, begin_on_replicas, run_or_abort
 
 
 class ReplicaLayouts:
@@ -52,20 +52,14 @@ class ReplicaLayouts:
         if not new:
             return
         shapes = store_once(self.shapes)
-        what = "weight sync, layouts of the models"
-        limit_s = self.timeout_s
-        base_blocks = None
-        if self.base is not None:
+        if self.base is None:
+            what = "weight sync, layouts of the models"
+            limit_s = self.timeout_s
+            calls = begin_on_replicas(new, "learn_kept", shapes)
+        else:
             what = "weight sync, base model"
             limit_s = self.base.read_limit_s(self.timeout_s)
-            base_blocks = store_once(self.base.blocks)
-        calls = []
-        for number, replica in new.items():
-            if base_blocks is None:
-                answer = replica.learn_kept.remote(shapes)
-            else:
-                answer = replica.prove_base.remote(shapes, base_blocks)
-            calls.append(SyncCall(f"rollout {number}", replica, answer, number))
+            calls = begin_on_replicas(new, "prove_base", shapes, store_once(self.base.blocks))
         answers = await run_or_abort(what, calls, limit_s, limit_s, abort)
         for replica, workers in zip(new.values(), answers, strict=True):
             self._note_kept(replica, workers)

@@ -44,7 +44,7 @@ def form_groups(pieces: Pieces, mode: str, max_senders: int) -> list[SenderGroup
         pieces: per rank the pieces that it owns.
         mode: weight_sync.sender. "sharded": each rank sends what it owns, by itself or by its
             group's leader; "gather": rank 0 sends all tensors, whole.
-        max_senders: weight_sync.max_senders.
+        max_senders: weight_sync.max_senders; 0: as many as there are ranks.
 
     Raises:
         SyncError: as `pieces_by_tensor`.
@@ -52,7 +52,7 @@ def form_groups(pieces: Pieces, mode: str, max_senders: int) -> list[SenderGroup
     if mode == "gather":
         return [SenderGroup((0,), _whole_tensors(pieces))]
     owners = [rank for rank, owned in enumerate(pieces) if owned]
-    if len(owners) <= max_senders:
+    if max_senders == 0 or len(owners) <= max_senders:
         return [SenderGroup((rank,), pieces[rank]) for rank in owners]
     borders = [len(owners) * i // max_senders for i in range(max_senders + 1)]
     group_of_owner: list[int] = []

@@ -28,6 +28,10 @@ Abort = Callable[[Exception], Awaitable[None]]
 """Ends every wait of the sync's groups, because of an error."""
 
 
+MethodCall = tuple[Any, ...]
+"""The name of a method, and its arguments."""
+
+
 def transfer_limits(timeout_s: float, total_bytes: int) -> tuple[float, float]:
     """Seconds for the first process of a transfer to end, and for all others after that.
 
@@ -51,6 +55,15 @@ class SyncCall:
     answer: Awaitable[Any]
     replica: int | None = None
     """Its number; None: the process is a trainer."""
+
+
+def begin_on_replicas(replicas: dict[int, Any], method: str, *args: Any) -> list[SyncCall]:
+    """Call a method of each of these replicas, number -> Ray actor."""
+    calls = []
+    for number, replica in replicas.items():
+        answer = getattr(replica, method).remote(*args)
+        calls.append(SyncCall(f"rollout {number}", replica, answer, number))
+    return calls
 
 
 class BrokenSync(Exception):

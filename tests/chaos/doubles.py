@@ -19,7 +19,7 @@ from tests.chaos.kills import (
     as_rows,
     place_of,
 )
-from tests.chaos.points import POINTS, RARE
+from tests.chaos.points import RARE
 
 AT_ONCE = "at once"
 AFTER_A_DELAY = "after a delay"
@@ -166,7 +166,7 @@ class DoubleChaos(Chaos):
 
     def _point(self, kind: str, points: list[str]) -> str:
         """A point that a kind passes in every step, or any moment."""
-        names = [point.name for point in POINTS if point.kind == kind and point.name not in RARE]
+        names = [name for name in self._points_of(kind) if name not in RARE]
         names = [name for name in names if not points or name in points]
         return self.random.choice([*names, ANYWHERE])
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tests.chaos.command import Command, rows
-from tests.chaos.points import POINTS, RARE
+from tests.chaos.points import RARE, names_of
 
 ANYWHERE = "anywhere"
 """A point of every kind: at any moment, by the process id."""
@@ -105,14 +105,17 @@ class Chaos:
             stop: whether some processes are stopped instead.
         """
         kind = self.random.choice(kinds)
-        names = [point.name for point in POINTS if point.kind == kind]
-        names.append(ANYWHERE)
+        names = [*self._points_of(kind), ANYWHERE]
         point = self.random.choice([name for name in names if not points or name in points])
         signal_name = "SIGKILL"
         if stop and kind in STOPPABLE and self.random.random() < STOP_SHARE:
             signal_name = "SIGSTOP"
         skip = self.random.randrange(MOST_SKIPPED_CALLS)
         return Kill(len(self.kills), kind, point, signal_name, skip)
+
+    def _points_of(self, kind: str) -> list[str]:
+        """The names of the points that this run's processes of a kind pass."""
+        return names_of(kind, self.command.arguments if self.command else ())
 
     def wait_for_steps(self, more_than: int, limit_s: float) -> bool:
         """Whether a row beyond this step comes while the driver lives."""

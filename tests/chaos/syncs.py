@@ -205,7 +205,7 @@ class Layout:
             await rank.__ray_call__.remote(fresh)
         while any(not task.done() for task in roles.rollout.supervisor.restart_tasks.values()):
             await asyncio.sleep(0.1)
-        roles.sync.failed_syncs.clear()
+        roles.sync.failed_syncs.in_a_row.clear()
         roles.sync.last_sent = None
         if joins:
             roles.sync.connected_replicas = []

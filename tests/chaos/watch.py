@@ -11,13 +11,19 @@ from pathlib import Path
 
 import psutil
 
-from one_step_off.cluster.process_cleanup import mapped_inodes
+from one_step_off.cluster.process_cleanup import mapped_inodes_by_process
 
 MARK = "CHAOS_MARK"
 """The environment variable. SPT_NOENV must be set, too: it keeps setproctitle from writing over the
 environment that other processes see."""
 
 SHARED_MEMORY = Path("/dev/shm")
+
+MAPS_INTERVAL_S = 2.0
+"""Seconds between two looks at the memory of all processes."""
+
+STAY_S = 10.0
+LOOK_AGAIN_S = 0.5
 
 
 def marked(mark: str) -> dict[int, str]:
@@ -37,35 +43,61 @@ def marked(mark: str) -> dict[int, str]:
 
 
 class Belongings:
-    """Shared memory that is new and that no process maps, and ports on which a run has listened."""
+    """Shared memory that is new and that no process maps, and ports on which a run has listened.
+
+    Other runs may work on this machine. A segment is theirs if only their processes were seen to
+    map it. One that was not seen mapped counts only if it stays: multiprocessing creates semaphores
+    before it maps them, and those of a killed process are removed a moment later.
+    """
 
     def __init__(self) -> None:
         self.segments_before = set(os.listdir(SHARED_MEMORY))
         self.ports: dict[int, int] = {}
         """Port -> the last process that listened on it."""
+        self.own_inodes: set[int] = set()
+        """Of segments that processes of this run have mapped."""
+        self.foreign_inodes: set[int] = set()
+        """Of segments that other processes have mapped."""
+        self.next_look = 0.0
 
     def look(self, pids: list[int]) -> None:
-        """Note the ports of these processes."""
+        """Note the ports of these processes, and the shared memory of all."""
         for pid in pids:
             with contextlib.suppress(psutil.Error):
                 for connection in psutil.Process(pid).net_connections("tcp"):
                     if connection.status == psutil.CONN_LISTEN:
                         self.ports[connection.laddr.port] = pid
+        if time.monotonic() > self.next_look:
+            own_pids = set(pids)
+            for pid, inodes in mapped_inodes_by_process().items():
+                noted = self.own_inodes if pid in own_pids else self.foreign_inodes
+                noted |= inodes
+            self.next_look = time.monotonic() + MAPS_INTERVAL_S
 
-    def left(self) -> list[str]:
-        """What is still there of them, after the end of the processes."""
-        return self._segments_left() + self._ports_left()
+    def left(self, stay_s: float = STAY_S) -> list[str]:
+        """What is still there of them, after the end of the processes. `stay_s`: seconds for which
+        a segment must be there to count."""
+        deadline = time.monotonic() + stay_s
+        segments = self._segments_left()
+        while segments and time.monotonic() < deadline:
+            time.sleep(LOOK_AGAIN_S)
+            segments &= self._segments_left()
+        return sorted(segments) + self._ports_left()
 
-    def _segments_left(self) -> list[str]:
-        used_inodes = mapped_inodes()
-        segments = []
+    def _segments_left(self) -> set[str]:
+        inodes_by_process = mapped_inodes_by_process()
+        used_inodes = set().union(*inodes_by_process.values())
+        self.foreign_inodes |= used_inodes
+        segments = set()
         for path in SHARED_MEMORY.iterdir():
             with contextlib.suppress(OSError):  # another process has just removed it
                 status = path.stat()
                 is_new = path.name not in self.segments_before
                 is_ours = status.st_uid == os.geteuid()
-                if is_new and is_ours and status.st_ino not in used_inodes:
-                    segments.append(str(path))
+                only_foreign = status.st_ino in self.foreign_inodes - self.own_inodes
+                is_used = status.st_ino in used_inodes
+                if is_new and is_ours and not is_used and not only_foreign:
+                    segments.add(str(path))
         return segments
 
     def _ports_left(self) -> list[str]:

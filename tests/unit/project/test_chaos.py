@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
@@ -22,7 +23,7 @@ from one_step_off.cluster import process_cleanup as leftovers
 from tests.chaos import watch
 from tests.chaos.command import complaints
 from tests.chaos.kills import Kill, table
-from tests.chaos.points import POINTS
+from tests.chaos.points import ONLY_WITH, POINTS, names_of
 
 INJECT = Path(__file__).parents[2] / "chaos/inject"
 
@@ -37,6 +38,17 @@ def test_every_point_is_a_function_of_the_product():
             found = vars(found)[name]
         assert callable(found), point
     assert len({(p.kind, p.name) for p in POINTS}) == len(POINTS)
+
+
+def test_points_that_only_some_runs_pass_are_chosen_in_these_alone():
+    """Elsewhere they would never be reached, and the kill would wait for nothing."""
+    assert set(ONLY_WITH) <= {point.name for point in POINTS}
+    for name, argument in ONLY_WITH.items():
+        kinds = [point.kind for point in POINTS if point.name == name]
+        for kind in kinds:
+            assert name not in names_of(kind, ["trainer.total_steps=3"])
+            assert name in names_of(kind, ["trainer.total_steps=3", argument])
+    assert "generating" in names_of("engine", [])
 
 
 def scorer(folder: Path) -> subprocess.Popen:
@@ -233,17 +245,37 @@ def test_a_process_and_what_it_holds_are_found_by_its_mark():
         assert not watch.marked(f"{mark}2.")
         holds.look([process.pid])
         path = f"/dev/shm/{memory.name}"
-        assert f"port {port}" in holds.left() and path not in holds.left(), "somebody has it mapped"
+        left = holds.left(stay_s=0)
+        assert f"port {port}" in left and path not in left, "somebody has it mapped"
         watch.end_all(mark)
         process.wait(10)
         memory.close()
-        assert path in holds.left() and f"port {port}" not in holds.left()
+        left = holds.left(stay_s=0)
+        assert path in left and f"port {port}" not in left
     finally:
         process.kill()
         memory.close()
         memory.unlink()
         resource_tracker.ensure_running()
-    assert path not in holds.left()
+    assert path not in holds.left(stay_s=0)
+
+
+def test_shared_memory_of_another_run_is_not_counted():
+    """What another process had mapped, and what is gone a moment later."""
+    holds = watch.Belongings()
+    foreign, moment, own = (shared_memory.SharedMemory(create=True, size=64) for _ in range(3))
+    paths = [f"/dev/shm/{memory.name}" for memory in (foreign, moment, own)]
+    try:
+        for memory in (moment, own):
+            memory.close()  # before anybody looks
+        holds.look([])
+        foreign.close()
+        assert sorted(holds.left(stay_s=0)) == sorted(paths[1:])
+        threading.Timer(0.3, moment.unlink).start()
+        assert holds.left(stay_s=1.0) == [paths[2]]
+    finally:
+        foreign.unlink()
+        own.unlink()
 
 
 class Finished:

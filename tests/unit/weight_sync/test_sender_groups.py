@@ -64,8 +64,9 @@ def test_groups_are_neighbors_of_almost_equal_size_that_own_everything_once(rank
         assert len(names) == len(set(names)), "neighboring rows leave as one piece"
 
 
-def test_as_many_senders_as_ranks_change_nothing(pieces):
-    groups = form_groups(pieces, "sharded", len(pieces))
+@pytest.mark.parametrize("all_send", [True, False], ids=["0", "as many as ranks"])
+def test_as_many_senders_as_ranks_change_nothing(pieces, all_send):
+    groups = form_groups(pieces, "sharded", 0 if all_send else len(pieces))
     assert [group.pieces for group in groups] == [owned for owned in pieces if owned]
     assert not [group for group in groups if group.members]
 
