@@ -160,15 +160,19 @@ class Worker:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
+PRELOADED = ["vllm.model_executor.models.registry", __name__]
+"""Imported once, by the server from which the workers are forked."""
+
+
 def run_workers(case: Case, job: Callable[..., Any], *args: Any) -> list[Any]:
     """Run job(worker, *args) in every rank of the case. Returns what each returned.
 
     Raises:
         AssertionError: a rank failed, or did not end within LIMIT_S.
     """
-    import vllm.model_executor.models.registry  # noqa: F401  (once, before the processes fork)
-
-    context = multiprocessing.get_context("fork")
+    # Not forked from this process: it may have threads, whose locks would stay taken.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(case.config))
         processes = []
