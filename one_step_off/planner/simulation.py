@@ -294,7 +294,8 @@ class SimulatedTrainer:
             replica.resume(stamp)
             self.rollout.supervisor.health[i].state = ReplicaState.HEALTHY
         self._weights_are_sent.set()
-        return {"time/sync_s": now() - begin}
+        paused_s = self.work.sync_s - self.work.canary_s
+        return {"time/sync_s": now() - begin, "sync/paused_s": paused_s}
 
 
 def simulate(

@@ -2,14 +2,16 @@
 known in advance, see `one_step_off/config/sync_schedule.py`."""
 
 import asyncio
+import itertools
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from one_step_off.config.sync_schedule import is_sync_step, last_begun_batch
-from one_step_off.data.samples import Batch, Prompt
+from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.data.staleness import assert_age
 from one_step_off.rollout.batch_sources import BatchSource, FinishedBatch, Generated, InFlight
+from one_step_off.rollout.prompt_router import OnGroup
 from one_step_off.rollout.replacements import notes_of_replaced, uninformative_prompts
 
 
@@ -20,10 +22,13 @@ class _BegunBatch:
     Attributes:
         task: ends when its samples are in `finished`, or no replica is left.
         position_before: the data position before its prompts; None: they are not drawn yet.
+        half_complete: set when the next batch may follow: half of the prompts are complete, or no
+            replica is left.
     """
 
     task: asyncio.Task | None = None
     position_before: dict[str, Any] | None = None
+    half_complete: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(eq=False)
@@ -36,20 +41,25 @@ class ScheduledSource(BatchSource):
         self.next_to_begin = self.first_step + len(self.finished)
 
     def launch(self, step: int, version: int, tasks: asyncio.TaskGroup) -> None:
-        """See `BatchSource.launch`. These batches are generated at once; with dynamic sampling one
-        after another, because what a batch replaces decides which prompts the next one draws."""
+        """See `BatchSource.launch`. Each batch follows when half of the one before is complete:
+        generated all at once they would be complete all at once, and the trainer would wait for
+        the first one as long as for the last. With dynamic sampling it follows when the one before
+        is complete, because what that replaces decides which prompts the next one draws."""
         last = min(step, self.stream.total_steps - 1)
         is_dynamic = self.cfg.algorithm.max_gen_batches > 1
-        before: asyncio.Task | None = None
+        before: _BegunBatch | None = None
         for new_step in range(self.next_to_begin, last + 1):
-            self.begun[new_step] = _BegunBatch()
+            begun = _BegunBatch()
+            self.begun[new_step] = begun
             self.next_to_begin = new_step + 1
-            if is_dynamic and before is not None:
-                work = self._generate_after(before, new_step)
-            else:
+            if before is None:
                 work = self._generate(new_step, self._draw(new_step))
-            before = tasks.create_task(self._finish(new_step, version, work))
-            self.begun[new_step].task = before
+            elif is_dynamic:
+                work = self._draw_after(before.task, new_step)
+            else:
+                work = self._generate_after(before, new_step, self._draw(new_step))
+            begun.task = tasks.create_task(self._finish(new_step, version, work))
+            before = begun
 
     def _draw(self, step: int) -> list[Prompt]:
         """The prompts of a batch that was begun."""
@@ -104,28 +114,49 @@ class ScheduledSource(BatchSource):
     async def _finish(self, step: int, version: int, work: Coroutine[Any, Any, Generated]) -> None:
         """Put the samples of a batch into `finished`, as soon as they are complete."""
         generated = await self.or_fail(work)
+        self.begun[step].half_complete.set()
         if generated is None:
             return
         samples, seconds = generated
         drawn_s = self.activity.call_finished("generate", step, seconds)
         if self.staleness > 1:
-            # The batches of a sync are generated at once. The time that two of them share counts
-            # once.
+            # The batches of a sync overlap. The time that two of them share counts once.
             seconds = min(seconds, drawn_s)
         self.finished[step] = FinishedBatch(step, samples, version, self.incarnation, seconds)
         del self.begun[step]
 
-    async def _generate_after(self, before: asyncio.Task, step: int) -> Generated:
+    async def _draw_after(self, before: asyncio.Task, step: int) -> Generated:
         """Draw and generate a batch when the one before is complete. Raises NoReplica."""
         await asyncio.wait([before])
         self._raise_if_failed()
         return await self._generate(step, self._draw(step))
 
+    async def _generate_after(
+        self, before: _BegunBatch, step: int, prompts: list[Prompt]
+    ) -> Generated:
+        """Generate these prompts when half of the batch before is complete. Raises NoReplica."""
+        await before.half_complete.wait()
+        self._raise_if_failed()
+        return await self._generate(step, prompts)
+
+    def _count_groups(self, step: int, prompts: int) -> OnGroup:
+        """A callback that counts the complete prompts of a batch."""
+        begun = self.begun[step]
+        complete = itertools.count(1)
+
+        def count(samples: list[Sample]) -> None:
+            if next(complete) >= prompts / 2:
+                begun.half_complete.set()
+
+        return count
+
     async def _generate(self, step: int, prompts: list[Prompt]) -> Generated:
         """Generate these prompts; with dynamic sampling also replacements for uninformative
         ones."""
         sampling = self.rollout.train_sampling
-        samples, seconds = await self.rollout.generate(prompts, f"step {step}", sampling)
+        # To have each prompt's samples as they come costs more calls.
+        on_group = [self._count_groups(step, len(prompts))] if self.staleness > 1 else []
+        samples, seconds = await self.rollout.generate(prompts, f"step {step}", sampling, *on_group)
         # The last replacements stay, informative or not, so that a step ends.
         for _ in range(self.cfg.algorithm.max_gen_batches - 1):
             uninformative = uninformative_prompts(samples)

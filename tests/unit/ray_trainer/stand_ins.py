@@ -223,8 +223,8 @@ def change_samples(pipeline: Pipeline, change: Any) -> None:
     rollout: Any = pipeline.roles.rollout
     generate_unchanged = rollout.generate
 
-    async def generate(prompts, purpose, sampling):
-        samples, seconds = await generate_unchanged(prompts, purpose, sampling)
+    async def generate(prompts, purpose, sampling, *on_group):
+        samples, seconds = await generate_unchanged(prompts, purpose, sampling, *on_group)
         change(purpose, samples)
         return samples, seconds
 

@@ -103,7 +103,7 @@ def test_with_no_replica_left_a_checkpoint_is_written_and_no_prompt_is_skipped(
     roles: Any = pipeline.roles
     generate = roles.rollout.generate
 
-    async def generate_until_step_3(prompts, purpose, sampling):
+    async def generate_until_step_3(prompts, purpose, sampling, *on_group):
         if where == "generate" and purpose == "step 3":
             await asyncio.sleep(0.005)  # in the middle of the update beside it
             raise NoReplica("none is left")
@@ -127,7 +127,7 @@ def test_with_no_replica_left_a_checkpoint_is_written_and_no_prompt_is_skipped(
         assert samples is None
         assert step == (4 if trains_step_3 else 3)
     else:
-        # Steps 1 to 3 are generated at once, and the failure of one is seen by all.
+        # Steps 1 to 3 have the same weights, and a failure of one is seen by all.
         assert step == 4 if where == "sync" else step <= 3
 
     world.engine_version = None

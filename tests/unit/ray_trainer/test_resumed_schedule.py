@@ -18,6 +18,7 @@ from tests.unit.ray_trainer.stand_ins import (
     World,
     build,
     change_samples,
+    make_sample,
     read_rows,
     version_of_step,
 )
@@ -149,3 +150,34 @@ def test_a_checkpoint_without_samples_between_two_syncs(tmp_path):
     again = run(build_run(tmp_path / "again", 4, False, saved))
     versions = {trained.step: trained.versions for trained in again}
     assert versions == {6: {4}, 7: {6}, 8: {6}, 9: {8}, 10: {8}}
+
+
+def test_a_batch_follows_when_half_of_the_one_before_is_complete(tmp_path):
+    """The trainer gets the first of four batches long before the last."""
+    pipeline = build_run(tmp_path, 4, False)
+    pipeline.val = None
+    rollout: Any = pipeline.roles.rollout
+    begun: list[str] = []
+    complete_when_begun: dict[str, int] = {}
+    complete = 0
+
+    async def generate(prompts, purpose, sampling, on_group):
+        nonlocal complete
+        begun.append(purpose)
+        complete_when_begun[purpose] = complete
+        version = rollout.world.engine_version
+        samples = []
+        for prompt in prompts:
+            await asyncio.sleep(0.001)
+            group = [make_sample(prompt, i, version) for i in range(sampling.size)]
+            on_group(group)
+            complete += 1
+            samples += group
+        return samples, 0.001
+
+    rollout.generate = generate
+    run(pipeline)
+    assert begun == [f"step {step}" for step in range(STEPS)]
+    # Batch 1 begins after batch 0; two of its three prompts are complete when batch 2 begins.
+    assert complete_when_begun["step 1"] == 3
+    assert 5 <= complete_when_begun["step 2"] <= 6
