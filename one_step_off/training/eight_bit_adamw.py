@@ -27,6 +27,10 @@ SMALLEST_BLOCK = 32
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+PART_NUMBERS = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Numbers of a tensor that a step works on at once: on CPUs they fit into a cache, on GPUs they
+keep it busy."""
+
 
 def block_in_row(shape: torch.Size, largest: int) -> int | None:
     """The number of elements of a block: the largest divisor of a row's length that is at most
@@ -38,6 +42,17 @@ def block_in_row(shape: torch.Size, largest: int) -> int | None:
         if row % block == 0:
             return block
     return None
+
+
+def _row_parts(tensor: Tensor) -> list[Tensor]:
+    """Views of some rows each. A step needs some sixty bytes of memory for each number, which for
+    all of an embedding would be more than the quantized moments save."""
+    if not tensor.numel():
+        return []
+    row = tensor.numel() // tensor.shape[0]
+    count = max(1, PART_NUMBERS[tensor.device.type] // row)
+    starts = range(0, tensor.shape[0], count)
+    return [tensor[start : min(start + count, tensor.shape[0])] for start in starts]
 
 
 def sharded_like(parameter: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
@@ -96,24 +111,23 @@ class EightBitAdamW(AdamW8bit):
         if not state:
             state.update(self.new_state(group, parameter))
         state["step"] += 1
-        weights = local(parameter)
-        if not weights.numel():
-            return
-        single_param_adam(
-            weights,
-            local(parameter.grad),
-            state["step"],
-            local(state["exp_avg"]),
-            local(state["exp_avg_sq"]),
-            None,  # no maximum of the second moment (amsgrad)
-            group["lr"],
-            group["betas"][0],
-            group["betas"][1],
-            group["weight_decay"],
-            group["eps"],
-            self.is_adamw,
-            False,  # no stochastic rounding: the weights have 32 bits
-        )
+        tensors = [local(t) for t in (parameter, parameter.grad, *map(state.get, MOMENTS))]
+        for weights, gradient, first, second in zip(*map(_row_parts, tensors), strict=True):
+            single_param_adam(
+                weights,
+                gradient,
+                state["step"],
+                first,
+                second,
+                None,  # no maximum of the second moment (amsgrad)
+                group["lr"],
+                group["betas"][0],
+                group["betas"][1],
+                group["weight_decay"],
+                group["eps"],
+                self.is_adamw,
+                False,  # no stochastic rounding: the weights have 32 bits
+            )
 
     # Checkpoints.
 

@@ -66,7 +66,8 @@ def _try_resume(role: str, settings: Any) -> None:
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     resumed = built(copies)
     with as_config_error(f"{subject}: cannot load its own state", FIX):
-        state_dict._init_optim_state(resumed)  # as a resumed run does
+        # A step of rate 0 without gradients, by which a resumed run makes the first state.
+        state_dict._init_optim_state(resumed)
         for copy, parameter in zip(copies, parameters, strict=True):
             copy.data.copy_(parameter.data)
         resumed.load_state_dict(saved)

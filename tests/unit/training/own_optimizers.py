@@ -87,6 +87,16 @@ class Breaks(Lion):
         return 1 / 0
 
 
+class NeedsAGradient(Lion):
+    """Refuses gradients of zero, with which a resumed run makes the first state."""
+
+    def step_one(self, group, parameter):
+        """Raises ValueError: there is nothing to learn."""
+        if not parameter.grad.any():
+            raise ValueError("a gradient is zero")
+        super().step_one(group, parameter)
+
+
 class KeepsPlainTensors(Lion):
     """Its momentum is of this rank's rows, and does not say so."""
 
