@@ -5,7 +5,6 @@ from typing import Any
 
 from one_step_off.config.lora_checks import engine_rank, sends_adapters
 from one_step_off.config.schema import Config
-from one_step_off.weight_sync.base_weights import ADAPTER_ID
 
 
 def arguments(cfg: Config) -> dict[str, Any]:
@@ -33,5 +32,7 @@ def request_of_policy(cfg: Config) -> Any:
     if not sends_adapters(cfg):
         return None
     from vllm.lora.request import LoRARequest  # vLLM takes seconds to import
+
+    from one_step_off.weight_sync.base_weights import ADAPTER_ID
 
     return LoRARequest("policy", ADAPTER_ID, "in memory: weight_sync.lora=adapter")

@@ -19,9 +19,8 @@ from one_step_off.models import hf_model
 from one_step_off.training import lora
 from one_step_off.training.trained_worker import TrainedWorker
 from one_step_off.weight_sync import base_weights
-from one_step_off.weight_sync.base_weights import FrozenBlock
 from one_step_off.weight_sync.bucket_plan import Pieces, pieces_by_tensor
-from one_step_off.weight_sync.weight_piece import WeightPiece
+from one_step_off.weight_sync.weight_piece import FrozenBlock, WeightPiece
 
 
 class WeightExport(TrainedWorker):

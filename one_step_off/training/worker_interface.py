@@ -21,8 +21,7 @@ import numpy as np
 from one_step_off.data.samples import Batch
 from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.written_files import FileFacts
-from one_step_off.weight_sync.base_weights import FrozenBlock
-from one_step_off.weight_sync.weight_piece import WeightPiece
+from one_step_off.weight_sync.weight_piece import FrozenBlock, WeightPiece
 
 TRAINED_ROLES = ("actor", "critic")
 """The roles that learn. They have an optimizer and take part in checkpoints."""

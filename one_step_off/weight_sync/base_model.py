@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from one_step_off.cluster.remote_calls import call_all
-from one_step_off.weight_sync.base_weights import FrozenBlock
 from one_step_off.weight_sync.sync_calls import SLOWEST_LINK
+from one_step_off.weight_sync.weight_piece import FrozenBlock
 
 
 class BaseModel:

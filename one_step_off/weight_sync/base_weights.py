@@ -8,14 +8,13 @@ loaded. That vLLM has put them into the right places is the canary's to show, as
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 
 from one_step_off.cluster.errors import SyncError
-from one_step_off.weight_sync.weight_piece import WeightPiece
+from one_step_off.weight_sync.weight_piece import FrozenBlock, WeightPiece
 
 ADAPTER_ID = 1
 """vLLM's number of the one adapter. It stays the same from sync to sync: the pause before a sync
@@ -24,14 +23,6 @@ clears the prefix cache, and unfinished requests resume with the new matrices.""
 NAMES_SHOWN = 3
 
 FIX = "set weight_sync.lora=merged, or give trainer and engine the same model.path"
-
-
-@dataclass(frozen=True)
-class FrozenBlock:
-    """A block of the frozen model, and the digest of its bytes on the wire's dtype."""
-
-    piece: WeightPiece
-    digest: str
 
 
 def digest(tensor: torch.Tensor, dtype: str) -> str:

@@ -62,3 +62,11 @@ class WeightPiece:
         if not self.shape:
             return tensor
         return tensor.narrow(self.dim, self.start - tensor_start, self.stop - self.start)
+
+
+@dataclass(frozen=True)
+class FrozenBlock:
+    """A block of a frozen model, and the digest of its elements in the piece's dtype."""
+
+    piece: WeightPiece
+    digest: str

@@ -12,9 +12,8 @@ import torch
 from one_step_off.cluster.errors import SyncError
 from one_step_off.weight_sync import base_weights
 from one_step_off.weight_sync.base_model import BaseModel, ask_trainers
-from one_step_off.weight_sync.base_weights import FrozenBlock
 from one_step_off.weight_sync.replica_layouts import ReplicaLayouts
-from one_step_off.weight_sync.weight_piece import WeightPiece
+from one_step_off.weight_sync.weight_piece import FrozenBlock, WeightPiece
 
 MODEL = {"a": torch.randn(5, 3), "b": torch.randn(4), "scale": torch.randn(())}
 
