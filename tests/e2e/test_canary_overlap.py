@@ -66,9 +66,10 @@ def held_back(monkeypatch) -> list[int]:
     return held
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("partial", [False, True], ids=["whole batches", "partial rollouts"])
-def test_nothing_of_a_sync_whose_canary_fails_is_used(models, tmp_path, held_back, partial):
+@pytest.mark.parametrize(
+    "in_flight", [pytest.param("wait", marks=pytest.mark.ci), pytest.param("recompute")]
+)
+def test_nothing_of_a_sync_whose_canary_fails_is_used(models, tmp_path, held_back, in_flight):
     """Replica 1 holds other weights after the sync of version 2. The run ends as without overlap,
     and what it has written is the same."""
     from one_step_off.cluster.errors import SyncError
@@ -82,7 +83,8 @@ def test_nothing_of_a_sync_whose_canary_fails_is_used(models, tmp_path, held_bac
         "rollout.engine_kwargs": {
             "worker_extension_cls": "tests.spoiled_engine.SyncWorkerExtension"
         },
-        "pipeline.partial_rollout": partial,
+        "weight_sync.in_flight": in_flight,
+        "pipeline.staleness": 1 if in_flight == "wait" else 2,
     }
     for name, overlap in (("beside", True), ("before", False)):
         cfg = config(models(), tmp_path / name, overlap, **changes)
@@ -99,7 +101,7 @@ def test_nothing_of_a_sync_whose_canary_fails_is_used(models, tmp_path, held_bac
         assert evaluated == [0, 1], "an evaluation of weights that were not verified"
         versions = {version for row in samples_of(folder) for version in row["versions"]}
         assert max(versions) < SPOILED_VERSION
-    if not partial:
+    if in_flight == "wait":
         assert samples_of(tmp_path / "beside") == samples_of(tmp_path / "before")
 
 

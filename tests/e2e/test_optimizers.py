@@ -7,13 +7,13 @@ import pytest
 from tests.conftest import tiny_config
 from tests.e2e.run_folder import assert_same_weights, learned_metrics, read_rows
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.ci, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(
     ("optimizer", "kwargs"),
     [
-        ("muon", {"momentum": 0.9}),
+        pytest.param("muon", {"momentum": 0.9}, marks=pytest.mark.ci),
         ("adamw_8bit", {}),
         ("tests.unit.training.own_optimizers:Lion", {}),
     ],

@@ -135,7 +135,6 @@ def test_supervised_steps_before_rl(models, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_dead_trainer_and_ctrl_c(models, tmp_path):
     """The trainer is killed, and the run resumes by itself. Ctrl-C saves and stops it, and the same
     command resumes it."""
