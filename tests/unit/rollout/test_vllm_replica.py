@@ -90,7 +90,7 @@ class PausingEngine(SleepingEngine):
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         self.calls.append(f"{mode} {clear_cache}")
 
-    async def generate(self, prompt, *_):
+    async def generate(self, prompt, *_, **__):
         self.salts.append(prompt.get("cache_salt"))
         yield "an output"
 
