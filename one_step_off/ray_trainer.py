@@ -22,9 +22,10 @@ from one_step_off.algorithms.batch_advantages import (
     set_baselines,
 )
 from one_step_off.checkpoint import Checkpointer
+from one_step_off.checkpoint.background_writes import BackgroundWrites, Contents
 from one_step_off.checkpoint.in_flight import samples_and_state
 from one_step_off.checkpoint.skipped_updates import SkippedUpdates
-from one_step_off.cluster.remote_calls import now, with_time_limit
+from one_step_off.cluster.remote_calls import now
 from one_step_off.config.schema import Config
 from one_step_off.config.sync_schedule import (
     is_sync_step,
@@ -134,7 +135,7 @@ class Pipeline:
         self.expected_canary: Any = None  # the trainer's half of the next canary
         self.canary_metrics: dict[str, float] = {}
         self.evaluation: asyncio.Task | None = None
-        self.checkpoint_writes: list[asyncio.Task] = []  # one at most
+        self.writes = BackgroundWrites(tracker, cfg.trainer.step_timeout_s)
         self.skipped_updates = SkippedUpdates(cfg, tracker)
         self.stopping = False
         for role in (roles.actor, roles.ref, roles.critic, roles.reward_model, roles.teacher):
@@ -409,58 +410,32 @@ class Pipeline:
             await self.batches.settle()
             await self._save(step)
         if self.stopping:
-            await asyncio.gather(*self.checkpoint_writes)
+            await self.writes.finished()
             raise Stopped(f"step {step}")
 
     async def _save_before_failing(self) -> None:
         """No replica is left: save the steps that were trained, and what is complete."""
         if self.checkpointer and self.trained_steps > self.start:
             await self._save(self.trained_steps)
-            await asyncio.gather(*self.checkpoint_writes)
+            await self.writes.finished()
 
     async def _save(self, step: int) -> None:
-        """Save a checkpoint, unless this step has one. Returns as soon as the trainers have copied
-        their state: it is written beside training, one checkpoint at a time."""
+        """Save a checkpoint, unless this step has one; see `BackgroundWrites.save`."""
         if self.evaluation is not None:
             await self.evaluation  # its result belongs to this side of the checkpoint
-        begin = now()
-        await asyncio.gather(*self.checkpoint_writes)
-        if self.checkpointer.has(step):
-            return
+        await self.writes.save(
+            self.checkpointer, step, lambda: self._contents(step), self.background
+        )
+
+    def _contents(self, step: int) -> Contents:
         in_flight, stream_position = self.batches.in_flight(step)
         samples, state = samples_and_state(in_flight)
         state |= {
             "stream": stream_position,
             "kl_coef": self.kl_controller.value,
-            "evaluations": self.tracker.evaluations,
-            "unwritten": self.tracker.unwritten,
             "incarnation": self.incarnation,
         }
-        writing = await self.checkpointer.save(step, samples, state)
-        stall_s = now() - begin
-        self.tracker.spans["checkpoint/stall_s"] = stall_s
-        work = self._finish_checkpoint(step, begin, stall_s, writing)
-        self.checkpoint_writes = [self.background.create_task(work)]
-
-    async def _finish_checkpoint(
-        self, step: int, begin: float, stall_s: float, writing: Awaitable[tuple[Any, int]]
-    ) -> None:
-        """Wait until a checkpoint is on the disk, and report it. `begin`: when it began, in seconds
-        of `now`."""
-        limit_s = self.cfg.trainer.step_timeout_s  # a file system that hangs answers nothing
-        path, size = await with_time_limit(limit_s, f"checkpoint of step {step}, writing", writing)
-        write_s = now() - begin
-        self.tracker.spans["checkpoint/write_s"] = write_s
-        self.tracker.spans["checkpoint/bytes"] = float(size)
-        start = begin + self.tracker.epoch
-        self.tracker.trace(
-            [
-                ("checkpoint", "stall", step, start, start + stall_s),
-                ("checkpoint write", "write", step, start + stall_s, start + write_s),
-            ]
-        )
-        times = f"{size / 1e6:,.1f} MB in {write_s:.2f} s, training waited {stall_s:.2f} s"
-        self.tracker.log(f"checkpoint of step {step} in {path} ({times})")
+        return samples, state
 
 
 def batch_source(

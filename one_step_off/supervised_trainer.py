@@ -5,15 +5,15 @@ checkpoints, interrupts and restarts. There are no rollouts and no weight sync.
 """
 
 import asyncio
-from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from one_step_off.checkpoint import Checkpointer
+from one_step_off.checkpoint.background_writes import BackgroundWrites
 from one_step_off.cluster.errors import RoleError
-from one_step_off.cluster.remote_calls import now, with_time_limit
+from one_step_off.cluster.remote_calls import now
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch
 from one_step_off.data.supervised_data import SupervisedRow
@@ -63,7 +63,7 @@ class SupervisedPipeline:
         self.checkpointer = checkpointer
         self.start = start
         self.incarnation = incarnation
-        self.checkpoint_writes: list[asyncio.Task] = []  # one at most
+        self.writes = BackgroundWrites(tracker, cfg.trainer.step_timeout_s)
         self.stopping = False
         self.actor.on_span = tracker.span
 
@@ -148,40 +148,13 @@ class SupervisedPipeline:
         if is_new and (self.stopping or self.checkpointer.is_due(step)):
             await self._save(step)
         if self.stopping:
-            await asyncio.gather(*self.checkpoint_writes)
+            await self.writes.finished()
             raise Stopped(f"step {step}")
 
     async def _save(self, step: int) -> None:
-        """Save a checkpoint, unless this step has one. Returns as soon as the trainers have copied
-        their state: it is written beside training, one checkpoint at a time."""
-        begin = now()
-        await asyncio.gather(*self.checkpoint_writes)
-        if self.checkpointer.has(step):
-            return
-        state = {
-            "stream": self.stream.state_dict(),
-            "evaluations": self.tracker.evaluations,
-            "unwritten": self.tracker.unwritten,
-            "incarnation": self.incarnation,
-        }
-        writing = await self.checkpointer.save(step, None, state)
-        stall_s = now() - begin
-        self.tracker.spans["checkpoint/stall_s"] = stall_s
-        work = self._finish_checkpoint(step, begin, stall_s, writing)
-        self.checkpoint_writes = [self.background.create_task(work)]
-
-    async def _finish_checkpoint(
-        self, step: int, begin: float, stall_s: float, writing: Awaitable[tuple[Any, int]]
-    ) -> None:
-        """Wait until a checkpoint is on the disk, and report it. `begin`: when it began, in seconds
-        of `now`."""
-        limit_s = self.cfg.trainer.step_timeout_s  # a file system that hangs answers nothing
-        path, size = await with_time_limit(limit_s, f"checkpoint of step {step}, writing", writing)
-        write_s = now() - begin
-        self.tracker.spans["checkpoint/write_s"] = write_s
-        self.tracker.spans["checkpoint/bytes"] = float(size)
-        times = f"{size / 1e6:,.1f} MB in {write_s:.2f} s, training waited {stall_s:.2f} s"
-        self.tracker.log(f"checkpoint of step {step} in {path} ({times})")
+        """Save a checkpoint, unless this step has one; see `BackgroundWrites.save`."""
+        state = {"stream": self.stream.state_dict(), "incarnation": self.incarnation}
+        await self.writes.save(self.checkpointer, step, lambda: (None, state), self.background)
 
     # --- skipped updates --------------------------------------------------------------------------
 

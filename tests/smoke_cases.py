@@ -117,6 +117,15 @@ PROGRAM = [
         writes=("val_only",),
     ),
     run("distill_config", "config=config/distill_tiny_cpu.yaml", *SMALL),
+    run(
+        "kept_caches",
+        *(TINY, *SMALL, "pipeline.staleness=4", "weight_sync.in_flight=keep"),
+        *("algorithm.old_log_probs=recompute", "algorithm.rollout_correction=tis"),
+    ),
+    run(
+        "ahead_and_beside",
+        *(TINY, *SMALL, "weight_sync.receive_ahead=true", "weight_sync.canary_overlap=true"),
+    ),
     # Each of the next two stands for several commands, for a start takes longer than the two steps.
     run(
         "puzzles_partial",
@@ -257,7 +266,8 @@ BENCHMARKS = [
     ),
     benchmark(
         "staleness",
-        *"--ages 1 --modes keep --corrections mis --seeds 0 --steps 3 --most 16".split(),
+        *"--ages 1 --modes keep --corrections mis --seeds 0 --steps 3 --most 16 --runs 1".split(),
+        *("--parts", "speed", "learning"),
         *SMALL,
         writes=(*RESULTS, "staleness.png"),
     ),
@@ -320,7 +330,10 @@ BENCHMARKS = [
         *"--model tiny:qwen2 --layers 1 --repeats 1 --backend fsdp".split(),
         writes=("result.json",),
     ),
-    benchmark("optimizers", "--repeats", "1", "--optimizers", "adamw,muon"),
+    benchmark(
+        "optimizers",
+        *"--repeats 1 --optimizers adamw,muon --model tiny:qwen2 --layers 1".split(),
+    ),
     benchmark("lora", "--model", "tiny", "--repeats", "1"),
 ]
 
@@ -339,7 +352,7 @@ NOT_IN_CI = (
         "learning",
     ),
     *("overhead_ray", "planner", "plan_runs", "external_tools", "throughput_headline"),
-    *("after_sft", "script_sft"),
+    *("after_sft", "script_sft", "kept_caches", "ahead_and_beside"),
 )
 """Cases that run on demand (marker "slow"): each takes about a minute, and other tests cover most
 of their code."""
@@ -414,6 +427,17 @@ WITHOUT = [
         "tests/unit/planner/test_planner.py makes a calibration fail",
         "one_step_off.plan",
         alone=True,
+    ),
+    CommandWithoutCase(
+        "needs a finished run; the case of benchmarks.distillation takes one as its teacher",
+        MAIN,
+        keys={"teacher.path": "outputs/gsm8k_tiny_cpu/hf_model"},
+    ),
+    CommandWithoutCase(PRETRAINED, "benchmarks.staleness", flags=("--model",)),
+    CommandWithoutCase(
+        "takes minutes; tests/unit/benchmarks has its parts",
+        "benchmarks.sync_model",
+        flags=("--all-send",),
     ),
     CommandWithoutCase(CLUSTER, "shell/run_megatron_nodes.sh"),
     CommandWithoutCase(CLUSTER, "shell/slurm_qwen_gsm8k.sh"),

@@ -56,6 +56,8 @@ def test_two_teachers_in_the_actors_pool(models, tmp_path):
     assert ("teacher", "score_responses") in works
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_teacher_in_an_engine_of_its_own(models, tmp_path):
     """It scores as the student does, at every token and for the likeliest ones."""
     folder = tmp_path / "run"

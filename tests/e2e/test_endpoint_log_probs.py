@@ -65,6 +65,8 @@ async def all_samples(cfg: Config) -> list[Sample]:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.ci
 def test_recorded_log_probs_equal_a_forward_pass(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

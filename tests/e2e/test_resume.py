@@ -100,6 +100,8 @@ def test_six_and_six_steps_equal_twelve(models, tmp_path, monkeypatch):
     assert summary["val/versions"] == [0, 4, 8, 12]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_ctrl_c_saves_and_the_same_command_resumes(models, tmp_path):
     """Ctrl-C as a terminal sends it, to every process of the group. Then the same command, to the
     end."""

@@ -125,6 +125,8 @@ def test_interrupted_samples_continue_with_the_new_weights_and_none_is_dropped(
             assert (f"staleness/ratio_age_{age}" in row) == (share > 0)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_kept_caches_are_of_older_weights_and_new_requests_do_not_find_them(
     models, tmp_path, scored_batches
 ):
