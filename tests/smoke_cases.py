@@ -352,7 +352,9 @@ NOT_IN_CI = (
         "learning",
     ),
     *("overhead_ray", "planner", "plan_runs", "external_tools", "throughput_headline"),
-    *("after_sft", "script_sft", "kept_caches", "ahead_and_beside"),
+    *("after_sft", "script_sft", "kept_caches", "ahead_and_beside", "distillation"),
+    *("script_tools", "script_megatron", "external_agent", "puzzles_partial", "val_only"),
+    *("sync_model_check", "plain"),
 )
 """Cases that run on demand (marker "slow"): each takes about a minute, and other tests cover most
 of their code."""

@@ -83,11 +83,13 @@ class Workload:
         replica._trajectory = make_named_trajectory
         return replica
 
-    def generate_recorded(self, prompt: Any, params: Any, request_id: str) -> Any:
+    def generate_recorded(
+        self, prompt: Any, params: Any, request_id: str, lora_request: Any = None
+    ) -> Any:
         """Record the request of the current trajectory, and give it to the engine."""
         requests = self.requests.setdefault(self.current_trajectory.get(), [])
         requests.append(EngineRequest(prompt, params))
-        return self.started.engine.generate(prompt, params, request_id)
+        return self.started.engine.generate(prompt, params, request_id, lora_request=lora_request)
 
     async def repeat_requests(self, *_: Any) -> None:
         """Give the recorded requests to the engine, each after the one that it builds on."""

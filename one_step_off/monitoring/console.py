@@ -229,8 +229,13 @@ def quiet_libraries() -> None:
     # shown.
     warnings.filterwarnings("ignore", message="IProgress not found")
     # Public models need no token.
-    logging.getLogger("huggingface_hub.utils._http").addFilter(_is_no_token_reminder)
+    _leave_out("huggingface_hub.utils._http", "unauthenticated requests to the HF Hub")
+    # Where torchao is installed, PEFT and transformers import it. Its kernels are for some GPUs;
+    # its optimizer needs none of them.
+    _leave_out("torchao", "Failed to load ")
+    _leave_out("torch.utils._pytree", "is an Enum subclass")
 
 
-def _is_no_token_reminder(record: logging.LogRecord) -> bool:
-    return "unauthenticated requests to the HF Hub" not in record.getMessage()
+def _leave_out(logger: str, part: str) -> None:
+    """Drop the records of a logger whose message has this part."""
+    logging.getLogger(logger).addFilter(lambda record: part not in record.getMessage())

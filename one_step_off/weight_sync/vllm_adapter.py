@@ -113,9 +113,17 @@ class OneAdapterKernels(PunicaWrapperCPU):
 
 
 def use_fast_kernels(adapters: Any) -> None:
-    """Give every layer `OneAdapterKernels`. `adapters`: vLLM's `LoRAModelManager`."""
+    """Give every layer `OneAdapterKernels`. `adapters`: vLLM's `LoRAModelManager`.
+
+    Raises:
+        SyncError: this vLLM has other kernels for CPUs than those whose place they take.
+    """
     for wrapper in adapters.punica_wrapper_mapping.values():
-        assert type(wrapper) is PunicaWrapperCPU
+        if type(wrapper) is not PunicaWrapperCPU:
+            raise SyncError(
+                f"vLLM's LoRA kernels on CPUs are {type(wrapper).__name__}, not PunicaWrapperCPU; "
+                "set weight_sync.lora=merged"
+            )
     kernels = OneAdapterKernels(1, 1, adapters.device)
     for layer in adapters.modules.values():
         layer.set_mapping(kernels)

@@ -83,7 +83,7 @@ def assert_reward_rises(rows: list[dict[str, Any]]) -> None:
     [
         ("openai", "openai_sdk:run"),
         ("anthropic", "anthropic_sdk:run"),
-        pytest.param("openai_agents", "openai_agents_sdk:run", marks=pytest.mark.ci),
+        ("openai_agents", "openai_agents_sdk:run"),
         ("smolagents", "smolagents_agent:run"),
     ],
 )

@@ -34,6 +34,7 @@ def copied(model: str, folder: Path) -> str:
     return str(folder / "copy")
 
 
+@pytest.mark.slow
 def test_two_teachers_in_the_actors_pool(models, tmp_path):
     """The teacher of one source is the student; that of the other is another model, and trains
     it."""

@@ -88,7 +88,6 @@ def assert_agents_made_it_all(metrics: list[dict[str, Any]], command: Command) -
     assert metrics[0]["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
 
 
-@pytest.mark.ci
 def test_agents_that_hang_end_at_their_time_limit_and_the_run_goes_on(start):
     """The sync waits for them until then. What has no turn is an error of its sample."""
     steps = 2

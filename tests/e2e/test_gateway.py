@@ -19,7 +19,7 @@ import pytest
 from tests.chaos.command import Command, complaints, expected_prompts, left_behind, rows, settings
 from tests.e2e.http_agent import HttpAgent, OfferedAgent, converse
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.ci, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 AGENTS = "tests.e2e.http_agent"
 GATEWAY = "ray::Gateway"

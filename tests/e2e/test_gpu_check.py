@@ -35,7 +35,7 @@ def run(command: list[str], folder: Path, timeout_s: float) -> dict[str, dict]:
 
 
 @pytest.mark.e2e
-@pytest.mark.slow  # one of all checks is in continuous integration
+@pytest.mark.slow  # the smoke test of the script is in continuous integration
 def test_the_fast_checks_pass(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "one_step_off.gpu_check", "--only", *FAST]
     results = run(command, tmp_path, 90)
@@ -48,7 +48,6 @@ def test_the_fast_checks_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.timeout(WHOLE_TIMEOUT_S + 60)
 def test_the_script_passes_every_check_with_a_cpu_form(tmp_path: Path) -> None:
     results = run(["bash", str(ROOT / "shell/gpu_check.sh")], tmp_path, WHOLE_TIMEOUT_S)

@@ -42,7 +42,6 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.mark.slow  # tests/unit/ray_trainer/test_mixed_sources.py has it without processes
-@pytest.mark.ci
 def test_each_source_has_its_loop_reward_and_limits(models, tmp_path):
     settings = SETTINGS | {"trainer.total_steps": 5, "trainer.save_freq": 4}
     assert launch.run(tiny_config(models(), str(tmp_path), **settings)) == 0
@@ -71,7 +70,6 @@ def test_each_source_has_its_loop_reward_and_limits(models, tmp_path):
 
 
 @pytest.mark.slow  # three starts
-@pytest.mark.ci
 def test_a_killed_run_draws_the_same_prompts_again(models, tmp_path):
     """Killed without a chance to save, the same command resumes from its checkpoint; list and
     mappings are arguments of the command line."""

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.mark.parametrize(
     ("optimizer", "kwargs"),
     [
-        pytest.param("muon", {"momentum": 0.9}, marks=pytest.mark.ci),
+        ("muon", {"momentum": 0.9}),
         ("adamw_8bit", {}),
         ("tests.unit.training.own_optimizers:Lion", {}),
     ],

@@ -350,8 +350,7 @@ def assert_timeline_of_both_attempts(folder: Path) -> None:
     assert '"restarts/trainer": [0, ' in (folder / "report.html").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.slow  # test_chaos.py kills one of each kind
 def test_a_run_continues_after_the_death_of_its_trainer(models, tmp_path):
     """kill -9 of a rank: the next incarnation resumes from the last checkpoint. The rows and the
     prompts are those of one run."""

@@ -126,7 +126,6 @@ def test_interrupted_samples_continue_with_the_new_weights_and_none_is_dropped(
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_kept_caches_are_of_older_weights_and_new_requests_do_not_find_them(
     models, tmp_path, scored_batches
 ):
@@ -228,7 +227,6 @@ def test_whole_batches_of_two_ages_resume_exactly(models, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_an_agents_episode_that_spans_syncs_is_recorded_per_token(models, tmp_path, scored_batches):
     """Agents that pause between their turns for longer than a step: the turns of an episode come
     from several versions, and each token has the version and the log-prob of the weights that made

@@ -40,6 +40,7 @@ def supervised_run(model: str, folder: Path, **changes: object) -> Config:
     return validate_supervised(tiny_config(model, str(folder), **settings | changes))
 
 
+@pytest.mark.slow
 def test_supervised_steps_and_rl_with_their_model(models, tmp_path):
     """Six supervised steps on two ranks, then a step of RL that begins with hf_model/."""
     from one_step_off.runtime import launch
@@ -95,7 +96,6 @@ def test_supervised_steps_resume_exactly(models, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_supervised_steps_before_rl(models, tmp_path):
     """RL starts at version 0 with the warmed-up model, which is the reference too. The repeated
     command trains RL further, and makes no supervised step again."""

@@ -12,7 +12,7 @@ from one_step_off.weight_sync import overlap
 from tests.conftest import tiny_config
 from tests.e2e.run_folder import assert_same_weights, learned_metrics, read_rows
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.ci, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS = 12
 

@@ -145,7 +145,6 @@ def first_line_that_starts_with(output: str, beginning: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_output_parts_and_columns_of_user_code(models, tmp_path):
     """Two reward functions by data_source, one in parts; a loop that scales them; a tool that
     fails."""

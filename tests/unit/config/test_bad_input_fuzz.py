@@ -19,7 +19,7 @@ from one_step_off.runtime.validation import validate
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "config").glob("*.yaml"))]
-QUICK = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 # Of all kinds that YAML has, and some that it has not: halves of characters, control characters,
 # numbers beyond all floats.

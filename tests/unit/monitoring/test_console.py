@@ -301,7 +301,11 @@ def test_only_known_warnings_are_hidden(caplog):
     hub = logging.getLogger("huggingface_hub.utils._http")
     hub.warning("You are sending unauthenticated requests to the HF Hub.")
     hub.warning("Rate limited.")
-    assert [r.getMessage() for r in caplog.records] == ["Rate limited."]
+    torchao = logging.getLogger("torchao")
+    torchao.warning("Failed to load _C_mxfp8.so: Could not load this library")
+    torchao.warning("AdamW8bit is slow here.")
+    logging.getLogger("torch.utils._pytree").warning("<enum 'A'> is an Enum subclass and is now")
+    assert [r.getMessage() for r in caplog.records] == ["Rate limited.", "AdamW8bit is slow here."]
 
 
 def test_rewards_of_sources_stand_behind_the_mean_where_there_are_several():

@@ -114,7 +114,7 @@ def test_a_failure_in_any_version_ends_the_run_by_name_and_leaves_no_rank_waitin
     [
         pytest.param("die", True, 2, id="dies beside an update"),
         pytest.param("die", False, 2, id="dies"),
-        pytest.param("hang", True, 2, id="hangs beside an update"),
+        pytest.param("hang", True, 2, id="hangs beside an update", marks=pytest.mark.slow),
         pytest.param("hang", False, 2, id="hangs", marks=[pytest.mark.slow, pytest.mark.ci]),
         pytest.param("die", True, 1, id="dies as a member of a sender group"),
         pytest.param(
@@ -153,7 +153,15 @@ def test_a_rank_that_fails_in_a_sync_leads_to_another_attempt(
             id="hangs in load",
             marks=[pytest.mark.slow, pytest.mark.ci],
         ),
-        pytest.param(1, Fault("score", 1, "hang"), True, 2.0, RUN_TIMEOUT_S, id="hangs in canary"),
+        pytest.param(
+            1,
+            Fault("score", 1, "hang"),
+            True,
+            2.0,
+            RUN_TIMEOUT_S,
+            id="hangs in canary",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_only_the_replica_that_failed_is_restarted_and_the_run_completes(
@@ -197,6 +205,7 @@ def test_the_only_replica_is_left_out_after_it_failed_in_three_syncs(cluster, tm
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_one_of_two_replicas_is_left_out_after_it_failed_in_three_syncs(cluster, tmp_path):
     """Each run ends with the other replica, before the failed one is back."""
 

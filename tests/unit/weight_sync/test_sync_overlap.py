@@ -153,10 +153,8 @@ def start_receivers(
 @pytest.mark.parametrize(
     ("sender", "max_senders", "syncs"),
     [
-        pytest.param("sharded", 2, 20, id="20 beside updates"),
-        pytest.param(
-            "sharded", 2, 200, id="200 beside updates", marks=[pytest.mark.slow, pytest.mark.ci]
-        ),
+        pytest.param("sharded", 2, 10, id="10 beside updates"),
+        pytest.param("sharded", 2, 200, id="200 beside updates", marks=pytest.mark.slow),
         pytest.param("sharded", 1, 40, id="40 by one leader", marks=pytest.mark.slow),
         pytest.param("gather", 1, 5, id="5 gathered by rank 0"),
     ],
