@@ -181,6 +181,15 @@ class Command:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
+def wait_for_step(command: Command, step: int, limit_s: float = 180.0) -> None:
+    """Wait until this step has its row. Fails if the run ends before, or the time is over."""
+    deadline = time.monotonic() + limit_s
+    while command.steps() < step:
+        assert command.process.poll() is None, command.log.read_text()[-3000:]
+        assert time.monotonic() < deadline, f"no step {step}: {command.log.read_text()[-3000:]}"
+        time.sleep(0.05)
+
+
 def complaints(command: Command, steps: int, expected: list[list]) -> list[str]:
     """What is wrong with the files of a finished run.
 

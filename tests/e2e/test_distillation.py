@@ -1,19 +1,22 @@
-"""On-policy distillation with real Ray, vLLM and FSDP2: two teachers in the actor's pool, and a
-teacher in an engine."""
+"""On-policy distillation with real Ray, vLLM and FSDP2: two teachers in the actor's pool, a teacher
+in an engine, and teachers that die."""
 
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from one_step_off.runtime import launch
+from tests.chaos.command import Command, left_behind, rows, wait_for_step
 from tests.conftest import tiny_config
 from tests.e2e.run_folder import read_rows, timeline_events
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 SETTINGS: dict[str, Any] = {
     "algorithm.adv_estimator": "none",
@@ -75,3 +78,47 @@ def test_a_teacher_in_an_engine_of_its_own(models, tmp_path):
     for row in rows:
         assert abs(row["distill/kl"]) < 1e-4
         assert abs(row["actor/distill_kl"]) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "title"), [("fsdp", "ray::TeacherWorker"), ("vllm", "ray::TeacherEngine")]
+)
+def test_a_teacher_is_killed_and_the_run_goes_on(tmp_path: Path, backend: str, title: str):
+    """Twice. No prompt is lost or repeated, and every step is judged by the teacher."""
+    steps = 12
+    keys = {
+        "data.val_files": "",
+        "data.train_batch_size": 4,
+        "rollout.n": 4,
+        "actor.ppo_mini_batch_size": 4,
+        "placement.pools": "{rollout: [1], actor: [1], teacher: [1]}",
+        "placement.roles": "{rollout: rollout, actor: actor, teacher: teacher}",
+        "teacher.backend": backend,
+        "trainer.save_freq": 2,
+        "trainer.save_hf_model": "false",
+        "trainer.test_freq": -1,
+        "trainer.total_steps": steps,
+        "trainer.output_dir": tmp_path / "run",
+    }
+    arguments = ["config=config/distill_tiny_cpu.yaml"]
+    arguments += [f"{name}={value}" for name, value in keys.items()]
+    command = Command(tmp_path, arguments, inject=False)
+    try:
+        command.start()
+        for step in (2, 5):
+            wait_for_step(command, step)
+            processes = command.processes()
+            (teacher,) = [pid for pid, line in processes.items() if line.startswith(title)]
+            psutil.Process(teacher).send_signal(signal.SIGKILL)
+        assert command.process.wait(180) == 0, command.log.read_text()[-3000:]
+        assert left_behind(command) == []
+    finally:
+        command.clear()
+    metrics = rows(command.folder, "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(steps))
+    assert all(row["distill/kl"] is not None for row in metrics)
+    assert metrics[-1]["restarts/trainer"] >= 2
+    ledger = rows(command.folder, "ledger.jsonl")
+    prompts = [tuple(prompt) for row in ledger for prompt in row["prompts"]]
+    assert len(prompts) == len(set(prompts)) == steps * 4

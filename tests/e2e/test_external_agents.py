@@ -14,7 +14,15 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.chaos.command import Command, complaints, expected_prompts, left_behind, rows, settings
+from tests.chaos.command import (
+    Command,
+    complaints,
+    expected_prompts,
+    left_behind,
+    rows,
+    settings,
+    wait_for_step,
+)
 from tests.e2e import external_agent
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -49,14 +57,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     yield start_run
     for command in commands:
         command.clear()
-
-
-def wait_for_step(command: Command, step: int, limit_s: float = STEPS_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while command.steps() < step:
-        assert command.process.poll() is None, command.log.read_text()[-3000:]
-        assert time.monotonic() < deadline, f"no step {step}: {command.log.read_text()[-3000:]}"
-        time.sleep(0.05)
 
 
 def processes_with(command: Command, words: str) -> list[psutil.Process]:

@@ -16,7 +16,15 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.chaos.command import Command, complaints, expected_prompts, left_behind, rows, settings
+from tests.chaos.command import (
+    Command,
+    complaints,
+    expected_prompts,
+    left_behind,
+    rows,
+    settings,
+    wait_for_step,
+)
 from tests.e2e.http_agent import HttpAgent, OfferedAgent, converse
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -32,14 +40,6 @@ def run_with_agents(folder: Path, loop: type, steps: int) -> Command:
     """A run whose samples are made by agents over HTTP."""
     more = [f"agent.loop={AGENTS}:{loop.__name__}", "agent.timeout_s=120"]
     return Command(folder, settings(folder / "run", steps, more=more), inject=False)
-
-
-def wait_for_step(command: Command, step: int, limit_s: float = STEPS_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while command.steps() < step:
-        assert command.process.poll() is None, command.log.read_text()[-3000:]
-        assert time.monotonic() < deadline, f"no step {step}: {command.log.read_text()[-3000:]}"
-        time.sleep(0.05)
 
 
 def wait_for_message(command: Command, message: str) -> None:
