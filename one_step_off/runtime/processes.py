@@ -1,11 +1,8 @@
 """All processes of a run, created in the pools of their roles and grouped for the pipeline."""
 
 import asyncio
-import contextlib
 import functools
 from typing import Any
-
-import ray
 
 from one_step_off.checkpoint import TRAINED_ROLES
 from one_step_off.cluster.core_sharing import ROLLOUT, TRAINER, CoreSharing
@@ -20,7 +17,7 @@ from one_step_off.ray_trainer import Roles
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.rollout.teacher_engine import TeacherEngine
-from one_step_off.runtime.engines import RunEngines
+from one_step_off.runtime.engines import RunEngines, kill_all
 from one_step_off.runtime.prepare import Prepared
 from one_step_off.runtime.process_env import ENGINE_ENV, trainer_env
 from one_step_off.runtime.teachers import config_of_groups, teachers_of
@@ -105,12 +102,28 @@ class RunProcesses:
         """
         former = self.engines.frozen_groups.pop(name, None)
         if former is None:
-            ranks = self._spawn_ranks(role, cfg)
+            ranks = self.engines.spares.pop(name, None) or self._spawn_ranks(role, cfg)
             return self._group_of(role, cfg, ranks)
         self.kept_roles.add(name)
         group = self._group_of(role, cfg, former.ranks)
         group.shares = former.shares
         return group
+
+    def start_spares(self) -> None:
+        """Start idle ranks of the roles that learn, for the next attempt, if it can keep these
+        engines. The other roles live on beside the engines."""
+        if not self.engines.can_be_kept:
+            return
+        for role in TRAINED_ROLES:
+            if role in self.groups and role not in self.engines.spares:
+                self.engines.spares[role] = self._spawn_ranks(role, self.cfg)
+
+    async def _drop_dead_spares(self) -> None:
+        """An attempt with a dead rank would fail at once."""
+        spares = self.engines.spares
+        dead = await not_alive(_by_name(spares))
+        for role in {_role_of(name) for name in dead}:
+            self.engines.drop_spares(role)
 
     def _spawn_ranks(self, role: str, cfg: Config) -> list[Any]:
         if role_settings(cfg, role).backend == "vllm":
@@ -275,9 +288,10 @@ class RunProcesses:
         failed = await not_alive(ranks_by_name(self.groups))
         if not failed:
             return None
-        failed_roles = {name.rpartition(" ")[0] for name in failed}
+        failed_roles = {_role_of(name) for name in failed}
         for role in self.groups.keys() - TRAINED_ROLES - failed_roles:
             self.engines.frozen_groups[role] = self.groups.pop(role)
+        await self._drop_dead_spares()
         self.hands_over = True
         self.engines.sync_epoch = self.roles.sync.epoch
         return self.engines
@@ -286,9 +300,7 @@ class RunProcesses:
         """End all processes and release their process slots."""
         await asyncio.gather(*(group.stop() for group in self.groups.values()))
         for group in self.groups.values():
-            for rank in group.ranks:
-                with contextlib.suppress(Exception):
-                    ray.kill(rank)
+            kill_all(group.ranks)
         if not self.hands_over:
             await self.engines.end()
 
@@ -311,8 +323,17 @@ class RunProcesses:
 
 def ranks_by_name(groups: dict[str, TrainGroup]) -> dict[str, Any]:
     """ "ROLE RANK" -> the Ray actor, for the ranks of all roles."""
-    ranks = {}
-    for role, group in groups.items():
-        for index, rank in enumerate(group.ranks):
-            ranks[f"{role} {index}"] = rank
-    return ranks
+    return _by_name({role: group.ranks for role, group in groups.items()})
+
+
+def _by_name(ranks_of_role: dict[str, list[Any]]) -> dict[str, Any]:
+    named = {}
+    for role, ranks in ranks_of_role.items():
+        for index, rank in enumerate(ranks):
+            named[f"{role} {index}"] = rank
+    return named
+
+
+def _role_of(name: str) -> str:
+    """Of a rank's name."""
+    return name.rpartition(" ")[0]
