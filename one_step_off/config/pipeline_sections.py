@@ -75,7 +75,10 @@ class WeightSyncConfig:
         "replicas receive new weights into spare memory while they still generate",
     )
     receive_ahead_mb: int = config_key(
-        0, "most spare memory of a vLLM worker for that, in MiB; 0: all that it keeps", low=0
+        0,
+        "receive_ahead: most spare memory of a vLLM worker, in MiB; 0: as much as it keeps of the "
+        "model",
+        low=0,
     )
     keep_sent: bool = config_key(
         True,
@@ -83,11 +86,17 @@ class WeightSyncConfig:
     )
     timeout_s: float = config_key(120.0, "time limit for each phase of a sync", above=0.0)
     canary_sequences: int = config_key(
-        4, "sequences that engine and trainer both score after each sync, to compare", low=1
+        4,
+        "the canary: sequences that engine and trainer both score after each sync, to compare",
+        low=1,
     )
     canary_overlap: bool = config_key(
-        False, "replicas score them beside the next prompts; samples wait until they were accepted"
+        False,
+        "replicas score the canary beside the next prompts; their samples wait until it was "
+        "accepted",
     )
     canary_tolerance: Optional[float] = config_key(
-        None, "largest allowed log-prob difference; null: 1e-3 in fp32, measured in bf16", above=0.0
+        None,
+        "largest allowed log-prob difference of the canary; null: 1e-3 in fp32, measured in bf16",
+        above=0.0,
     )
