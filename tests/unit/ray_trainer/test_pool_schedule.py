@@ -223,6 +223,27 @@ def test_a_token_that_is_older_than_allowed_stops_the_run(tmp_path):
         asyncio.run(pipeline.fit())
 
 
+def test_idle_replicas_are_counted_once(tmp_path):
+    """All prompts of the run begin before the first step. When they are complete the replicas have
+    nothing to do, and each sync finds them idle."""
+    world = World(random.Random(0))
+    pipeline = build(tmp_path, world, 10, oversample=None, staleness=9)
+    pipeline.val = None
+    actor: Any = pipeline.roles.actor
+    update = actor.update
+
+    async def update_slowly(batch, learn=True):
+        await asyncio.sleep(0.02)
+        return await update(batch, learn)
+
+    actor.update = update_slowly
+    asyncio.run(pipeline.fit())
+    rows = pipeline.tracker.steps
+    seconds = sum(row["time/step_s"] for row in rows)
+    idle_s = sum(row["time/wait_trainer_s"] for row in rows)
+    assert 0.4 * seconds < idle_s < 1.5 * seconds
+
+
 def restored(saved: dict[str, Any]) -> Resumed:
     """What a run resumes with that finds this checkpoint."""
     samples = copy.deepcopy(saved["samples"]) or []
