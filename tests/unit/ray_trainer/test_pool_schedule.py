@@ -134,17 +134,21 @@ def trained_prompts(world: World) -> list[tuple[int, int]]:
     st.none() | st.floats(1.0, 4.0),
     st.integers(1, 4),
     st.integers(1, 3),
+    st.booleans(),
     st.integers(0, 10**6),
 )
 def test_any_mix_of_slow_and_fast_prompts(
-    tmp_path_factory, steps, oversample, staleness, max_gen_batches, seed
+    tmp_path_factory, steps, oversample, staleness, max_gen_batches, overlapped, seed
 ):
-    """It never has more prompts in progress than it may, it ends, and it trains on each once."""
+    """It never has more prompts in progress than it may, it ends, and it trains on each once.
+    Syncs come before training or beside it."""
     world = World(random.Random(seed))
     if oversample is not None:
         oversample = min(oversample, staleness)
     pipeline = build(tmp_path_factory.mktemp("run"), world, steps, oversample, staleness)
     pipeline.cfg.algorithm.max_gen_batches = max_gen_batches
+    pipeline.sync_overlap.is_auto = False
+    pipeline.sync_overlap.overlapped = overlapped
     rollout: Any = pipeline.roles.rollout
     rollout.alike = lambda prompt: prompt.id[1] % 3 == 0
     batches: Any = pipeline.batches
