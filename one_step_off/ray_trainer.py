@@ -35,7 +35,7 @@ from one_step_off.config.sync_schedule import (
 )
 from one_step_off.data.episodes import one_per_episode
 from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample
-from one_step_off.data.staleness import assert_staleness
+from one_step_off.data.staleness import age_shares, assert_staleness
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.rollout.batch_sources import BatchSource, InFlight
 from one_step_off.rollout.pooled_batches import PooledSource
@@ -229,6 +229,7 @@ class Pipeline:
         if self.cfg.reward.on_error == "drop":
             batch.drop({sample.prompt_id for sample in samples if "error" in sample.extra})
         metrics["samples/dropped_groups"] = float(len({s.prompt_id for s in batch.dropped}))
+        metrics |= age_shares(batch, self.cfg.pipeline.staleness)
         if batch.samples:
             metrics |= fill_advantages(batch, self.cfg, self.kl_controller)
         log_prob_s = now() - begin
@@ -333,11 +334,13 @@ class Pipeline:
             await self.evaluation
         metrics = {"time/wait_trainer_s": self.batches.idle_seconds()}
         if self.synced_version == version:
+            self.batches.activity.sync_ended()
             return NO_SYNC | metrics | self.canary_metrics
         begin = now()
         sync = self.roles.sync.deliver if canary_later else self.roles.sync
         sync_metrics = await sync((self.incarnation, version), self.expected_canary)
         self.tracker.span("sync", "weights", version, begin, now())
+        self.batches.activity.sync_ended()
         if self.batches.never_drains and not metrics["time/wait_trainer_s"]:
             # They generate again while the canary is scored.
             metrics["time/rollout_paused_s"] = sync_metrics.get("sync/paused_s", 0.0)

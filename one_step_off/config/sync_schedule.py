@@ -55,6 +55,15 @@ def last_begun_batch(cfg: Config, step: int) -> int:
     return (step // staleness + 1) * staleness
 
 
+def version_of_batch(cfg: Config, step: int) -> int:
+    """The weights that make the batch of `step` where whole batches are generated, in a run that
+    began at step 0."""
+    staleness = cfg.pipeline.staleness
+    if staleness == 0:
+        return step
+    return max(0, (step - 1) // staleness * staleness)
+
+
 def prompts_allowed(cfg: Config, version: int) -> int:
     """How many prompts may have begun, counted from the start of the run, while `version`
     generates: the inequality, or less with `rollout.oversample`."""

@@ -1,7 +1,8 @@
 """Prompts of several sources by their weights, drawn by what was measured of each.
 
-The draw of step M knows the results up to step M - 1 - staleness, whatever is known earlier: those
-of later steps wait. So a run draws the same prompts whether it was killed and resumed or not.
+The draw of step M knows the results up to a step that its caller names, with whole batches M - 1 -
+staleness, whatever is known earlier: those of later steps wait. So a run draws the same prompts
+whether it was killed and resumed or not.
 """
 
 import math

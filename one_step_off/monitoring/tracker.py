@@ -292,7 +292,8 @@ def _ledger_row(batch: Batch) -> Row:
     row: Row = {"step": batch.step, "prompts": batch.prompt_order()}
     if batch.dropped:
         row["dropped"] = list(dict.fromkeys(sample.prompt_id for sample in batch.dropped))
-    replaced = [prompt for sample in batch.samples for prompt in sample.extra.get("replaces", ())]
+    samples = batch.samples + batch.dropped
+    replaced = [prompt for sample in samples for prompt in sample.extra.get("replaces", ())]
     if replaced:
         row["replaced"] = replaced
     return row | batch.notes

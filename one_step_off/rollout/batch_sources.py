@@ -15,7 +15,7 @@ from one_step_off.cluster.remote_calls import now
 from one_step_off.config.schema import Config
 from one_step_off.data.episodes import check_episodes
 from one_step_off.data.samples import Batch, Sample
-from one_step_off.data.staleness import age_shares, assert_staleness
+from one_step_off.data.staleness import assert_staleness
 from one_step_off.rollout.prompt_pool import PooledPrompt
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
@@ -96,8 +96,7 @@ class BatchSource(ABC):
         return self.first_step in self.finished
 
     async def batch(self, step: int) -> tuple[Batch, dict[str, float]]:
-        """The batch of `step`, and metrics: seconds of generation and of the trainer's wait, and
-        the ages of the tokens.
+        """The batch of `step`, and metrics: seconds of generation and of the trainer's wait.
 
         Raises:
             NoReplica: no replica is left. Samples that are complete stay, for the checkpoint.
@@ -116,7 +115,7 @@ class BatchSource(ABC):
         metrics |= self._metrics(finished)
         assert_staleness(batch)
         check_episodes(batch.samples)
-        return batch, metrics | age_shares(batch, self.staleness)
+        return batch, metrics
 
     @abstractmethod
     def launch(self, step: int, version: int, tasks: asyncio.TaskGroup) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from one_step_off.config.sync_schedule import is_sync_step, last_begun_batch
+from one_step_off.config.sync_schedule import is_sync_step, last_begun_batch, version_of_batch
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.data.staleness import assert_age
 from one_step_off.rollout.batch_sources import BatchSource, FinishedBatch, Generated, InFlight
@@ -38,7 +38,8 @@ class ScheduledSource(BatchSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.begun: dict[int, _BegunBatch] = {}  # by step, those that are not complete
-        self.next_to_begin = self.first_step + len(self.finished)
+        self.first_to_begin = self.first_step + len(self.finished)
+        self.next_to_begin = self.first_to_begin
 
     def launch(self, step: int, version: int, tasks: asyncio.TaskGroup) -> None:
         """See `BatchSource.launch`. Each batch follows when half of the one before is complete:
@@ -92,8 +93,16 @@ class ScheduledSource(BatchSource):
 
     def _stamped(self, finished: FinishedBatch) -> Batch:
         assert_age(finished.step, finished.version, self.staleness)
-        stamp = (finished.incarnation, finished.version)
+        stamp = (finished.incarnation, self._expected_version(finished))
         return Batch(finished.step, finished.samples, expected_stamp=stamp)
+
+    def _expected_version(self, finished: FinishedBatch) -> int:
+        """By the schedule, whatever the weights were when the batch was begun. A run that resumes
+        begins with the weights of its first step. Which ones made the batches of a checkpoint, the
+        checkpoint says."""
+        if finished.step < self.first_to_begin:
+            return finished.version
+        return max(self.first_step, version_of_batch(self.cfg, finished.step))
 
     async def settle(self) -> None:
         """See `BatchSource.settle`: all batches that were begun."""

@@ -55,23 +55,31 @@ class RolloutActivity:
 
     def __init__(self) -> None:
         self.on_span: OnSpan = lambda *span: None
-        self.last_end_s = 0.0  # in seconds of `now`; 0: nothing was finished yet
+        self.idle_since_s = 0.0  # in seconds of `now`; 0: nothing was finished yet
         self.drawn_until: dict[str, float] = {}  # by kind of work
 
     def prompt_finished(self) -> None:
         """The samples of a prompt are complete."""
-        self.last_end_s = now()
+        self.idle_since_s = now()
 
     def call_finished(self, kind: str, step: int, seconds: float) -> float:
         """A call has ended that took `seconds`, without its wait for the devices. Where several
         calls ran at once, each is drawn from the end of the one before. Returns the seconds that
         are drawn."""
-        begin = max(now() - seconds, self.drawn_until.get(kind, 0.0))
-        self.last_end_s = now()
-        self.drawn_until[kind] = self.last_end_s
-        self.on_span("rollout", kind, step, begin, self.last_end_s)
-        return self.last_end_s - begin
+        end = now()
+        begin = max(end - seconds, self.drawn_until.get(kind, 0.0))
+        self.idle_since_s = end
+        self.drawn_until[kind] = end
+        self.on_span("rollout", kind, step, begin, end)
+        return end - begin
+
+    def sync_ended(self) -> None:
+        """What was idle before the sync is counted. Where nothing begins after it, the next sync
+        must not count the same seconds again."""
+        if self.idle_since_s:
+            self.idle_since_s = now()
 
     def idle_seconds(self) -> float:
-        """Seconds since the last end; 0 where nothing was finished yet."""
-        return now() - self.last_end_s if self.last_end_s else 0.0
+        """Seconds since the last end, or since the last sync if that is later; 0 where nothing was
+        finished yet."""
+        return now() - self.idle_since_s if self.idle_since_s else 0.0

@@ -3,7 +3,7 @@
 After the transfer the replicas generate at once, and score the canary beside that. Nothing that
 they return is used before their canary was accepted: the driver holds it back (see
 `ReplicaSupervisor.wait_until_verified`). The canary is asked for before any prompt is sent, so it
-is the first request of each engine.
+is the first request of each engine, but for those that a sync has paused.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 
 from one_step_off.cluster.remote_calls import name_failures, not_alive
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Stamp
 from one_step_off.weight_sync.participants import LogProbs
 from one_step_off.weight_sync.sync_calls import SyncCall
@@ -79,6 +80,18 @@ class CanaryBeside:
             if who not in dead:
                 raise errors[number]
         return {failed[who]: reason for who, reason in dead.items()}
+
+
+def canary_limit_s(cfg: Config) -> float:
+    """Seconds for the replicas to score the canary.
+
+    Requests that continue across a sync stand before it in the engine's queue: a full engine
+    scores it when enough of them have ended. So there it has the time in which a busy replica must
+    complete a request; after `weight_sync.timeout_s` a replica that is well would be restarted.
+    """
+    if cfg.weight_sync.in_flight == "wait":
+        return cfg.weight_sync.timeout_s
+    return max(cfg.weight_sync.timeout_s, cfg.rollout.progress_timeout_s)
 
 
 def canary_name(stamp: Stamp) -> str:

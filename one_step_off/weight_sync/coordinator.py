@@ -40,7 +40,7 @@ from one_step_off.weight_sync import base_model, report
 from one_step_off.weight_sync.ahead import AheadTransfer
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.canary import Canary
-from one_step_off.weight_sync.canary_beside import CanaryBeside, canary_name
+from one_step_off.weight_sync.canary_beside import CanaryBeside, canary_limit_s, canary_name
 from one_step_off.weight_sync.failed_syncs import FailedSyncs
 from one_step_off.weight_sync.participants import LogProbs, Replicas, Trainers
 from one_step_off.weight_sync.replica_layouts import ReplicaLayouts, plain_kept_by_receivers
@@ -243,7 +243,7 @@ class WeightSync:
         """Compare what the replicas answered; returns the canary's metrics. Errors: as
         `verified`."""
         what = canary_name(stamp)
-        scores, failed = await canary.answers(what, self.cfg.timeout_s)
+        scores, failed = await canary.answers(what, canary_limit_s(self.actor.cfg))
         metrics: dict[str, float] = {}
         if scores:
             metrics = self.canary_check.check(trainer_log_probs, scores, what, self.on_log)
@@ -306,6 +306,8 @@ class WeightSync:
             numbers = self.rollout.active
             if not numbers:
                 return {}
+            # It serves since then, and would be sent prompts while it has no verified weights.
+            self.rollout.mark_stale()
             return await self._sync_replicas(numbers, False, canary_later)
 
     async def _sync_replicas(
@@ -473,7 +475,7 @@ class WeightSync:
         what = canary_name(stamp)
         replicas = {number: self.rollout.replicas[number] for number in numbers}
         calls = begin_on_replicas(replicas, "score", self.canary)
-        limit_s = self.cfg.timeout_s
+        limit_s = canary_limit_s(self.actor.cfg)
         scores = await run_or_abort(what, calls, limit_s, limit_s, self.abort)
         replica_log_probs = dict(zip(numbers, scores, strict=True))
         return self.canary_check.check(trainer_log_probs, replica_log_probs, what, self.on_log)

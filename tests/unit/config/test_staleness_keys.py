@@ -12,6 +12,7 @@ from one_step_off.config.sync_schedule import (
     last_begun_batch,
     prompts_allowed,
     sync_period,
+    version_of_batch,
 )
 from one_step_off.runtime.validation import validate
 from tests.conftest import tiny_config
@@ -100,6 +101,18 @@ def test_a_sync_begins_as_many_batches_as_the_inequality_allows():
         for version, last_begun in schedule(staleness, 40):
             begun = (last_begun + 1) * cfg.data.train_batch_size
             assert begun == prompts_allowed(cfg, version), "neither more nor less"
+
+
+def test_the_schedule_names_the_weights_of_each_batch():
+    for staleness in range(17):
+        cfg = Config()
+        cfg.pipeline.staleness = staleness
+        assert version_of_batch(cfg, 0) == 0
+        last_begun_before = -1
+        for version, last_begun in schedule(staleness, 40):
+            for step in range(last_begun_before + 1, last_begun + 1):
+                assert version_of_batch(cfg, step) == version
+            last_begun_before = last_begun
 
 
 def test_a_pool_gets_weights_at_each_step():

@@ -156,6 +156,8 @@ def test_an_empty_step_counts_and_changes_nothing(tmp_path, staleness):
     assert metrics[1]["reward/mean"] is None
     assert metrics[1]["samples/dropped_groups"] == 3
     assert metrics[2]["staleness/max"] == staleness
+    ages = [row[f"staleness/age_{staleness}"] for row in metrics]
+    assert ages[1:] == [None, 1.0, 1.0], "of the tokens that are trained"
     again = Tracker(str(tmp_path), 4, out=io.StringIO())
     again.start(4)
     # None in an earlier run's row is left out.
@@ -179,6 +181,32 @@ def test_dynamic_sampling_leaves_groups_with_errors_to_be_dropped_and_seen(tmp_p
     assert sum(len(batch.dropped) for batch in batches)
     assert all(sample.prompt_id[1] % 3 for batch in batches for sample in batch.samples)
     assert all(len(row["prompts"]) == 3 for row in read_rows(tmp_path, "ledger.jsonl"))
+
+
+def test_the_ledger_names_what_a_dropped_group_had_replaced(tmp_path):
+    """Odd rows score alike, and the groups in place of them have errors."""
+    pipeline = build(tmp_path, World(random.Random(0)), 3, 1, rows=60)
+    pipeline.cfg.algorithm.max_gen_batches = 2
+    pipeline.cfg.reward.on_error = "drop"
+    pipeline.val = None
+
+    def change(purpose, samples):
+        for sample in samples:
+            if "instead of" in purpose:
+                sample.extra |= {"fault": "reward/errors", "error": "on purpose"}
+            elif sample.prompt_id[1] % 2:
+                sample.reward = 1.0
+
+    change_samples(pipeline, change)
+    asyncio.run(pipeline.fit())
+    ledger = read_rows(tmp_path, "ledger.jsonl")
+    used = [tuple(prompt) for row in ledger for prompt in row["prompts"]]
+    dropped = [tuple(prompt) for row in ledger for prompt in row.get("dropped", ())]
+    replaced = [tuple(prompt) for row in ledger for prompt in row.get("replaced", ())]
+    assert len(replaced) == len(dropped) > 0
+    twin = build(tmp_path / "twin", World(random.Random(0)), 3, 1, rows=60)
+    drawn = twin.stream.next_batch(len(used) + len(replaced))
+    assert sorted(used + replaced) == sorted(prompt.id for prompt in drawn)
 
 
 @given(st.data())

@@ -134,17 +134,21 @@ def trained_prompts(world: World) -> list[tuple[int, int]]:
     st.none() | st.floats(1.0, 4.0),
     st.integers(1, 4),
     st.integers(1, 3),
+    st.booleans(),
     st.integers(0, 10**6),
 )
 def test_any_mix_of_slow_and_fast_prompts(
-    tmp_path_factory, steps, oversample, staleness, max_gen_batches, seed
+    tmp_path_factory, steps, oversample, staleness, max_gen_batches, overlapped, seed
 ):
-    """It never has more prompts in progress than it may, it ends, and it trains on each once."""
+    """It never has more prompts in progress than it may, it ends, and it trains on each once.
+    Syncs come before training or beside it."""
     world = World(random.Random(seed))
     if oversample is not None:
         oversample = min(oversample, staleness)
     pipeline = build(tmp_path_factory.mktemp("run"), world, steps, oversample, staleness)
     pipeline.cfg.algorithm.max_gen_batches = max_gen_batches
+    pipeline.sync_overlap.is_auto = False
+    pipeline.sync_overlap.overlapped = overlapped
     rollout: Any = pipeline.roles.rollout
     rollout.alike = lambda prompt: prompt.id[1] % 3 == 0
     batches: Any = pipeline.batches
@@ -221,6 +225,27 @@ def test_a_token_that_is_older_than_allowed_stops_the_run(tmp_path):
     rollout.generate = generate
     with pytest.raises(StalenessError, match=r"step 3, .*version 0.*versions 1 to 3"):
         asyncio.run(pipeline.fit())
+
+
+def test_idle_replicas_are_counted_once(tmp_path):
+    """All prompts of the run begin before the first step. When they are complete the replicas have
+    nothing to do, and each sync finds them idle."""
+    world = World(random.Random(0))
+    pipeline = build(tmp_path, world, 10, oversample=None, staleness=9)
+    pipeline.val = None
+    actor: Any = pipeline.roles.actor
+    update = actor.update
+
+    async def update_slowly(batch, learn=True):
+        await asyncio.sleep(0.02)
+        return await update(batch, learn)
+
+    actor.update = update_slowly
+    asyncio.run(pipeline.fit())
+    rows = pipeline.tracker.steps
+    seconds = sum(row["time/step_s"] for row in rows)
+    idle_s = sum(row["time/wait_trainer_s"] for row in rows)
+    assert 0.4 * seconds < idle_s < 1.5 * seconds
 
 
 def restored(saved: dict[str, Any]) -> Resumed:

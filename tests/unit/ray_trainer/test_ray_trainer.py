@@ -214,6 +214,25 @@ def test_a_token_of_another_version_stops_the_run(tmp_path):
     assert len(world.trained) == 3
 
 
+def test_weights_that_are_newer_than_the_schedule_says_stop_the_run(tmp_path):
+    """Also where the driver takes them for the right ones, and staleness allows their age."""
+    pipeline = build(tmp_path, World(random.Random(0)), 4, 1)
+    batches: Any = pipeline.batches
+    launch = batches.launch
+
+    def launch_by_a_wrong_version(step, version, tasks):
+        launch(step, version + int(step == 2), tasks)
+
+    def forge(purpose, samples):
+        for sample in samples:
+            sample.versions[:] += int(purpose == "step 2")
+
+    batches.launch = launch_by_a_wrong_version
+    change_samples(pipeline, forge)
+    with pytest.raises(StalenessError, match=r"step 2.*version 2\), but .*version 1\)"):
+        asyncio.run(pipeline.fit())
+
+
 def test_the_loop_fits_on_one_screen():
     source = "".join(inspect.getsource(f) for f in (Pipeline._loop, Pipeline._step))
     assert len(source.splitlines()) <= 60

@@ -104,6 +104,31 @@ def test_what_a_failed_replica_had_not_returned_is_generated_by_the_others(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_each_group_arrives_once_though_a_replica_failed_with_groups_in_flight(hangs, monkeypatch):
+    """As in a pool of prompts, where each prompt has a call of its own."""
+    monkeypatch.setattr(replica_supervisor, "PING_S", 0.05)
+
+    async def main():
+        mortal = MortalReplica(deadly_row=4, hangs=hangs)
+        group = group_of([mortal, MortalReplica()], "least_loaded")
+        watch = asyncio.create_task(group.watch())
+        rows: list[int] = []
+
+        def on_group(samples):
+            assert [sample.index for sample in samples] == [0, 1]
+            rows.append(samples[0].prompt_id[1])
+
+        sampling = group.train_sampling
+        samples, _ = await group.generate(PROMPTS, "step 0", sampling, on_group)
+        assert mortal.dead
+        assert sorted(rows) == list(range(12))
+        assert len(samples) == 24
+        watch.cancel()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("routing", ["static", "least_loaded"])
 def test_with_one_replica_its_prompts_wait_for_its_restart(routing):
     group = group_of([MortalReplica(deadly_row=4)], routing)

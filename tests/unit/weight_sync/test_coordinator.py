@@ -15,6 +15,7 @@ from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync import sync_calls
+from one_step_off.weight_sync.canary_beside import canary_limit_s
 from one_step_off.weight_sync.coordinator import WeightSync
 from tests.unit.stand_ins import TRAINER_CONTROL, ActorMethod, StandInActor
 
@@ -76,15 +77,18 @@ def use_two_senders(sync: WeightSync, first: ActorMethod, second: ActorMethod) -
 
 def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_too():
     """It received the version before when the sync of all replicas began to wait for its turn, and
-    took no part in that one then."""
+    took no part in that one then. It served since then, and gets no prompt while it receives: its
+    engine has no verified weights, and would refuse it."""
     sync = connected_sync(SCORES, [SCORES, SCORES])
     supervisor: Any = sync.rollout
     received: dict[int, list] = {0: [], 1: []}
+    states: list[ReplicaState] = []
     sync.connect_info = {}
 
     def receiving(i: int) -> ActorMethod:
         def receive(stamp, only_kept):
             received[i].append(stamp)
+            states.append(supervisor.health[i].state)
             return [{"bytes": 8.0, "bucket_wire": [[0, 0.1]], "spans": [], "bare_wire": 0.05}]
 
         return ActorMethod(receive, delay=0.02)
@@ -107,9 +111,36 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
         assert sync.lock.locked(), "replica 1 receives"
         await sync((0, 4))
         assert received == {0: [(0, 4)], 1: [(0, 3), (0, 4)]}
+        assert states == [ReplicaState.STALE] * 3
         assert await supervisor.wait_for_healthy() == [0, 1]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("canary_overlap", [False, True])
+def test_a_canary_may_wait_behind_the_requests_that_a_sync_has_paused(canary_overlap):
+    """A full engine scores it when some of them have ended, which is no sign of a fault."""
+    sync = connected_sync(SCORES, [SCORES])
+    sync.cfg.in_flight = "recompute"
+    sync.cfg.timeout_s = 0.2
+    supervisor: Any = sync.rollout
+    replica = supervisor.replicas[0]
+    replica.score = ActorMethod(lambda sequences: SCORES, delay=0.5)
+
+    async def main():
+        if canary_overlap:
+            await sync.deliver((0, 3))
+            await sync.verified()
+        else:
+            await sync((0, 3))
+
+    asyncio.run(main())
+    assert supervisor.replicas == [replica]
+    assert supervisor.health[0].state is ReplicaState.HEALTHY
+    cfg = sync.actor.cfg
+    assert canary_limit_s(cfg) == cfg.rollout.progress_timeout_s
+    cfg.weight_sync.in_flight = "wait"
+    assert canary_limit_s(cfg) == 0.2
 
 
 def test_when_several_senders_fail_the_first_is_named_and_no_failure_is_unretrieved(caplog):
