@@ -7,6 +7,7 @@ import copy
 import pytest
 
 from one_step_off import main_sft
+from one_step_off.config import packages
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.config.placement import placement_text, process_cores
@@ -90,12 +91,21 @@ def test_the_section_overrides_those_of_rl():
         (["sft.batchsize=3"], "did you mean sft.batch_size"),
         (["model.lora_rank=4", "actor.backend=megatron"], "only the fsdp back end"),
         (["actor.fsdp_size=3"], "does not divide"),
+        (["actor.optimizer=muno"], "actor.optimizer=muno: .*did you mean muon"),
+        (["actor.optimizer=muon", "actor.optimizer_kwargs.momentun=0.9"], "did you mean momentum"),
+        (["actor.optimizer_kwargs.momentum=0.9"], "no such setting of adamw; remove it"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(overrides, words):
     with pytest.raises(ConfigError, match=words) as refused:
         supervised(*overrides)
     assert "\n" not in str(refused.value)
+
+
+def test_megatron_would_step_by_adamw_whatever_the_config_names(monkeypatch):
+    monkeypatch.setattr(packages, "is_installed", lambda package: True)
+    with pytest.raises(ConfigError, match="actor.optimizer=muon: .* has adamw alone"):
+        supervised("actor.backend=megatron", "actor.optimizer=muon")
 
 
 def test_the_program_refuses_before_it_starts_anything(capsys):
