@@ -33,6 +33,8 @@ def test_a_config_of_rl_trains_its_actor_alone():
             *RUN,
             "placement.pools={gen: [3], train: [2]}",
             "placement.roles={rollout: gen, actor: train, ref: train, critic: train}",
+            "placement.roles.teacher=train",
+            "teacher.path=tiny:teacher",
             "algorithm.kl_coef=0.1",
             "rollout.temperature=0.7",
             "data.val_files=generator:word_problems",
@@ -42,6 +44,7 @@ def test_a_config_of_rl_trains_its_actor_alone():
     assert made.placement.pools == {"train": [2]}
     assert made.placement.roles == {"actor": "train"}
     assert made.algorithm.kl_coef == 0
+    assert made.teacher.path == "", "no model is built that has no use"
     assert made.data.train_batch_size == made.actor.ppo_mini_batch_size == 64
     assert made.sft.train_files == made.sft.val_files == "generator:word_problems"
     assert supervised_config(made) == made, "the run's own config.yaml gives the same run"
@@ -124,6 +127,7 @@ def test_help_and_dry_run(capsys):
     text = capsys.readouterr().out
     assert "sft.train_files" in text and "trainer.total_steps" in text
     assert "  rollout.n  (" not in text and "  weight_sync." not in text
+    assert "  teacher." not in text
     assert main_sft.main([*RUN, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "# actor [1] on cpu: actor x 1" in out
