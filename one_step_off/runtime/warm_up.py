@@ -70,6 +70,8 @@ def warm_up(prepared: Prepared, console: RunConsole) -> None:
             )
     elif cfg.trainer.val_only:
         model = finished_model(folder)
+        if model is not None:
+            console.print_line(f"the supervised steps have been made: {model}")
     else:
         model = _warmed_up(prepared, supervised, folder, console)
     if model is not None:

@@ -116,8 +116,10 @@ def test_a_run_that_resumes_rl_takes_the_model_of_its_warm_up(tmp_path, trained)
     assert not trained
 
 
-def test_an_evaluation_alone_makes_no_steps(tmp_path, trained):
+def test_an_evaluation_alone_makes_no_steps(tmp_path, trained, capsys):
     assert warm_up(a_run(tmp_path, val_only=True)) == "/cache/tiny"
     finish(tmp_path / "sft", warm_up_config(a_run(tmp_path).cfg))
+    assert "supervised steps" not in capsys.readouterr().out
     assert warm_up(a_run(tmp_path, val_only=True)) == str(tmp_path / "sft/hf_model")
+    assert "the supervised steps have been made:" in capsys.readouterr().out
     assert not trained
