@@ -3,7 +3,6 @@ and generates nothing that is used."""
 
 import asyncio
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,7 @@ from one_step_off.config.roles import role_settings, vocabulary_size
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays
 from one_step_off.rollout.engine_args import CPU_ENGINE_ARGS, MAX_BATCHED_TOKENS, longest_sequence
-from one_step_off.rollout.engine_processes import (
-    ProcessId,
-    is_engine,
-    kill_processes,
-    not_running,
-)
+from one_step_off.rollout.engine_processes import is_engine, not_running
 from one_step_off.rollout.prompt_scores import log_probs_of, top_log_probs_of
 
 
@@ -70,17 +64,8 @@ class TeacherEngine(UsageProbe, CoreUser):
         self.engine_processes: list[psutil.Process] = []
         self.requests = 0
 
-    async def start(self, former: Sequence[ProcessId] = ()) -> list[ProcessId]:
-        """Load the engine.
-
-        Args:
-            former: the processes of the engine that this one replaces. They may outlive a killed
-                actor, and would keep the device's memory.
-
-        Returns:
-            The processes below this one.
-        """
-        kill_processes(former)
+    async def start(self) -> None:
+        """Load the engine."""
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -89,7 +74,6 @@ class TeacherEngine(UsageProbe, CoreUser):
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         children = psutil.Process().children(recursive=True)
         self.engine_processes = [child for child in children if is_engine(child)]
-        return [(child.pid, child.create_time()) for child in children]
 
     async def score_responses(self, work: tuple[list[np.ndarray], list[int]]) -> list[np.ndarray]:
         """As `TeacherRole.score_responses`.

@@ -48,7 +48,6 @@ class RunEngines:
         rollout: the replicas, as the latest attempt sees them.
         sync_epoch: of the latest attempt's weight sync.
         frozen_groups: roles that do not learn, which the latest attempt has handed over with these.
-        teacher_processes: index of a teacher's engine -> its processes, as (pid, time of creation).
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class RunEngines:
         self.log_folder = os.path.abspath(os.path.join(self.cfg.trainer.output_dir, LOG_FOLDER))
         self.replica_starts: Counter[int] = Counter()  # replica index -> how often it was started
         self.kv_cache_bytes: dict[int, int] = {}  # of replicas on a GPU that they share
-        self.teacher_processes: dict[int, list[tuple[int, float]]] = {}
         self.actors: list[Any] = []
         self.pool_locks = {pool: asyncio.Lock() for pool in self.pools}
         self.endpoint = None if trainers_only else self._create_endpoint()

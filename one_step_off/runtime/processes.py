@@ -139,11 +139,9 @@ class RunProcesses:
     def _group_of(self, role: str, cfg: Config, ranks: list[Any]) -> TrainGroup:
         lock = self.engines.pool_locks[cfg.placement.roles[role]]
         if role == "teacher":
-            if role_settings(cfg, role).backend != "vllm":
-                return TeacherGroup(role, ranks, cfg, lock, self.host)
-            group = TeacherEngineGroup(role, ranks, cfg, lock, self.host)
-            group.processes_by_engine = self.engines.teacher_processes
-            return group
+            has_engines = role_settings(cfg, role).backend == "vllm"
+            group_class = TeacherEngineGroup if has_engines else TeacherGroup
+            return group_class(role, ranks, cfg, lock, self.host)
         if role != "reward_model":
             return TrainGroup(role, ranks, cfg, lock, self.host)
         return LocalRewardModel(

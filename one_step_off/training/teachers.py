@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.algorithms import batching
-from one_step_off.cluster.remote_calls import OnSpan, call_all, call_each
+from one_step_off.cluster.remote_calls import OnSpan, call_all
 from one_step_off.data.packing import PackedArrays
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.training.batch_share import BatchShare
@@ -34,21 +34,11 @@ class TeacherGroup(TrainGroup):
 
 
 class TeacherEngineGroup(TeacherGroup):
-    """A teacher in vLLM engines, each of which scores a part of the batch.
-
-    Attributes:
-        processes_by_engine: index of an engine -> its processes, as (pid, time of creation): those
-            of the attempt before, until `setup`.
-    """
-
-    processes_by_engine: dict[int, list[tuple[int, float]]]
+    """A teacher in vLLM engines, each of which scores a part of the batch."""
 
     async def setup(self) -> None:
-        """Load all engines, each in the place of the one of the attempt before."""
-        limit_s = self.cfg.trainer.start_timeout_s
-        former = [(self.processes_by_engine.get(index, []),) for index in range(len(self.ranks))]
-        started = await call_each(limit_s, self.role, self.ranks, "start", former)
-        self.processes_by_engine.update(enumerate(started))
+        """Load all engines."""
+        await call_all(self.cfg.trainer.start_timeout_s, self.role, self.ranks, "start")
         count = len(self.ranks)
         self.shares = [BatchShare(index, count) for index in range(count)]
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.training.teachers import TeacherEngineGroup, TeacherGroup, Teachers
 
@@ -101,33 +99,3 @@ def test_the_engines_share_a_batch(engines: int) -> None:
         assert output.tolist() == sample.response_ids.tolist()
     assert sum(group.sizes) == 6
     assert max(group.sizes) - min(group.sizes) <= 1
-
-
-class StartedEngine:
-    """Stands for the actor of an engine: it notes which processes it is to end."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.former: list[tuple[int, float]] | None = None
-        self.start = SimpleNamespace(remote=self._start)
-
-    async def _start(self, former: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        self.former = former
-        return [(self.pid, 0.5)]
-
-
-def test_an_engine_ends_what_the_one_before_it_left() -> None:
-    """An engine's processes outlive an actor that was killed, and would keep the GPU's memory."""
-    processes: dict[int, list[tuple[int, float]]] = {}
-
-    def started(*pids: int) -> list[list[tuple[int, float]] | None]:
-        engines = [StartedEngine(pid) for pid in pids]
-        group = TeacherEngineGroup("teacher", engines, Config())
-        group.processes_by_engine = processes
-        asyncio.run(group.setup())
-        assert len(group.shares) == len(engines)
-        return [engine.former for engine in engines]
-
-    assert started(11, 12) == [[], []]
-    assert started(21, 22) == [[(11, 0.5)], [(12, 0.5)]]
-    assert started(31, 32) == [[(21, 0.5)], [(22, 0.5)]]
