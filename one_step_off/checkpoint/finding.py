@@ -11,7 +11,7 @@ from one_step_off.checkpoint.manifest import find_fault, parameter_shapes
 from one_step_off.checkpoint.state_files import read_state
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.old_keys import replace_old_settings
-from one_step_off.config.optimizer_checks import ADAMW
+from one_step_off.config.optimizer_checks import ADAMW, ADAMW_8BIT, BLOCK_SIZE
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.training.worker_interface import TRAINED_ROLES
@@ -27,8 +27,10 @@ FIXED_KEYS = (
     "model.lora_rank",
     "model.lora_alpha",
     "model.lora_target_modules",
+    "trainer.sft_steps",
 )
-"""A resumed run must make the same batches of the same age. Keys that may change (lr, total_steps,
+"""A resumed run must make the same batches of the same age, from the same start: with adapters the
+frozen weights, and the reference, are those of the warm-up. Keys that may change (lr, total_steps,
 save_freq) are not here."""
 
 RESTART = (
@@ -40,7 +42,8 @@ RESTART = (
 def fixed_keys(cfg: Config) -> dict[str, Any]:
     """The values that a resumed run must share with its checkpoint.
 
-    They include the back ends and the optimizers, which cannot read each other's checkpoints.
+    They include the back ends and the optimizers, which cannot read each other's checkpoints, and
+    the size of the blocks of adamw_8bit, by which its state has its shape.
     """
     values = {key: attrgetter(key)(cfg) for key in FIXED_KEYS}
     for role in TRAINED_ROLES:
@@ -48,6 +51,9 @@ def fixed_keys(cfg: Config) -> dict[str, Any]:
             settings = role_settings(cfg, role)
             values[f"{role}.backend"] = settings.backend
             values[f"{role}.optimizer"] = settings.optimizer
+            if settings.optimizer == ADAMW_8BIT:
+                block_size = settings.optimizer_kwargs.get("block_size", BLOCK_SIZE)
+                values[f"{role}.optimizer_kwargs.block_size"] = block_size
     return values
 
 
@@ -135,11 +141,18 @@ def _check_fixed_keys(cfg: Config, path: Path) -> None:
     """Raises ConfigError: the checkpoint was made with another value of one of `fixed_keys`."""
     made_with = replace_old_settings(read_state(path)["fixed"])
     for key, value in fixed_keys(cfg).items():
-        # Older checkpoints do not name the optimizer.
-        unnamed = ADAMW if key.endswith(".optimizer") else "none"
-        made_with_value = made_with.get(key, unnamed)
+        made_with_value = made_with.get(key, _value_before_it_was_named(key))
         if made_with_value != value:
             raise ConfigError(
                 f"{key}={value}: checkpoint {path} was written with {made_with_value}; "
                 f"resume with it, or {RESTART}"
             )
+
+
+def _value_before_it_was_named(key: str) -> Any:
+    """The value of a key in a checkpoint that is older than the key."""
+    if key.endswith(".optimizer"):
+        return ADAMW
+    if key.endswith(".block_size"):
+        return BLOCK_SIZE
+    return 0 if key == "trainer.sft_steps" else "none"

@@ -15,6 +15,9 @@ ADAMW_8BIT = "adamw_8bit"
 MUON = "muon"
 OPTIMIZERS = (ADAMW, ADAMW_8BIT, MUON)
 
+BLOCK_SIZE = 256
+"""Of adamw_8bit where the config names none, as torchao has it."""
+
 ROLES = ("actor", "critic")
 """The roles that have an optimizer."""
 

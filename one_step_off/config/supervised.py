@@ -17,6 +17,7 @@ RL_SECTIONS = (
     "critic",
     "ref",
     "reward_model",
+    "teacher",
     "algorithm",
     "reward",
     "agent",

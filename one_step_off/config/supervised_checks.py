@@ -3,6 +3,7 @@
 from one_step_off.config.data_checks import check_data, check_output, check_source
 from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.model_checks import check_model
+from one_step_off.config.optimizer_checks import check_optimizers
 from one_step_off.config.pool_checks import check_batch, check_layouts, check_pools
 from one_step_off.config.role_checks import check_roles, check_run
 from one_step_off.config.schema import Config
@@ -48,6 +49,7 @@ def check_supervised(supervised: Config, device: str) -> None:
     check_run(supervised)
     check_pools(supervised, needed=("actor",))
     check_layouts(supervised, device)
+    check_optimizers(supervised)
     check_batch(supervised)
     check_roles(supervised, device)
     check_model(supervised, device)

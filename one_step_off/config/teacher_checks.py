@@ -1,5 +1,7 @@
 """Checks of the role teacher: its models, its back end, and what the distillation needs."""
 
+from typing import Any
+
 from one_step_off.config.device_shares import devices_per_node
 from one_step_off.config.engine_checks import ENGINE_FIELDS_SET_BY_US
 from one_step_off.config.errors import ConfigError, key_error
@@ -50,6 +52,7 @@ def check_teacher(cfg: Config) -> None:
         )
     if not has_role:
         return
+    _check_reward_is_only_measured(cfg)
     _check_sources(cfg)
     _check_top_k(cfg)
     settings = role_settings(cfg, "teacher")
@@ -62,6 +65,27 @@ def check_teacher(cfg: Config) -> None:
             f"teacher.backend={settings.backend} has no engine; remove it, or set "
             "teacher.backend=vllm",
         )
+
+
+def _check_reward_is_only_measured(cfg: Config) -> None:
+    """Refuse what acts on training through the reward's advantages, where there are none."""
+    if cfg.algorithm.adv_estimator != NO_REWARD_ESTIMATOR:
+        return
+    reason = f"algorithm.adv_estimator={NO_REWARD_ESTIMATOR} trains on no reward, so this would"
+    if cfg.algorithm.kl_in_reward:
+        raise key_error(
+            cfg,
+            "algorithm.kl_in_reward",
+            f"{reason} do nothing; set it to false, which puts the KL into the loss",
+        )
+    if cfg.algorithm.max_gen_batches > 1:
+        raise key_error(
+            cfg,
+            "algorithm.max_gen_batches",
+            f"{reason} choose prompts by a reward that is only measured; set it to 1",
+        )
+    if cfg.reward.overlong_buffer:
+        raise key_error(cfg, "reward.overlong_buffer", f"{reason} do nothing; set it to 0")
 
 
 def _check_sources(cfg: Config) -> None:
@@ -123,6 +147,8 @@ def _check_engine_settings(cfg: Config, pool: str) -> None:
             raise ConfigError(f"{location}: use {SET_BY_KEYS[name]}")
         if name in ENGINE_FIELDS_SET_BY_US:
             raise ConfigError(f"{location}: the program sets it; remove it")
+        if name == "max_model_len":
+            _check_longest_prompt(cfg, value, location)
     width = settings.tensor_parallel_size
     for node, gpus in enumerate(devices_per_node(cfg, pool)):
         if gpus % width:
@@ -132,3 +158,13 @@ def _check_engine_settings(cfg: Config, pool: str) -> None:
                 f"does not divide placement.pools.{pool}, {gpus} GPUs on node {node}; "
                 "change one of them",
             )
+
+
+def _check_longest_prompt(cfg: Config, value: Any, location: str) -> None:
+    # An engine takes a prompt only where one more token fits.
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length + 1
+    if type(value) is not int or value < longest:
+        raise ConfigError(
+            f"{location}: prompt, response and one more token may be {longest} tokens; "
+            f"remove it, or use at least {longest}"
+        )

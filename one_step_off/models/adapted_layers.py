@@ -4,6 +4,7 @@ from typing import Any
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
+from one_step_off.config.text import did_you_mean
 
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
@@ -30,6 +31,38 @@ def adapted_layers(model: Any, target_modules: str) -> list[str]:
         if is_adapted:
             names.append(name)
     return names
+
+
+def check_adapted_layers(cfg: Config) -> None:
+    """Check model.lora_target_modules against the policy's layers. peft refuses names only where
+    none of them fits, and passes over the others.
+
+    Raises:
+        ConfigError: a name fits no layer, or one that cannot have an adapter.
+    """
+    from torch import nn
+
+    from one_step_off.models import hf_model  # transformers: slow to import
+
+    key = f"model.lora_target_modules={cfg.model.lora_target_modules}"
+    model = hf_model.empty_model(cfg, "actor", None, None)
+    targets = [name.strip() for name in cfg.model.lora_target_modules.split(",")]
+    if targets == [ALL_LINEAR]:
+        return
+    last_parts = sorted({name.split(".")[-1] for name in adapted_layers(model, ALL_LINEAR)})
+    embedding = model.get_input_embeddings().weight
+    for target in targets:
+        layers = [(n, m) for n, m in model.named_modules() if f".{n}".endswith(f".{target}")]
+        if not layers:
+            otherwise = f"use {ALL_LINEAR} alone, or names such as {', '.join(last_parts)}"
+            fix = did_you_mean(target, last_parts, otherwise)
+            raise ConfigError(f"{key}: the model has no layer {target}; {fix}")
+        for name, layer in layers:
+            if not isinstance(layer, nn.Linear) or layer.weight is embedding:
+                raise ConfigError(
+                    f"{key}: {name} is not a linear layer with weights of its own; "
+                    f"use {ALL_LINEAR}, or others"
+                )
 
 
 def engine_targets(cfg: Config) -> list[str]:

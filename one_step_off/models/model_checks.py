@@ -11,6 +11,7 @@ from one_step_off.config.errors import ConfigError, as_config_error, first_line
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.teachers import config_of_teacher, teacher_key, teacher_paths
+from one_step_off.models.adapted_layers import check_adapted_layers
 
 MODEL_SECTIONS = (
     "model",
@@ -41,6 +42,8 @@ def check_models(cfg: Config, longest_sequence: int) -> Any:
         _require_causal_model(name, model_config)
     _check_attention_heads(cfg, name, model_config)
     tokenizer = load_tokenizer(cfg, "model")
+    if cfg.model.lora_rank and not cfg.model.trust_remote_code:
+        check_adapted_layers(cfg)
     for name in teacher_paths(cfg):
         _check_teacher(cfg, name, longest_sequence, tokenizer, model_config)
     for role in ("critic", "ref", "reward_model"):

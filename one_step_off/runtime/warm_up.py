@@ -31,6 +31,7 @@ COMPARED_KEYS = (
     "data.shuffle",
     "data.generator_size",
     "actor.optimizer",
+    "actor.optimizer_kwargs",
     "actor.lr",
     "actor.lr_schedule",
     "actor.warmup_steps",
@@ -65,11 +66,12 @@ def warm_up(prepared: Prepared, console: RunConsole) -> None:
         if model is None:
             raise ConfigError(
                 f"trainer.sft_steps={cfg.trainer.sft_steps}: {prepared.resume_point.path} is to be "
-                f"resumed, and {folder} holds no finished warm-up; resume with trainer.sft_steps=0 "
-                f"if the run had none, or {FIX}"
+                f"resumed, and {folder} holds no finished warm-up; put back that folder, or {FIX}"
             )
     elif cfg.trainer.val_only:
         model = finished_model(folder)
+        if model is not None:
+            console.print_line(f"the supervised steps have been made: {model}")
     else:
         model = _warmed_up(prepared, supervised, folder, console)
     if model is not None:

@@ -86,8 +86,18 @@ def scored_batches(monkeypatch) -> list[ScoredBatch]:
     return batches
 
 
+ADAPTERS_APART = {"model.lora_rank": 4, "weight_sync.lora": "adapter", "actor.lr": 3e-2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="all weights"),
+        pytest.param(ADAPTERS_APART, id="adapters apart", marks=pytest.mark.slow),
+    ],
+)
 def test_interrupted_samples_continue_with_the_new_weights_and_none_is_dropped(
-    models, tmp_path, scored_batches
+    models, tmp_path, scored_batches, changes
 ):
     """Random models end after any number of tokens. The trainer scores each batch by its newest
     weights. The log-probs of tokens that the engine made with these weights must be alike, also
@@ -104,7 +114,8 @@ def test_interrupted_samples_continue_with_the_new_weights_and_none_is_dropped(
         "actor.lr": 3e-3,
         "reward.function": LETTER_SHARE,
     }
-    assert launch.run(tiny_config(models("qwen2", True), str(tmp_path), **settings)) == 0
+    cfg = tiny_config(models("qwen2", True), str(tmp_path), **settings | changes)
+    assert launch.run(cfg) == 0
     differences = LogProbDifferences()
     for batch in scored_batches:
         for sample, log_probs in zip(batch.samples, batch.log_probs, strict=True):

@@ -148,6 +148,32 @@ def test_a_checkpoint_from_before_optimizers_had_names_is_adamws(tmp_path, monke
         finding._check_fixed_keys(cfg, tmp_path)
 
 
+def test_a_checkpoint_knows_whether_it_began_with_a_warm_up(tmp_path, monkeypatch):
+    """Without the warm-up's model, adapters and reference would be those of another one."""
+    cfg = run_config(tmp_path)
+    cfg.trainer.sft_steps = 20
+    fixed = checkpoint.fixed_keys(cfg)
+    monkeypatch.setattr(finding, "read_state", lambda path: {"fixed": fixed})
+    finding._check_fixed_keys(cfg, tmp_path)
+    cfg.trainer.sft_steps = 0
+    with pytest.raises(ConfigError, match=r"trainer.sft_steps=0: .* was written with 20"):
+        finding._check_fixed_keys(cfg, tmp_path)
+    del fixed["trainer.sft_steps"]  # from before there were any
+    finding._check_fixed_keys(cfg, tmp_path)
+
+
+def test_blocks_of_another_size_are_refused(tmp_path, monkeypatch):
+    cfg = run_config(tmp_path)
+    cfg.actor.optimizer = "adamw_8bit"
+    fixed = checkpoint.fixed_keys(cfg)
+    monkeypatch.setattr(finding, "read_state", lambda path: {"fixed": fixed})
+    cfg.actor.optimizer_kwargs = {"block_size": 256}  # torchao's own
+    finding._check_fixed_keys(cfg, tmp_path)
+    cfg.actor.optimizer_kwargs = {"block_size": 128}
+    with pytest.raises(ConfigError, match=r"block_size=128: .* was written with 256"):
+        finding._check_fixed_keys(cfg, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("old", "staleness", "in_flight"),
     [

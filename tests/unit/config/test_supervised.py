@@ -7,6 +7,7 @@ import copy
 import pytest
 
 from one_step_off import main_sft
+from one_step_off.config import packages
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.config.placement import placement_text, process_cores
@@ -32,6 +33,8 @@ def test_a_config_of_rl_trains_its_actor_alone():
             *RUN,
             "placement.pools={gen: [3], train: [2]}",
             "placement.roles={rollout: gen, actor: train, ref: train, critic: train}",
+            "placement.roles.teacher=train",
+            "teacher.path=tiny:teacher",
             "algorithm.kl_coef=0.1",
             "rollout.temperature=0.7",
             "data.val_files=generator:word_problems",
@@ -41,6 +44,7 @@ def test_a_config_of_rl_trains_its_actor_alone():
     assert made.placement.pools == {"train": [2]}
     assert made.placement.roles == {"actor": "train"}
     assert made.algorithm.kl_coef == 0
+    assert made.teacher.path == "", "no model is built that has no use"
     assert made.data.train_batch_size == made.actor.ppo_mini_batch_size == 64
     assert made.sft.train_files == made.sft.val_files == "generator:word_problems"
     assert supervised_config(made) == made, "the run's own config.yaml gives the same run"
@@ -90,12 +94,21 @@ def test_the_section_overrides_those_of_rl():
         (["sft.batchsize=3"], "did you mean sft.batch_size"),
         (["model.lora_rank=4", "actor.backend=megatron"], "only the fsdp back end"),
         (["actor.fsdp_size=3"], "does not divide"),
+        (["actor.optimizer=muno"], "actor.optimizer=muno: .*did you mean muon"),
+        (["actor.optimizer=muon", "actor.optimizer_kwargs.momentun=0.9"], "did you mean momentum"),
+        (["actor.optimizer_kwargs.momentum=0.9"], "no such setting of adamw; remove it"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(overrides, words):
     with pytest.raises(ConfigError, match=words) as refused:
         supervised(*overrides)
     assert "\n" not in str(refused.value)
+
+
+def test_megatron_would_step_by_adamw_whatever_the_config_names(monkeypatch):
+    monkeypatch.setattr(packages, "is_installed", lambda package: True)
+    with pytest.raises(ConfigError, match="actor.optimizer=muon: .* has adamw alone"):
+        supervised("actor.backend=megatron", "actor.optimizer=muon")
 
 
 def test_the_program_refuses_before_it_starts_anything(capsys):
@@ -114,6 +127,7 @@ def test_help_and_dry_run(capsys):
     text = capsys.readouterr().out
     assert "sft.train_files" in text and "trainer.total_steps" in text
     assert "  rollout.n  (" not in text and "  weight_sync." not in text
+    assert "  teacher." not in text
     assert main_sft.main([*RUN, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "# actor [1] on cpu: actor x 1" in out

@@ -30,6 +30,7 @@ ENGINE = (
     "teacher.path=tiny:teacher",
     "teacher.backend=vllm",
 )
+ALONE = ("algorithm.adv_estimator=none",)
 SOURCES = "teacher.by_source={math: org/math, code: tiny:teacher, more: org/math}"
 
 BAD = [
@@ -92,6 +93,22 @@ BAD = [
         ["teacher.engine_kwargs.max_logprobs=3", "the program sets it"],
     ),
     (
+        [*ENGINE, "teacher.engine_kwargs={max_model_len: 1536}"],
+        ["teacher.engine_kwargs.max_model_len=1536", "use at least 1537"],
+    ),
+    (
+        [*TEACHER, *ALONE, "algorithm.kl_in_reward=true"],
+        ["algorithm.kl_in_reward=true", "adv_estimator=none", "do nothing", "set it to false"],
+    ),
+    (
+        [*TEACHER, *ALONE, "algorithm.max_gen_batches=2"],
+        ["algorithm.max_gen_batches=2", "adv_estimator=none", "only measured", "set it to 1"],
+    ),
+    (
+        [*TEACHER, *ALONE, "reward.overlong_buffer=4"],
+        ["reward.overlong_buffer=4", "adv_estimator=none", "do nothing", "set it to 0"],
+    ),
+    (
         [*TEACHER, "teacher.engine_kwargs={max_num_seqs: 3}"],
         ["teacher.engine_kwargs", "has no engine", "teacher.backend=vllm"],
     ),
@@ -115,6 +132,8 @@ def test_a_fault_is_one_line(argv: list[str], words: list[str]) -> None:
         (*TEACHER, "model.path=tiny:qwen2-1"),
         ENGINE,
         (*ENGINE, "teacher.tensor_parallel_size=2", "teacher.top_k=20"),
+        (*ENGINE, "teacher.engine_kwargs={max_model_len: 1537}"),
+        (*TEACHER, "algorithm.max_gen_batches=2", "reward.overlong_buffer=4"),
         (
             "placement.pools={all: [1]}",
             "placement.roles={rollout: all, actor: all, teacher: all}",

@@ -6,6 +6,7 @@ import pytest
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.models import adapted_layers, hf_model
+from one_step_off.models.model_checks import check_models
 from one_step_off.training import lora
 from tests.conftest import tiny_config
 
@@ -23,6 +24,7 @@ from tests.conftest import tiny_config
 def test_the_names_are_those_that_peft_chooses(models, kind, tied, targets):
     changes = {"model.lora_rank": 2, "model.lora_target_modules": targets}
     cfg = tiny_config(models(kind, tied), "", **changes)
+    adapted_layers.check_adapted_layers(cfg)
     model = hf_model.empty_model(cfg, "actor", None, None)
     names = adapted_layers.adapted_layers(model, targets)
     lora.inject(model, cfg.model)
@@ -31,6 +33,27 @@ def test_the_names_are_those_that_peft_chooses(models, kind, tied, targets):
     assert names
     last_parts = {name.split(".")[-1] for name in names}
     assert adapted_layers.engine_targets(cfg) == sorted(last_parts)
+
+
+@pytest.mark.parametrize(
+    ("tied", "targets", "words"),
+    [
+        (True, "q_prj", "no layer q_prj; did you mean q_proj"),
+        (True, "q_proj,gate", "no layer gate; .*gate_proj"),
+        (True, "q_proj, all-linear", "no layer all-linear; use all-linear alone, or .*down_proj"),
+        (True, "proj", "no layer proj; "),
+        (True, "embed_tokens", "model.embed_tokens is not a linear layer"),
+        (True, "q_proj,lm_head", "lm_head is not a linear layer with weights of its own"),
+        (False, "layers.7.mlp.up_proj", "no layer layers.7.mlp.up_proj; "),
+    ],
+)
+def test_names_that_fit_no_layer_are_refused_before_anything_starts(models, tied, targets, words):
+    changes = {"model.lora_rank": 2, "model.lora_target_modules": targets}
+    cfg = tiny_config(models("qwen2", tied), "", **changes)
+    with pytest.raises(ConfigError, match=words) as refused:
+        check_models(cfg, 100)
+    assert str(refused.value).startswith(f"model.lora_target_modules={targets}: ")
+    assert "\n" not in str(refused.value)
 
 
 def test_experts_are_refused(models):

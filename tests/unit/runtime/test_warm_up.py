@@ -84,6 +84,10 @@ def test_a_warm_up_with_other_settings_is_not_taken(tmp_path, trained):
     other.cfg.actor.lr = 0.5
     with pytest.raises(ConfigError, match=r"sft: holds a warm-up with actor.lr=1e-06, .* 0.5; sta"):
         warm_up(other)
+    other = a_run(tmp_path)
+    other.cfg.actor.optimizer_kwargs = {"momentum": 0.5}
+    with pytest.raises(ConfigError, match=r"a warm-up with actor.optimizer_kwargs="):
+        warm_up(other)
     longer = a_run(tmp_path, sft_steps=4)
     with pytest.raises(ConfigError, match=r"trainer.total_steps=3, and this one has 4"):
         warm_up(longer)
@@ -100,7 +104,7 @@ def test_a_warm_up_with_other_settings_is_not_taken(tmp_path, trained):
 
 def test_a_run_that_resumes_rl_takes_the_model_of_its_warm_up(tmp_path, trained):
     checkpoint = ResumePoint(tmp_path / "checkpoints/step_000002", {"step": 2})
-    with pytest.raises(ConfigError, match=r"holds no finished warm-up; resume with .*sft_steps=0"):
+    with pytest.raises(ConfigError, match=r"sft holds no finished warm-up; put back"):
         warm_up(a_run(tmp_path, checkpoint))
     finish(tmp_path / "sft", warm_up_config(a_run(tmp_path).cfg))
     assert warm_up(a_run(tmp_path, checkpoint)) == str(tmp_path / "sft/hf_model")
@@ -112,8 +116,10 @@ def test_a_run_that_resumes_rl_takes_the_model_of_its_warm_up(tmp_path, trained)
     assert not trained
 
 
-def test_an_evaluation_alone_makes_no_steps(tmp_path, trained):
+def test_an_evaluation_alone_makes_no_steps(tmp_path, trained, capsys):
     assert warm_up(a_run(tmp_path, val_only=True)) == "/cache/tiny"
     finish(tmp_path / "sft", warm_up_config(a_run(tmp_path).cfg))
+    assert "supervised steps" not in capsys.readouterr().out
     assert warm_up(a_run(tmp_path, val_only=True)) == str(tmp_path / "sft/hf_model")
+    assert "the supervised steps have been made:" in capsys.readouterr().out
     assert not trained

@@ -187,6 +187,24 @@ def test_slices_are_small_and_stored_once_for_all_roles_until_the_batch_changes(
         assert advantage.all() != isinstance(sample, AbsentSample) or not len(advantage)
 
 
+def test_columns_with_several_numbers_per_token_arrive_as_they_are():
+    """As a teacher's likeliest tokens."""
+    rng = np.random.default_rng(0)
+    samples = [random_sample(rng, row) for row in range(9)]
+    batch = Batch(0, samples, (2, 4))
+    shapes = [(len(sample.response_ids), 3) for sample in samples]
+    batch.teacher_top_ids = [rng.integers(0, 1 << 18, s).astype(np.int32) for s in shapes]
+    arrived = [pickle.loads(sent) for sent in pickled_slices(batch, BatchShare(0, 2), 0)]
+    owned = 0
+    for share in arrived:
+        for i, sample in enumerate(share.samples):
+            if not isinstance(sample, AbsentSample):
+                owned += 1
+                assert share.teacher_top_ids[i].dtype == np.int32
+                np.testing.assert_array_equal(share.teacher_top_ids[i], batch.teacher_top_ids[i])
+    assert owned == len(samples)
+
+
 class RecordingRank:
     """A rank that keeps what it is sent."""
 
