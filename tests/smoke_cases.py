@@ -341,16 +341,8 @@ CASES = {case.name: case for case in [*BENCHMARKS, *PROGRAM]}
 
 
 NOT_IN_CI = (
-    *(
-        "exposed",
-        "long_tail",
-        "staleness",
-        "update_phase",
-        "backends",
-        "lora",
-        "mismatch",
-        "learning",
-    ),
+    *("exposed", "long_tail", "staleness", "update_phase"),
+    *("backends", "lora", "mismatch", "learning"),
     *("overhead_ray", "planner", "plan_runs", "external_tools", "throughput_headline"),
     *("after_sft", "script_sft", "kept_caches", "ahead_and_beside", "distillation"),
     *("script_tools", "script_megatron", "external_agent", "puzzles_partial", "val_only"),
@@ -434,6 +426,11 @@ WITHOUT = [
         "needs a finished run; the case of benchmarks.distillation takes one as its teacher",
         MAIN,
         keys={"teacher.path": "outputs/gsm8k_tiny_cpu/hf_model"},
+    ),
+    CommandWithoutCase(
+        "tests/e2e/test_kept_engines.py kills its trainers",
+        MAIN,
+        keys={"trainer.warm_spares": "true"},
     ),
     CommandWithoutCase(PRETRAINED, "benchmarks.staleness", flags=("--model",)),
     CommandWithoutCase(
