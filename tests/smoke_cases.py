@@ -320,7 +320,8 @@ BENCHMARKS = [
     benchmark("estimators", "--repeats", "1"),
     benchmark(
         "distillation",
-        *("--seeds", "0", "--arms", "grpo", "top_k", "--teacher", "outputs/plain/hf_model"),
+        *("--seeds", "0", "--arms", "grpo", "top_k", "--test-freq", "2"),
+        *("--teacher", "outputs/plain/hf_model"),
         *SMALL,
         after=("plain",),
     ),
