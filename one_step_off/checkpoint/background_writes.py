@@ -1,4 +1,4 @@
-"""One checkpoint at a time is written beside training, and reported when it is on the disk."""
+"""Writes one checkpoint at a time while training continues, and reports when it is on the disk."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

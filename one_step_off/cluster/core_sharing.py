@@ -1,4 +1,4 @@
-"""Sharing of idle cores between rollout and trainer, on CPUs.
+"""On CPUs: rollout and trainer use each other's idle cores.
 
 Rollout and trainer have cores of their own. While one side waits for the other, the other's
 processes may also run on its cores. Only the cores change, never the number of threads: every

@@ -1,6 +1,6 @@
-"""Rows with answers, as chats: parsed and checked.
+"""Parses and checks the rows of supervised training, as chats.
 
-Three formats are told apart by their columns: `messages` (a chat, as in most sets for supervised
+Three formats are distinguished by their columns: `messages` (a chat, as in most sets for supervised
 fine-tuning), `prompt` and `completion` (texts or messages), and `question` and `answer` (GSM8K, and
 the generators of word problems).
 """

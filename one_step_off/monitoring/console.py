@@ -49,6 +49,15 @@ PROGRESS_BAR_VARIABLES = (
     "HF_DATASETS_DISABLE_PROGRESS_BARS",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS",
 )
+HIDDEN_MESSAGES = {
+    # Public models need no token.
+    "huggingface_hub.utils._http": "unauthenticated requests to the HF Hub",
+    # Where torchao is installed, PEFT and transformers import it. Its kernels are for some GPUs;
+    # its optimizer needs none of them.
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "is an Enum subclass",
+}
+"""Logger -> a part of its messages that mean nothing here."""
 
 
 class RunConsole(progress.Progress):
@@ -228,14 +237,9 @@ def quiet_libraries() -> None:
     # In a notebook without widgets tqdm, which transformers imports, asks for them; no bar of it is
     # shown.
     warnings.filterwarnings("ignore", message="IProgress not found")
-    # Public models need no token.
-    _leave_out("huggingface_hub.utils._http", "unauthenticated requests to the HF Hub")
-    # Where torchao is installed, PEFT and transformers import it. Its kernels are for some GPUs;
-    # its optimizer needs none of them.
-    _leave_out("torchao", "Failed to load ")
-    _leave_out("torch.utils._pytree", "is an Enum subclass")
+    for logger in HIDDEN_MESSAGES:
+        logging.getLogger(logger).addFilter(_is_not_hidden)
 
 
-def _leave_out(logger: str, part: str) -> None:
-    """Drop the records of a logger whose message has this part."""
-    logging.getLogger(logger).addFilter(lambda record: part not in record.getMessage())
+def _is_not_hidden(record: logging.LogRecord) -> bool:
+    return HIDDEN_MESSAGES[record.name] not in record.getMessage()

@@ -1,4 +1,4 @@
-"""Routing: which replica generates the samples of which prompt."""
+"""Assigns each prompt to a replica."""
 
 import asyncio
 import heapq

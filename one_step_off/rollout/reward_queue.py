@@ -1,4 +1,4 @@
-"""Finished trajectories on their way to the reward workers."""
+"""The queue of finished trajectories that wait for a reward worker."""
 
 import asyncio
 import math

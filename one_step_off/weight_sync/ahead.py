@@ -1,5 +1,5 @@
-"""Early transfer of new weights: replicas receive them while they still generate with the version
-before. This is the driver's part.
+"""Early transfer of new weights: replicas receive them while they still generate with the previous
+version. This module is what the driver does for it.
 
 Where generation is the longer phase, the trainer has new weights before the replicas pause. The
 senders then send immediately, and each worker receives into spare memory. At the pause the worker

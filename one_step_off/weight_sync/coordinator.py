@@ -306,7 +306,7 @@ class WeightSync:
             numbers = self.rollout.active
             if not numbers:
                 return {}
-            # It serves since then, and would be sent prompts while it has no verified weights.
+            # Such a replica serves already. It must get no prompts before its sync is verified.
             self.rollout.mark_stale()
             return await self._sync_replicas(numbers, False, canary_later)
 

@@ -1,8 +1,9 @@
 """Which bytes of each bucket go to which receivers.
 
-A sender packs its part of a bucket in the layout of the bucket plan. In the first sync the part
-goes to all receivers. When every receiver has reported which blocks it keeps, the part is cut into
-cells: each cell is a block that one set of receivers keeps. The cells of one set make one message.
+A sender packs the weights that it owns into buckets, in the order of the bucket plan. In the first
+sync it sends whole buckets to all receivers. When every receiver has reported which blocks it
+keeps, a bucket is cut into cells: each cell is a block that one set of receivers keeps. The cells
+of one set make one message.
 Blocks that all receivers keep (norms, for instance) are broadcast to all. A slice of one
 tensor-parallel rank goes to that rank of every replica.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -14,6 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.chaos.watch import MARK, Belongings, end_all, marked, wait_until_gone
 
@@ -190,13 +193,33 @@ def wait_for_step(command: Command, step: int, limit_s: float = 180.0) -> None:
         time.sleep(0.05)
 
 
-def complaints(command: Command, steps: int, expected: list[list]) -> list[str]:
+def finished(command: Command, steps: int, limit_s: float = 300.0) -> list[dict[str, Any]]:
+    """Wait until the run has ended well: every prompt was trained on once, in the order of the
+    data, and nothing is left. Returns its metrics."""
+    assert command.process.wait(limit_s) == 0, command.log.read_text()[-3000:]
+    assert complaints(command, steps, expected_prompts(command.arguments, steps)) == []
+    assert left_behind(command) == []
+    return rows(command.folder, "metrics.jsonl")
+
+
+def processes_titled(command: Command, title: str) -> list[psutil.Process]:
+    """The run's processes whose command line begins with this, the oldest first."""
+    found = []
+    for pid, line in command.processes().items():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if line.startswith(title):
+                found.append(psutil.Process(pid))
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def complaints(command: Command, steps: int, expected: list[list], oldest: int = 1) -> list[str]:
     """What is wrong with the files of a finished run.
 
     Args:
         command: of the run.
         steps: that it should have.
         expected: the prompts of each step, as ledger.jsonl should have them.
+        oldest: `pipeline.staleness`.
     """
     found = []
     ledger = rows(command.folder, "ledger.jsonl")
@@ -220,9 +243,9 @@ def complaints(command: Command, steps: int, expected: list[list]) -> list[str]:
     repeated = len(all_prompts) - len(set(all_prompts))
     if repeated:
         found.append(f"ledger.jsonl: {repeated} prompts stand there twice")
-    stale_steps = [row["step"] for row in metrics if row["staleness/max"] > 1]
+    stale_steps = [row["step"] for row in metrics if row["staleness/max"] > oldest]
     if stale_steps:
-        found.append(f"metrics.jsonl: staleness above 1 in steps {stale_steps[:5]}")
+        found.append(f"metrics.jsonl: staleness above {oldest} in steps {stale_steps[:5]}")
     return found
 
 

@@ -4,15 +4,13 @@ in an engine, and teachers that die."""
 from __future__ import annotations
 
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from one_step_off.runtime import launch
-from tests.chaos.command import Command, left_behind, rows, wait_for_step
+from tests.chaos.command import Command, left_behind, processes_titled, rows, wait_for_step
 from tests.conftest import tiny_config
 from tests.e2e.run_folder import read_rows, timeline_events
 
@@ -108,9 +106,8 @@ def test_a_teacher_is_killed_and_the_run_goes_on(tmp_path: Path, backend: str, t
         command.start()
         for step in (2, 5):
             wait_for_step(command, step)
-            processes = command.processes()
-            (teacher,) = [pid for pid, line in processes.items() if line.startswith(title)]
-            psutil.Process(teacher).send_signal(signal.SIGKILL)
+            (teacher,) = processes_titled(command, title)
+            teacher.kill()
         assert command.process.wait(180) == 0, command.log.read_text()[-3000:]
         assert left_behind(command) == []
     finally:

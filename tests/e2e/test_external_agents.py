@@ -14,15 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.chaos.command import (
-    Command,
-    complaints,
-    expected_prompts,
-    left_behind,
-    rows,
-    settings,
-    wait_for_step,
-)
+from tests.chaos.command import Command, finished, settings, wait_for_step
 from tests.e2e import external_agent
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -67,16 +59,6 @@ def processes_with(command: Command, words: str) -> list[psutil.Process]:
             if line.startswith(words) or (words != PROGRAM and words in line):
                 found.append(psutil.Process(pid))
     return found
-
-
-def finished(command: Command, steps: int) -> list[dict[str, Any]]:
-    """The metrics of a run that has ended well: every prompt was trained on once, and no process is
-    left."""
-    assert command.process.wait(STEPS_S) == 0, command.log.read_text()[-3000:]
-    expected = expected_prompts(command.arguments, steps)
-    assert complaints(command, steps, expected) == []
-    assert left_behind(command) == []
-    return rows(command.folder, "metrics.jsonl")
 
 
 def assert_agents_made_it_all(metrics: list[dict[str, Any]], command: Command) -> None:
