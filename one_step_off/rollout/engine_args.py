@@ -60,6 +60,8 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
     }
     if device == "cpu":
         args |= CPU_ENGINE_ARGS | {"kv_cache_memory_bytes": cfg.rollout.kv_cache_mb << 20}
+        # On GPUs vLLM has another scheduler, and packs log-probs while the GPU works.
+        args["scheduler_cls"] = "one_step_off.rollout.log_prob_scheduler.LogProbsAtEnd"
     else:
         pools = list(cfg.placement.roles.values())
         pool = cfg.placement.roles["rollout"]

@@ -241,12 +241,10 @@ class DoubleChaos(Chaos):
             self._restart_driver(second)
 
     def _have_recovered(self, double: Double) -> bool:
-        """Whether two steps have been made since, the last with all replicas."""
+        """Whether three steps have been made since, the last with all replicas."""
         metrics = rows(self.command.folder, "metrics.jsonl")
         last_row = metrics[-1] if metrics else {"step": -1}
-        replicas = [name for name in last_row.get("sync/ranks", {}) if name.startswith("rollout")]
-        last_hit_step = max(kill.step for kill in double.kills)
-        return last_row["step"] >= last_hit_step + 2 and len(replicas) == self.replicas
+        return self.has_synced_all(last_row, max(kill.step for kill in double.kills))
 
     def _await_both(self, double: Double) -> None:
         """Wait for the recovery. A run that has ended is resumed by the same command."""

@@ -203,10 +203,10 @@ class Chaos:
         if not pid:
             return
         kill.pid = pid
-        kill.step = self.command.steps()
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.kill(pid, getattr(signal, kill.signal))
             kill.time = time.time()
+        kill.step = self.command.steps()  # of all rows that were written before the kill
 
     def _await_hit(self, kill: Kill, limit_s: float) -> dict[str, Any]:
         """Wait until the point is reached, and note it. Returns the order that was executed; {}:
@@ -244,10 +244,19 @@ class Chaos:
             return last_row["step"] > kill.step
         if kill.kind not in ("replica", "engine"):
             return last_row["step"] > kill.step + 1
-        # The sync of the step that ran then may have been before the kill: the next one counts, and
-        # must have all replicas.
+        return self.has_synced_all(last_row, kill.step)
+
+    def has_synced_all(self, last_row: dict[str, Any], step: int) -> bool:
+        """Whether all replicas took part in a sync after a kill.
+
+        Args:
+            last_row: of the metrics.
+            step: the last one that had a row when the process was killed. The syncs of the next
+                two may have been before the kill: one step trains while the next one's samples
+                are generated.
+        """
         replicas = [name for name in last_row.get("sync/ranks", {}) if name.startswith("rollout")]
-        return last_row["step"] >= kill.step + 2 and len(replicas) == self.replicas
+        return last_row["step"] >= step + 3 and len(replicas) == self.replicas
 
     def _await_recovery(self, kill: Kill) -> None:
         """Wait for the recovery. Without one the driver is started again, so that the other kills

@@ -47,6 +47,11 @@ ENGINE_ATTRIBUTES = {"errored", "vllm_config", "engine_core", "output_processor"
 CALLS = [
     # module, function or method, the arguments that are given, in order where they are positional
     (CLIENT, "AsyncMPClient.pause_scheduler_async", ("mode", "clear_cache")),
+    (
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_from_output",
+        ("scheduler_output", "model_runner_output"),
+    ),
     ("vllm.v1.engine.output_processor", "OutputProcessor.has_unfinished_requests", ()),
     (CORE, "EngineCore.sleep", ("level", "mode")),
     (CORE, "EngineCore.wake_up", ("tags",)),

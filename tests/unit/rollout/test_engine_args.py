@@ -13,6 +13,7 @@ def test_engine_arguments_make_the_intended_engine_on_cpus(models, monkeypatch):
     """vLLM has taken every name, and its own checks have changed none of the values."""
     from vllm import AsyncEngineArgs
 
+    from one_step_off.rollout.log_prob_scheduler import LogProbsAtEnd
     from one_step_off.runtime.process_env import ENGINE_ENV
     from one_step_off.weight_sync.vllm_receiver import SyncWorkerExtension
 
@@ -38,6 +39,8 @@ def test_engine_arguments_make_the_intended_engine_on_cpus(models, monkeypatch):
     # A prompt split over two steps would kill a CPU engine.
     assert not scheduler.enable_chunked_prefill
     assert scheduler.max_num_batched_tokens >= 7 * longest
+    assert scheduler.get_scheduler_cls() is LogProbsAtEnd
+    assert not scheduler.async_scheduling, "it is made of vLLM's other scheduler"
     assert made.cache_config.kv_cache_memory_bytes == 64 << 20
     assert made.cache_config.block_size == 32
     parallel = made.parallel_config
@@ -64,6 +67,7 @@ def test_engine_arguments_on_gpus_are_known_to_vllm(models, width, executor, sha
     assert made.block_size == default.block_size
     assert made.enable_chunked_prefill == default.enable_chunked_prefill
     assert made.enforce_eager == default.enforce_eager, "CUDA graphs"
+    assert made.scheduler_cls == default.scheduler_cls
     assert made.enable_sleep_mode == shared, "its memory is another role's while it sleeps"
     assert made.tensor_parallel_size == width
     assert made.distributed_executor_backend == executor
