@@ -100,7 +100,9 @@ def test_a_packed_row_is_its_sequences_one_by_one(family):
             for s in sequences
         ]
     )
-    torch.testing.assert_close(packed, plain, atol=2e-6, rtol=0)
+    # Values of about 1 in fp32. A longer matrix product sums in another order on some CPUs; what
+    # crosses a boundary differs a thousand times as much (see the next test).
+    torch.testing.assert_close(packed, plain, atol=1e-5, rtol=0)
     factors = torch.randn(packed.shape, generator=torch.Generator().manual_seed(5))
     (packed * factors).sum().backward()
     (plain * factors).sum().backward()
