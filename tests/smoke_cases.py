@@ -125,6 +125,7 @@ PROGRAM = [
     run(
         "ahead_and_beside",
         *(TINY, *SMALL, "weight_sync.receive_ahead=true", "weight_sync.canary_overlap=true"),
+        "rollout.engine_kwargs={scheduler_cls: null}",
     ),
     # Each of the next two stands for several commands, for a start takes longer than the two steps.
     run(

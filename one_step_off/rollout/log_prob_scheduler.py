@@ -20,7 +20,9 @@ class LogProbsAtEnd(Scheduler):
     (`RequestOutputKind.FINAL_ONLY`), and adds them to the last output. Token ids leave at once, as
     ever: the client gives each the weight version under which it arrives.
 
-    Streamed requests are as in vLLM. The log-probs of an aborted request are lost.
+    Streamed requests are as in vLLM, and so are those with stop strings: the client looks for these
+    in the text, and ends the request before the engine does. The log-probs of an aborted request
+    are lost.
     """
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
@@ -31,7 +33,7 @@ class LogProbsAtEnd(Scheduler):
         waiting_for_end = {
             name: self.requests[name]
             for name in scheduler_output.num_scheduled_tokens
-            if name in self.requests and _wants_final_output_only(self.requests[name])
+            if name in self.requests and _ends_in_the_engine(self.requests[name])
         }
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output)
         for outputs in outputs_by_client.values():
@@ -41,9 +43,14 @@ class LogProbsAtEnd(Scheduler):
         return outputs_by_client
 
 
-def _wants_final_output_only(request: Any) -> bool:
+def _ends_in_the_engine(request: Any) -> bool:
+    """Whether the client waits for a last output, and the engine alone says which it is."""
     params = request.sampling_params
-    return params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY
+    return (
+        params is not None
+        and params.output_kind is RequestOutputKind.FINAL_ONLY
+        and not params.stop
+    )
 
 
 def _keep_until_end(request: Any, output: Any) -> None:

@@ -14,6 +14,8 @@ from tests.conftest import tiny_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
+STOP = ["a", "e", "1", "2"]  # the tiny tokenizer's text has these often
+
 Response = tuple[list[int], list[float]]
 """Tokens and their log-probs."""
 
@@ -26,8 +28,8 @@ def response_of(outputs: list[Any], is_streamed: bool) -> Response:
     return tokens, log_probs
 
 
-async def respond(engine: Any, number: int, kind: Any) -> Response:
-    """One seeded request; each has its own length."""
+async def respond(engine: Any, number: int, kind: Any, stop: list[str] | None = None) -> Response:
+    """One seeded request; each has its own length, except where a stop string ends it."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -38,11 +40,14 @@ async def respond(engine: Any, number: int, kind: Any) -> Response:
         logprobs=0,
         flat_logprobs=True,
         ignore_eos=True,
-        detokenize=False,
+        detokenize=stop is not None,
+        stop=stop,
         output_kind=kind,
     )
     prompt = {"type": "token", "prompt_token_ids": [5 + number, 6, 7, 8]}
-    outputs = [output async for output in engine.generate(prompt, params, f"{number}-{kind.name}")]
+    outputs = [
+        output async for output in engine.generate(prompt, params, f"{number}-{kind.name}-{stop}")
+    ]
     return response_of(outputs, kind is RequestOutputKind.DELTA)
 
 
@@ -61,6 +66,10 @@ async def responses_of(arguments: dict[str, Any]) -> dict[str, list[Response]]:
             await asked[0]
             aborted.cancel()
             responses[kind.name] = list(await asyncio.gather(*asked))
+        stopped = (
+            respond(engine, number, RequestOutputKind.FINAL_ONLY, STOP) for number in range(12)
+        )
+        responses["stop"] = list(await asyncio.gather(*stopped))
         return responses
     finally:
         engine.shutdown()
@@ -76,6 +85,9 @@ def test_same_tokens_and_log_probs_as_with_the_scheduler_of_vllm(models, tmp_pat
     own = asyncio.run(responses_of(arguments))
     theirs = asyncio.run(responses_of(arguments | {"scheduler_cls": None}))
     assert own == theirs
+    stopped = own.pop("stop")
+    assert all(len(tokens) == len(log_probs) for tokens, log_probs in stopped)
+    assert sum(len(tokens) < 3 + number for number, (tokens, _) in enumerate(stopped)) >= 3
     for kind, responses in own.items():
         lengths = [(len(tokens), len(log_probs)) for tokens, log_probs in responses]
         assert lengths == [(3 + number,) * 2 for number in range(12)], kind

@@ -31,8 +31,10 @@ def scheduler_of(requests: dict[str, SimpleNamespace]) -> LogProbsAtEnd:
     return scheduler
 
 
-def request_of(kind: RequestOutputKind | None) -> SimpleNamespace:
-    params = None if kind is None else SamplingParams(logprobs=0, output_kind=kind)
+def request_of(
+    kind: RequestOutputKind | None, stop: str | list[str] | None = None
+) -> SimpleNamespace:
+    params = None if kind is None else SamplingParams(logprobs=0, output_kind=kind, stop=stop)
     return SimpleNamespace(sampling_params=params)
 
 
@@ -102,6 +104,20 @@ def test_streamed_requests_are_left_alone(run_step, kind):
     assert_equal(run_step(scheduler, {"a": ([1], None)})["a"].new_logprobs, log_probs_of([1]))
     last = run_step(scheduler, {"a": ([2], FinishReason.STOP)})["a"]
     assert_equal(last.new_logprobs, log_probs_of([2]))
+
+
+@pytest.mark.parametrize("stop", ["end", ["end", "stop"]])
+def test_requests_that_the_client_ends_at_a_stop_string_are_left_alone(run_step, stop):
+    scheduler = scheduler_of({"a": request_of(RequestOutputKind.FINAL_ONLY, stop)})
+    for token in (1, 2):
+        output = run_step(scheduler, {"a": ([token], None)})["a"]
+        assert_equal(output.new_logprobs, log_probs_of([token]))
+
+
+@pytest.mark.parametrize("stop", [None, []])
+def test_no_stop_string_is_no_reason_to_leave_a_request_alone(run_step, stop):
+    scheduler = scheduler_of({"a": request_of(RequestOutputKind.FINAL_ONLY, stop)})
+    assert run_step(scheduler, {"a": ([1], None)})["a"].new_logprobs is None
 
 
 def test_an_end_without_a_token_has_the_log_probs_of_all_before(run_step):
