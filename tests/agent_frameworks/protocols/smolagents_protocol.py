@@ -5,7 +5,13 @@ import sys
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 from smolagents.agents import EMPTY_PROMPT_TEMPLATES
 
-FAULTS_OF_THE_MODEL = (None, "AgentParsingError", "AgentToolCallError", "AgentMaxStepsError")
+FAULTS_OF_THE_MODEL = (
+    None,
+    "AgentParsingError",
+    "AgentToolCallError",
+    "AgentToolExecutionError",  # it calls a tool that does not exist
+    "AgentMaxStepsError",
+)
 """The tiny model writes broken calls, and may not come to an end in two steps."""
 
 
