@@ -20,7 +20,10 @@ from tests.unit.endpoint.simulated_agents import AGENTS, SimulatedAgent
 
 CONVERSATIONS = 30  # of each API
 VERSION = 4
-TOLERANCE = 2e-5  # nats; the same model in fp32 by other kernels
+# Nats. Other kernels compute the same fp32 weights, and vLLM's batches differ from run to run: the
+# largest difference was 0.9e-5 to 2.4e-5. Another weight version, position or dtype would differ by
+# 1e-3 or more.
+TOLERANCE = 1e-4
 
 
 async def converse(replica: Any, serving: Any, agent: SimulatedAgent, number: int) -> list[Sample]:
