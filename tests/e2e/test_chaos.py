@@ -137,7 +137,6 @@ def test_a_failed_sync_in_mid_run_ends_the_command_by_name(
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_syncs_broken_in_every_way_end_soon(tmp_path: Path):
     """Some of `python -m tests.chaos --syncs`: a hang in the replica and a death of the engine.
     tests/unit/weight_sync/test_sync_failures.py has more, without processes of Ray."""

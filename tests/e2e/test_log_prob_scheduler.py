@@ -75,6 +75,8 @@ async def responses_of(arguments: dict[str, Any]) -> dict[str, list[Response]]:
         engine.shutdown()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_same_tokens_and_log_probs_as_with_the_scheduler_of_vllm(models, tmp_path, monkeypatch):
     for name, value in {**process_env("cpu", "127.0.0.1"), **CPU_ENGINE_ENV}.items():
         monkeypatch.setenv(name, value)

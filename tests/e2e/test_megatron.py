@@ -33,7 +33,7 @@ MEGATRON = ("actor.backend=megatron", "placement.pools={rollout: [1], actor: [2]
 @pytest.mark.parametrize(
     ("kind", "tied", "layout"),
     [
-        pytest.param("qwen2", True, TENSOR_PARALLEL, id="qwen2-tp"),
+        pytest.param("qwen2", True, TENSOR_PARALLEL, id="qwen2-tp", marks=[SLOW, pytest.mark.ci]),
         pytest.param("llama", False, PIPELINE_PARALLEL, id="llama-pp", marks=SLOW),
         pytest.param("qwen2", True, PIPELINE_PARALLEL, id="qwen2-pp", marks=SLOW),
         pytest.param("qwen3", False, TENSOR_PARALLEL, id="qwen3-tp", marks=SLOW),

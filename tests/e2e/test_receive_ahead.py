@@ -44,7 +44,6 @@ def came_ahead(folder: Path) -> list[bool]:
     return ["sync/ahead_s" in row for row in rows(folder, "metrics.jsonl")]
 
 
-@pytest.mark.ci
 def test_a_run_has_the_same_bits_with_it_and_without(models, tmp_path):
     """Two replicas and two ranks, all of which send. From the second sync on the layouts are
     proved."""

@@ -92,7 +92,7 @@ ADAPTERS_APART = {"model.lora_rank": 4, "weight_sync.lora": "adapter", "actor.lr
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, id="all weights"),
+        pytest.param({}, id="all weights", marks=[pytest.mark.slow, pytest.mark.ci]),
         pytest.param(ADAPTERS_APART, id="adapters apart", marks=pytest.mark.slow),
     ],
 )
@@ -198,7 +198,6 @@ def stale_config(model: str, folder: Path) -> Config:
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_whole_batches_of_two_ages_resume_exactly(models, tmp_path, monkeypatch):
     """The plug is pulled in step 4, after the checkpoint of step 3, which is between two syncs:
     batches 3 and 4 are in it, made by v2."""

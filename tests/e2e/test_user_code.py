@@ -171,7 +171,6 @@ def test_output_parts_and_columns_of_user_code(models, tmp_path):
 
 
 @pytest.mark.slow  # tests/unit/rewards/test_scoring.py has the message
-@pytest.mark.ci
 def test_the_error_of_a_reward_that_raises_in_mid_run_names_its_line(models, tmp_path):
     finished = run_user_code(
         tmp_path, models(), "reward.function=my_code:raises_later", "data.val_files="

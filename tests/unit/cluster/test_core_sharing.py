@@ -249,6 +249,7 @@ train(threading.Event())
 """
 
 
+@pytest.mark.slow
 def test_bits_depend_on_the_number_of_threads_and_not_on_the_cores() -> None:
     root = Path(core_sharing.__file__).parents[2]
     environment = os.environ | {

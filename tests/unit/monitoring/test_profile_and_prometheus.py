@@ -71,6 +71,7 @@ def profiled_megatron_rank(rank: int, path: str, port: int, folder: str) -> None
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
 )

@@ -65,7 +65,9 @@ CASES = [
     case("tp2_cp2", "llama", 4, **TP, **SP, **CP),
     case("vpp2_cp2", "qwen2", 4, **PP, **VPP, **CP),
 ]
-SLOW = {case.name for case in CASES if case.world == 4}
+SLOW = {case.name for case in CASES if case.world == 4} | {
+    *("tp2_qwen3", "tp2_sp", "tp2_sp_moe", "pp2_qwen3", "dp2_plain", "ep2_mixed")
+}
 
 
 def run_rank(rank, cases, out, device="cpu"):

@@ -200,7 +200,13 @@ def test_two_ranks_equal_one(model_folders, tmp_path):
     check_ranks(path, cases, tmp_path)
 
 
-@pytest.mark.parametrize("layout", [{}, {"actor__tensor_parallel_size": 2}], ids=["dp2", "tp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, id="dp2"),
+        pytest.param({"actor__tensor_parallel_size": 2}, id="tp2", marks=pytest.mark.slow),
+    ],
+)
 def test_megatron_equals_fsdp(megatron_models, tmp_path, layout):
     path = str(megatron_models / "qwen2")
     module = "one_step_off.training.megatron_workers"

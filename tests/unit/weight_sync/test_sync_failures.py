@@ -80,12 +80,12 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "same_device"),
-    [(1, True), (2, False)],
+    ("ranks", "same_device", "versions"),
+    [(1, True, (0, 1, STEPS)), (2, False, (1,))],
     ids=["in shared memory", "two ranks over gloo"],
 )
 def test_a_failure_in_any_version_ends_the_run_by_name_and_leaves_no_rank_waiting(
-    cluster, tmp_path, ranks, same_device
+    cluster, tmp_path, ranks, same_device, versions
 ):
     async def check(team: Team, fault_index: int, overlap: bool, version: int) -> None:
         kind, place, action, pattern = FAULTS[fault_index]
@@ -102,7 +102,7 @@ def test_a_failure_in_any_version_ends_the_run_by_name_and_leaves_no_rank_waitin
 
     async def main():
         async with connected_team(ranks, 2, same_device=same_device) as team:
-            cases = itertools.product(range(len(FAULTS)), (True, False), (0, 1, STEPS))
+            cases = itertools.product(range(len(FAULTS)), (True, False), versions)
             for case in cases:
                 await check(team, *case)
 
@@ -113,7 +113,7 @@ def test_a_failure_in_any_version_ends_the_run_by_name_and_leaves_no_rank_waitin
     ("action", "overlap", "max_senders"),
     [
         pytest.param("die", True, 2, id="dies beside an update"),
-        pytest.param("die", False, 2, id="dies"),
+        pytest.param("die", False, 2, id="dies", marks=pytest.mark.slow),
         pytest.param("hang", True, 2, id="hangs beside an update", marks=pytest.mark.slow),
         pytest.param("hang", False, 2, id="hangs", marks=[pytest.mark.slow, pytest.mark.ci]),
         pytest.param("die", True, 1, id="dies as a member of a sender group"),

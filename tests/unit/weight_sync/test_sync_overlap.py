@@ -156,7 +156,7 @@ def start_receivers(
         pytest.param("sharded", 2, 10, id="10 beside updates"),
         pytest.param("sharded", 2, 200, id="200 beside updates", marks=pytest.mark.slow),
         pytest.param("sharded", 1, 40, id="40 by one leader", marks=pytest.mark.slow),
-        pytest.param("gather", 1, 5, id="5 gathered by rank 0"),
+        pytest.param("gather", 1, 5, id="5 gathered by rank 0", marks=pytest.mark.slow),
     ],
 )
 def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, max_senders, syncs):
