@@ -31,7 +31,7 @@ from one_step_off.rollout.sampling import engine_seed
 from one_step_off.rollout.take_over import take_over
 from one_step_off.rollout.vllm_replica import RolloutReplica
 from one_step_off.runtime.prepare import Prepared
-from one_step_off.runtime.process_env import ENGINE_ENV, process_env
+from one_step_off.runtime.process_env import engine_env, process_env
 from one_step_off.training.trainer_group import TrainGroup
 
 
@@ -168,7 +168,7 @@ class RunEngines:
             self.pools[pool][index],
             self.device,
             self.slot_share(pool),
-            self.env | ENGINE_ENV[self.device],
+            engine_env(self.device, self.host),
             f"{self.log_folder}/rollout_{index}.log",
         )
         self.actors.append(replica)

@@ -45,6 +45,11 @@ CPU_TRAINER_MALLOC = (
 )
 
 
+# An engine on CPUs packs its weights again in each sync, the head of a language model into fresh
+# memory. With huge pages that is faulted in by 2 MiB instead of by 4 KiB.
+CPU_ENGINE_MALLOC = "glibc.malloc.hugetlb=1"
+
+
 def process_env(device: str, host: str) -> dict[str, str]:
     """The environment variables of every process.
 
@@ -69,4 +74,12 @@ def trainer_env(device: str, host: str) -> dict[str, str]:
     env = process_env(device, host)
     if device == "cpu":
         env["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", CPU_TRAINER_MALLOC)
+    return env
+
+
+def engine_env(device: str, host: str) -> dict[str, str]:
+    """The environment variables of a vLLM engine's process."""
+    env = process_env(device, host) | ENGINE_ENV[device]
+    if device == "cpu":
+        env["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", CPU_ENGINE_MALLOC)
     return env

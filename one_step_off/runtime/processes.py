@@ -19,7 +19,7 @@ from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.rollout.teacher_engine import TeacherEngine
 from one_step_off.runtime.engines import RunEngines, kill_all
 from one_step_off.runtime.prepare import Prepared
-from one_step_off.runtime.process_env import ENGINE_ENV, trainer_env
+from one_step_off.runtime.process_env import engine_env, trainer_env
 from one_step_off.runtime.teachers import config_of_groups, teachers_of
 from one_step_off.training.fsdp_workers import WORKERS
 from one_step_off.training.reward_models import LocalRewardModel, RemoteRewardModel
@@ -141,7 +141,7 @@ class RunProcesses:
         return ranks
 
     def _spawn_teacher_engines(self, cfg: Config) -> list[Any]:
-        env = self.engines.env | ENGINE_ENV[self.device]
+        env = engine_env(self.device, self.host)
         engines = []
         for index, slot in enumerate(self.pools[cfg.placement.roles["teacher"]]):
             log = f"{self.engines.log_folder}/teacher_{index}.log"

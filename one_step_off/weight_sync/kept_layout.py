@@ -10,6 +10,7 @@ Refused (`NotInPlace`), so that whole tensors travel and vLLM loads them: parame
 hold the checkpoint's bits as boxes, such as quantized or reordered ones.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -27,11 +28,11 @@ from one_step_off.weight_sync.load_recording import (
     record_load,
 )
 from one_step_off.weight_sync.packed_layers import (
+    PackedCopy,
     PackedLayer,
     PlainMemory,
     is_packed,
     keeps_its_weight,
-    pack_again,
     packed_weights,
 )
 from one_step_off.weight_sync.parameter_views import kernel_tensor, parameter_view, part_of
@@ -57,19 +58,23 @@ class PackedCell:
 class BoundCells:
     """Cells of a message buffer, and the places that hold the same numbers.
 
-    `cell_views[i]` and `parameter_views[i]` have the same shape.
+    `cell_views[i]` and `parameter_views[i]` have the same shape. `copied_numbers`: how many of
+    these numbers belong to a weight that has a packed copy.
     """
 
     cell_views: list[torch.Tensor] = field(default_factory=list)
     parameter_views: list[torch.Tensor] = field(default_factory=list)
     packed_cells: list[PackedCell] = field(default_factory=list)
+    copied_numbers: Counter[PackedCopy] = field(default_factory=Counter)
 
     @torch.no_grad()
     def write(self) -> None:
-        """Copy the message buffer into the parameters. A packed layer is packed when all of it has
-        been written."""
+        """Copy the message buffer into the parameters. A packed layer, or a packed copy, is packed
+        when all of it has been written."""
         if self.cell_views:
             torch._foreach_copy_(self.parameter_views, self.cell_views)
+        for packed_copy, count in self.copied_numbers.items():
+            packed_copy.note_written(count)
         for cell in self.packed_cells:
             cell.layer.write(cell.weight, cell.block, cell.cell_view)
 
@@ -111,9 +116,7 @@ class KeptLayout:
             for weight in weights:
                 self.packed[weight.layer, weight.name] = packed_layer
         self.packed_layers = list(dict.fromkeys(self.packed.values()))
-        self.packed_with_weight = [
-            layer for layer in model.modules() if is_packed(layer) and keeps_its_weight(layer)
-        ]
+        self.packed_copies = self._packed_copies(recording.copies)
         self.proof = LoadProof(shapes, self.copies, self.packed)
 
     @staticmethod
@@ -163,6 +166,9 @@ class KeptLayout:
         """Before the first cell of a sync is written. Forgets what a failed one has left."""
         for packed_layer in self.packed_layers:
             packed_layer.start()
+        for packed_copies in self.packed_copies.values():
+            for packed_copy in packed_copies:
+                packed_copy.start()
 
     @torch.no_grad()
     def finish(self, dtype: torch.dtype) -> None:
@@ -176,8 +182,9 @@ class KeptLayout:
         """
         for packed_layer in self.packed_layers:
             packed_layer.finish()
-        for layer in self.packed_with_weight:
-            pack_again(layer)
+        for packed_copies in self.packed_copies.values():
+            for packed_copy in packed_copies:
+                packed_copy.finish()
         for layer in filter(is_deferred_attention_layer, self.model.modules()):
             layer.process_weights_after_loading(dtype)
 
@@ -198,6 +205,21 @@ class KeptLayout:
         """
         self.proof.check()
 
+    def _packed_copies(self, copies: list[Copy]) -> dict[int, list[PackedCopy]]:
+        """Of embeddings and heads, by the address of the weight. A tied head shares it with the
+        embedding, into which alone a load writes."""
+        numbers_of_load: Counter[int] = Counter()
+        for copy in copies:
+            address = kernel_tensor(copy.destination).data_ptr()
+            numbers_of_load[address] += copy.destination.block.numel
+        packed_copies: dict[int, list[PackedCopy]] = {}
+        for layer in self.model.modules():
+            if is_packed(layer) and keeps_its_weight(layer):
+                address = layer._parameters["weight"].data.data_ptr()
+                packed_copy = PackedCopy(layer, numbers_of_load[address])
+                packed_copies.setdefault(address, []).append(packed_copy)
+        return packed_copies
+
     def _bind_part(
         self, bound: BoundCells, copy: Copy, part: Block, cell_view: torch.Tensor
     ) -> None:
@@ -206,6 +228,8 @@ class KeptLayout:
         if packed_layer is None:
             bound.cell_views.append(cell_view.squeeze())
             bound.parameter_views.append(parameter_view(copy, part))
+            for packed_copy in self.packed_copies.get(kernel_tensor(destination).data_ptr(), ()):
+                bound.copied_numbers[packed_copy] += part.numel
         else:
             block = part_of(copy, part)
             bound.packed_cells.append(PackedCell(packed_layer, destination.name, block, cell_view))

@@ -186,13 +186,44 @@ class PackOnUse:
         return self.layer.cpu_linear(*args)
 
 
-def pack_again(layer: torch.nn.Module) -> None:
-    """After its parameter was written: renew the packed copy of an embedding or a head."""
-    if isinstance(layer, ParallelLMHead):
-        layer.cpu_linear = None  # frees the memory of the old version first
-        layer.quant_method.process_weights_after_loading(layer)
-    else:
-        layer.cpu_linear = PackOnUse(layer)
+class PackedCopy:
+    """The packed copy of an embedding or a head, which holds its weight as loaded, too.
+
+    It is renewed as soon as all of the weight has been written. The embedding is the first weight
+    of a checkpoint, so its tied head is packed while the other weights still travel.
+    """
+
+    def __init__(self, layer: torch.nn.Module, numbers_of_load: int) -> None:
+        """`numbers_of_load`: how many numbers a load writes into the weight."""
+        self.layer = layer
+        self.numbers_of_load = numbers_of_load
+        self.numbers_written = 0
+        self.is_renewed = False
+
+    def start(self) -> None:
+        """A sync begins: forget what a failed one has written."""
+        self.numbers_written = 0
+        self.is_renewed = False
+
+    def note_written(self, count: int) -> None:
+        """So many numbers of the weight were written; renew the copy if they were the last
+        ones."""
+        self.numbers_written += count
+        if self.numbers_written == self.numbers_of_load:
+            self._renew()
+
+    def finish(self) -> None:
+        """The sync ends: renew the copy of a weight of which only a part was written."""
+        if not self.is_renewed:
+            self._renew()
+
+    def _renew(self) -> None:
+        if isinstance(self.layer, ParallelLMHead):
+            self.layer.cpu_linear = None  # frees the memory of the old version first
+            self.layer.quant_method.process_weights_after_loading(self.layer)
+        else:
+            self.layer.cpu_linear = PackOnUse(self.layer)
+        self.is_renewed = True
 
 
 def is_packed(layer: torch.nn.Module) -> bool:

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from one_step_off.cluster import placement
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.runtime.process_env import CPU_TRAINER_MALLOC
+from one_step_off.runtime.process_env import CPU_TRAINER_MALLOC, engine_env
 from one_step_off.runtime.validation import validate
 
 BASE = (
@@ -121,16 +122,32 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 """
 
 
+def page_faults(**env: str) -> int:
+    """Of a process that allocates and frees 64 MiB twenty times."""
+    command = [sys.executable, "-c", PAGE_FAULTS_OF_A_THREAD]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
 def test_a_trainer_on_cpus_keeps_the_memory_that_its_threads_free():
-    def page_faults(**env: str) -> int:
-        command = [sys.executable, "-c", PAGE_FAULTS_OF_A_THREAD]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-        return int(done.stdout)
-
     pages = (64 << 20) // resource.getpagesize()
     assert page_faults() > 19 * pages, "without the setting every block is mapped again"
     assert page_faults(GLIBC_TUNABLES=CPU_TRAINER_MALLOC) < 2 * pages
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="no huge pages here"
+)
+def test_an_engine_on_cpus_faults_large_memory_in_by_huge_pages():
+    pages = (64 << 20) // resource.getpagesize()
+    (tunables,) = {engine_env("cpu", host)["GLIBC_TUNABLES"] for host in ("", "127.0.0.1")}
+    assert page_faults(GLIBC_TUNABLES=tunables) < pages
+    assert "GLIBC_TUNABLES" not in engine_env("cuda", "")
 
 
 def test_pools_with_shares_have_one_bundle(monkeypatch):

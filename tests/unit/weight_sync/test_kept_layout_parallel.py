@@ -198,6 +198,51 @@ def test_broken_off_syncs_and_plain_copies_of_packed_layers():
     assert "is packed, and only a part of it has come" in error
 
 
+def pack_the_head_early(worker: Worker) -> list[bool]:
+    """Whether a tied head computes with the new weights: after half of them, after all of them and
+    before the sync ends, and after a sync that brought only half."""
+    from one_step_off.weight_sync.kept_layout import KeptLayout
+
+    first, second = worker.case.tensors(0), worker.case.tensors(1)
+    model = worker.model(first, PACKED)
+    layout = KeptLayout.learn(model, shapes_of(first))
+    worker.reload(model, first, layout.note_loaded)
+    layout.prove()
+    head = model.lm_head
+    expected = worker.model(second, PACKED).lm_head
+    probe = torch.randn(5, head.embedding_dim).to(head.weight.dtype)
+
+    def is_new() -> bool:
+        outputs = [one.cpu_linear(probe, one.weight, None) for one in (head, expected)]
+        return torch.equal(*outputs)
+
+    name = "model.embed_tokens.weight"
+    rows = second[name].shape[0]
+    upper = Block((0, 0), (rows // 2, second[name].shape[1]))
+    lower = Block((rows // 2, 0), tuple(second[name].shape))
+
+    def write(block: Block) -> None:
+        layout.bind([(name, block, block.slice_of(second[name]).clone())]).write()
+
+    layout.start()
+    write(upper)
+    seen = [is_new()]
+    write(lower)
+    seen.append(is_new())
+    layout.start()  # the sync before broke off; this one brings a part
+    write(lower)
+    head.cpu_linear = None
+    for copies in layout.packed_copies.values():
+        for packed_copy in copies:
+            packed_copy.finish()
+    return [*seen, is_new()]
+
+
+def test_a_tied_head_is_packed_as_soon_as_its_weight_has_come():
+    (seen,) = run_workers(Case("qwen2", 1, tied=True), pack_the_head_early)
+    assert seen == [False, True, True]
+
+
 def assert_union_is_whole(workers: list[KeptBlocks], tensors: Weights) -> None:
     for name, tensor in tensors.items():
         seen = torch.zeros(tensor.shape, dtype=torch.bool)
