@@ -18,7 +18,8 @@ from one_step_off.config.loading import load_config
 from one_step_off.config.placement import resolved_device
 from one_step_off.monitoring.summary import speed_summary
 from one_step_off.planner import calibration
-from one_step_off.planner.simulation import Work, simulate
+from one_step_off.planner.simulation import simulate
+from one_step_off.planner.work import Work
 from one_step_off.runtime.validation import validate
 
 STEPS = 20

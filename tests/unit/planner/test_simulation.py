@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from one_step_off.data.staleness import StalenessError
 from one_step_off.planner.simulated_clock import simulated_loop
-from one_step_off.planner.simulation import SimulatedTrainer, Work, simulate
+from one_step_off.planner.simulated_trainer import SimulatedSync
+from one_step_off.planner.simulation import simulate
+from one_step_off.planner.work import Work
 
 STEP = "median/time/step_s"
 SETTINGS = ("auto", "true", "false")  # of weight_sync.overlap
@@ -215,12 +217,12 @@ def test_the_same_arguments_give_the_same_figures() -> None:
 
 def test_the_real_assertion_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that were told to be older than they are: the pipeline refuses the batch."""
-    real = SimulatedTrainer.__call__
+    real = SimulatedSync.__call__
 
     async def late(self, stamp, expected=None):
         return await real(self, (stamp[0], max(0, stamp[1] - 1)), expected)
 
-    monkeypatch.setattr(SimulatedTrainer, "__call__", late)
+    monkeypatch.setattr(SimulatedSync, "__call__", late)
     with pytest.raises(StalenessError, match="step 2"):
         simulate(ALIKE, 1, 1)
 
