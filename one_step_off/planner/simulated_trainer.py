@@ -116,9 +116,7 @@ class SimulatedSync:
         await self.release(version)
         return metrics | {"time/sync_s": now() - begin}
 
-    async def deliver(
-        self, stamp: Stamp, expected: asyncio.Task | None = None
-    ) -> dict[str, float]:
+    async def deliver(self, stamp: Stamp, expected: asyncio.Task | None = None) -> dict[str, float]:
         """A weight sync until the replicas have the weights; `verified` must be awaited next.
         Arguments: as a call."""
         begin = now()
