@@ -151,8 +151,8 @@ def assumptions_of_given_times(cfg: Config) -> list[str]:
     lines = []
     if keys:
         lines.append(
-            f"--times gives no parts of the sync: {' and '.join(keys)} hides nothing of it here; "
-            "--from does"
+            f"--times gives no parts of the sync: the whole sync is waited for, without "
+            f"{' and '.join(keys)}; --from gives them"
         )
     if sends_adapters(cfg):
         lines.append("weight_sync.lora=adapter: GEN and SYNC are taken as those of adapters alone")
@@ -185,8 +185,8 @@ def _scaled_by_bytes(
         sync_s=work.sync_s + sync.bytes_s * (ratio - 1),
         ahead_s=work.ahead_s * ratio,
     )
-    planned_mb = f"{planned_bytes / 1e6:.3g} MB"
-    measured_mb = f"{sync.full_bytes / 1e6:.3g} MB"
+    planned_mb = _megabytes(planned_bytes)
+    measured_mb = _megabytes(sync.full_bytes)
     lines = [
         f"weight_sync.lora={cfg.weight_sync.lora}: {planned_mb} are sent, {measured_mb} in the run",
         f"  of its transfer of {work.transfer_s:.3g} s, {sync.bytes_s:.3g} s depend on the bytes: "
@@ -197,6 +197,14 @@ def _scaled_by_bytes(
     if ratio > 1:
         lines.append("  more bytes than were measured: the sync may be far from this")
     return planned, lines
+
+
+def _megabytes(count: float) -> str:
+    """A number of bytes, for a message."""
+    megabytes = count / 1e6
+    if megabytes < 100:
+        return f"{megabytes:.3g} MB"
+    return f"{megabytes:,.0f} MB"
 
 
 def sent_bytes(cfg: Config) -> int:

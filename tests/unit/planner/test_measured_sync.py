@@ -53,7 +53,6 @@ WORK = Work(
     replica_canary_s=0.5,
     ahead_s=0.6,
 )
-main = partial(exit_code, planner.main)
 
 
 def config(*keys: str) -> Config:
@@ -172,7 +171,7 @@ def test_the_canary_of_plan_and_run_is_said(tmp_path) -> None:
 def test_given_times_hide_nothing_and_say_so() -> None:
     assert assumptions_of_given_times(config()) == []
     (line,) = assumptions_of_given_times(config(BESIDE, AHEAD))
-    assert "canary_overlap and weight_sync.receive_ahead hides nothing of it" in line
+    assert "without weight_sync.canary_overlap and weight_sync.receive_ahead;" in line
     (line,) = assumptions_of_given_times(config(ADAPTER))
     assert "GEN and SYNC are taken as those of adapters alone" in line
 
