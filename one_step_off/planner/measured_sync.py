@@ -191,8 +191,7 @@ def _scaled_by_bytes(
         f"weight_sync.lora={cfg.weight_sync.lora}: {planned_mb} are sent, {measured_mb} in the run",
         f"  of its transfer of {work.transfer_s:.3g} s, {sync.bytes_s:.3g} s depend on the bytes: "
         f"{planned.transfer_s:.3g} s are counted",
-        "  generation and training are taken as the run's, though adapters alone make each token "
-        "slower",
+        "  generation and training are taken as the run's; adapters alone make tokens slower",
     ]
     if ratio > 1:
         lines.append("  more bytes than were measured: the sync may be far from this")
