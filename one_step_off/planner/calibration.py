@@ -20,6 +20,7 @@ import numpy as np
 from one_step_off.config.device_shares import devices_of_pool
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
+from one_step_off.config.placement import resolved_device
 from one_step_off.config.schema import Config
 from one_step_off.planner.measured_sync import (
     MeasuredSync,
@@ -28,6 +29,10 @@ from one_step_off.planner.measured_sync import (
     rows_of_run,
 )
 from one_step_off.planner.work import Work
+
+CPU_CANARY_SLOWDOWN = 2.0
+"""On a CPU an engine computes the canary and the first prompts with the same cores, so each takes
+this many times as long. Measured: docs/measured/planner.md. On a GPU it is taken as 1."""
 
 STEPS = 10
 """All steps of a calibrating run."""
@@ -145,7 +150,10 @@ def by_runs(folders: list[str]) -> Work:
                 f"--from {folder}: is not the trainer.output_dir of a synchronous run: {e}; "
                 "name the folder of a finished run with pipeline.staleness=0"
             ) from None
-    return fit_work(runs, lengths)
+    work = fit_work(runs, lengths)
+    if resolved_device(cfg) == "cpu":
+        work = replace(work, canary_slowdown=CPU_CANARY_SLOWDOWN)
+    return work
 
 
 def _response_lengths(folder: Path, n: int) -> np.ndarray:

@@ -131,8 +131,9 @@ def with_settings_of_plan(work: Work, folder: str, cfg: Config) -> tuple[Work, l
         )
     if cfg.weight_sync.canary_overlap:
         assumptions.append(
-            f"weight_sync.canary_overlap: the replicas score the canary for "
-            f"{work.replica_canary_s:.3g} s beside the next prompts, and these are not slower"
+            f"weight_sync.canary_overlap: the replicas score the canary of "
+            f"{work.replica_canary_s:.3g} s beside the next prompts; while they do both, "
+            f"each takes {work.canary_slowdown:g} times as long"
         )
     if cfg.weight_sync.receive_ahead:
         work, line = _received_ahead(work, sync, cfg)

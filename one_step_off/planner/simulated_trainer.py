@@ -121,7 +121,7 @@ class SimulatedSync:
         Arguments: as a call."""
         begin = now()
         metrics = await self._transfer(expected, stamp)
-        self._canary_beside = asyncio.ensure_future(self._score_at_replicas())
+        self._canary_beside = asyncio.ensure_future(self._score_beside_prompts())
         return metrics | {"time/sync_s": now() - begin}
 
     async def verified(self) -> dict[str, float]:
@@ -149,6 +149,16 @@ class SimulatedSync:
         for replica in self.rollout.replicas:
             replica.resume(stamp)
         return {"sync/paused_s": paused_s}
+
+    async def _score_beside_prompts(self) -> None:
+        """The same, where the replicas divide their time between canary and prompts."""
+        slowdown = self.work.canary_slowdown
+        for replica in self.rollout.replicas:
+            replica.set_slowdown(slowdown)
+        await asyncio.sleep(self.work.replica_canary_s * (slowdown - 1))
+        await self._score_at_replicas()
+        for replica in self.rollout.replicas:
+            replica.set_slowdown(1.0)
 
     async def _score_at_replicas(self) -> None:
         """The replicas' half of the canary, and its acceptance."""

@@ -11,6 +11,7 @@ import heapq
 import io
 import tempfile
 from collections import deque
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +86,7 @@ class SimulatedReplica:
         self._timer: asyncio.TimerHandle | None = None
         self._is_running = asyncio.Event()
         self._is_running.set()
+        self._slowdown = 1.0  # by a canary that is scored beside the sequences
 
     def pause(self) -> None:
         """Stop decoding, for a sync. Sequences keep their position."""
@@ -101,6 +103,12 @@ class SimulatedReplica:
         self.stamp = stamp
         self._is_running.set()
         self._position_time = now()
+        self._advance()
+
+    def set_slowdown(self, slowdown: float) -> None:
+        """From now on every token takes this many times as long."""
+        self._advance()
+        self._slowdown = slowdown
         self._advance()
 
     async def _rollout(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
@@ -156,6 +164,7 @@ class SimulatedReplica:
     def _token_seconds(self) -> float:
         """Seconds in which all running sequences advance by a token."""
         alone = self.work.decode_s + self.work.sequence_s * len(self._running)
+        alone *= self._slowdown
         return alone * self.device.replica_slowdown if self.device else alone
 
     def _advance(self) -> None:
@@ -215,8 +224,7 @@ def simulate(
         shared: one replica and one rank work at once on one device.
         idle_cores: as placement.share_idle_cores; all replicas and ranks have as many cores.
         in_flight: see weight_sync.in_flight; recompute and keep take the same time here.
-        canary_overlap: see weight_sync.canary_overlap.
-        receive_ahead: see weight_sync.receive_ahead.
+        canary_overlap, receive_ahead: see these keys of weight_sync.
 
     Returns:
         What `Tracker.summary` reports: median/time/step_s and the other medians in seconds,
@@ -225,21 +233,23 @@ def simulate(
     Raises:
         StalenessError: a token was trained on that other weights made.
     """
+    sync_settings = (in_flight, canary_overlap, receive_ahead)
     if overlap == "auto" and shared:
         overlap = "true"
     if overlap == "auto" and staleness and rollout:
-        rest = (static, steps, seed, shared, idle_cores, in_flight, canary_overlap, receive_ahead)
+        rest = (static, steps, seed, shared, idle_cores, *sync_settings)
         without = simulate(work, rollout, trainer, staleness, "false", *rest)
         if not _chooses_overlap(without):
             return without
         overlap = "true"
-    cfg = _run_config(work, rollout, staleness, overlap, static)
-    cfg.weight_sync.in_flight = in_flight
-    cfg.weight_sync.canary_overlap = canary_overlap
-    cfg.weight_sync.receive_ahead = receive_ahead
+    cfg = _run_config(work, rollout, staleness, overlap, static, sync_settings)
     device = _common_device(rollout, trainer, shared, idle_cores)
+    return _in_simulated_time(_run(work, cfg, rollout, trainer, steps, seed, device))
+
+
+def _in_simulated_time(run: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
     with asyncio.Runner(loop_factory=simulated_loop) as runner:
-        return runner.run(_run(work, cfg, rollout, trainer, steps, seed, device))
+        return runner.run(run)
 
 
 async def _run(
@@ -282,8 +292,21 @@ def _common_device(
     return None
 
 
-def _run_config(work: Work, rollout: int, staleness: int, overlap: str, static: bool) -> Config:
+def _run_config(
+    work: Work,
+    rollout: int,
+    staleness: int,
+    overlap: str,
+    static: bool,
+    sync_settings: tuple[str, bool, bool],
+) -> Config:
+    """The config of the simulated run. Arguments: of `simulate`; `sync_settings`: in_flight,
+    canary_overlap and receive_ahead."""
+    in_flight, canary_overlap, receive_ahead = sync_settings
     cfg = Config()
+    cfg.weight_sync.in_flight = in_flight
+    cfg.weight_sync.canary_overlap = canary_overlap
+    cfg.weight_sync.receive_ahead = receive_ahead
     cfg.pipeline.staleness = staleness
     cfg.weight_sync.overlap = overlap if rollout > 0 else "false"
     cfg.data.train_batch_size = work.prompts

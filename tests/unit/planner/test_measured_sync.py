@@ -161,7 +161,7 @@ def test_where_nothing_is_known_of_the_wire_it_is_said(tmp_path) -> None:
 def test_the_canary_of_plan_and_run_is_said(tmp_path) -> None:
     _, lines = with_settings_of_plan(WORK, write_run(tmp_path), config(BESIDE))
     assert len(lines) == 1
-    assert "score the canary for 0.5 s beside the next prompts" in lines[0]
+    assert "score the canary of 0.5 s beside the next prompts" in lines[0]
     row = ROW | {"time/canary_overlapped_s": 0.5}
     _, lines = with_settings_of_plan(WORK, write_run(tmp_path, BESIDE, row=row), config())
     assert len(lines) == 1

@@ -354,7 +354,7 @@ def test_canary_and_early_transfer_of_the_plan_shorten_what_is_exposed(tmp_path,
     assert "of it the canary 0.25 s\n  of the trainer and 0.25 s of the replicas" in out
     assert "weight_sync." not in out
     beside, out = steps_of_plan(capsys, folder, "weight_sync.canary_overlap=true")
-    assert "score the canary for 0.25 s beside the next prompts" in out
+    assert "score the canary of 0.25 s beside the next prompts" in out
     split = "2 + 6"
     saved_s = plain[split, "synchronous"] - beside[split, "synchronous"]
     assert saved_s == pytest.approx(0.25, abs=0.01)
@@ -390,6 +390,13 @@ def test_adapters_alone_are_planned_from_a_run_that_sent_the_model(
     assert "10 MB are sent, 1,000 MB in the run" in out
     saved_s = merged["2 + 6", "synchronous"] - alone["2 + 6", "synchronous"]
     assert saved_s == pytest.approx(0.99, abs=0.01)
+
+
+def test_on_a_cpu_the_canary_takes_time_of_the_prompts(tmp_path) -> None:
+    write_run(tmp_path / "gpu", 8)
+    write_run(tmp_path / "cpu", 8, "placement.device=cpu")
+    assert calibration.by_runs([str(tmp_path / "gpu")]).canary_slowdown == 1.0
+    assert calibration.by_runs([str(tmp_path / "cpu")]).canary_slowdown == 2.0
 
 
 def test_given_times_say_that_they_hide_nothing(capsys) -> None:

@@ -104,6 +104,26 @@ def test_a_canary_beside_the_prompts_is_not_waited_for(overlap: str) -> None:
     assert exposed[STEP] == pytest.approx(work.transfer_s + 0.5 + generate)
 
 
+@pytest.mark.parametrize("overlap", ["true", "false"])
+def test_an_engine_that_divides_its_time_hides_no_canary(overlap: str) -> None:
+    """Canary and prompts take as long beside each other as one after the other."""
+    work = replace(ALIKE, replica_canary_s=0.5, train_token_s=1e-6, train_fixed_s=0.2)
+    work = replace(work, canary_slowdown=2.0)
+    generate, train = parts(work, 2, 3)
+    assert generate > train + 2 * 0.5 + work.canary_s
+    found = simulate(work, 2, 3, overlap=overlap, canary_overlap=True)
+    assert found[STEP] == pytest.approx(work.transfer_s + 0.5 + generate)
+    assert found["median/time/generate_s"] == pytest.approx(0.5 + generate)
+
+
+def test_without_overlap_the_trainer_waits_for_a_canary_beside_the_prompts() -> None:
+    """So where training is the longer phase the canary is exposed all the same."""
+    work = replace(ALIKE, replica_canary_s=0.5, train_fixed_s=9.0)
+    _, train = parts(work, 2, 3)
+    found = simulate(work, 2, 3, overlap="false", canary_overlap=True)
+    assert found[STEP] == pytest.approx(train + work.sync_s)
+
+
 def test_a_canary_beside_the_prompts_of_two_steps_is_hidden_once() -> None:
     """At staleness 2 every second step has a sync."""
     work = replace(ALIKE, replica_canary_s=0.5, train_token_s=1e-6, train_fixed_s=0.5)
