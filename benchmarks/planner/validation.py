@@ -18,7 +18,9 @@ from one_step_off.config.loading import load_config
 from one_step_off.config.placement import resolved_device
 from one_step_off.monitoring.summary import speed_summary
 from one_step_off.planner import calibration
-from one_step_off.planner.simulation import Work, simulate
+from one_step_off.planner.measured_sync import WARM_UP
+from one_step_off.planner.simulation import simulate
+from one_step_off.planner.work import Work
 from one_step_off.runtime.validation import validate
 
 STEPS = 20
@@ -55,11 +57,13 @@ def arms_of(batch: int) -> dict[str, list[str]]:
     synchronous = ["pipeline.staleness=0"]
     one_step_off = ["pipeline.staleness=1"]
     one_pool = ["placement.pools={all: [2]}", "placement.roles={rollout: all, actor: all}"]
+    beside = ["weight_sync.canary_overlap=true"]
     short = ["data.max_response_length=10"]
     return {
         WHOLE_BATCH: [*synchronous, *prompts(batch)],
         QUARTER_BATCH: [*synchronous, *prompts(batch // 4)],
         "one step off": [*one_step_off, *prompts(batch)],
+        "one step off, canary beside the prompts": [*one_step_off, *prompts(batch), *beside],
         "one step off, half of the batch": [*one_step_off, *prompts(batch // 2)],
         "one step off, responses of 10 tokens at most": [*one_step_off, *prompts(batch), *short],
         "synchronous, half of the batch": [*synchronous, *prompts(batch // 2)],
@@ -90,6 +94,8 @@ def predict(work: Work, config: str, keys: list[str]) -> dict[str, Any]:
         overlap=cfg.weight_sync.overlap,
         static=resolved_device(cfg) == "cpu",
         steps=STEPS,
+        canary_overlap=cfg.weight_sync.canary_overlap,
+        receive_ahead=cfg.weight_sync.receive_ahead,
     )
 
 
@@ -117,7 +123,7 @@ def run_round(
     measured: dict[str, Figures] = {}
     for arm in alternated(list(arms), number):
         begin = time.perf_counter()
-        rows = run_arm(args.config, [], folders[arm], arms[arm])[calibration.WARM_UP :]
+        rows = run_arm(args.config, [], folders[arm], arms[arm])[WARM_UP:]
         measured[arm] = {
             name: value for name, value in speed_summary(rows).items() if name in FIGURES
         }

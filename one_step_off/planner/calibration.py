@@ -1,4 +1,4 @@
-"""The constants of `simulation.Work`, fitted to synchronous runs or to given times.
+"""The constants of `work.Work`, fitted to synchronous runs or to given times.
 
     generation = decode_s * longest + sequence_s * tokens / replicas
     training   = train_fixed_s + train_token_s * tokens / ranks
@@ -14,17 +14,25 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from one_step_off.config.device_shares import devices_of_pool
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
+from one_step_off.config.placement import resolved_device
 from one_step_off.config.schema import Config
+from one_step_off.planner.measured_sync import (
+    MeasuredSync,
+    measured_sync,
+    median,
+    rows_of_run,
+)
+from one_step_off.planner.work import Work
 
-WARM_UP = 3
-"""The first steps of a calibrating run, which are left out."""
+CPU_CANARY_SLOWDOWN = 2.0
+"""On a CPU an engine computes the canary and the first prompts with the same cores, so each takes
+this many times as long. Measured: docs/measured/planner.md. On a GPU it is taken as 1."""
 
 STEPS = 10
 """All steps of a calibrating run."""
@@ -33,6 +41,8 @@ CALIBRATION_KEYS = (
     "pipeline.staleness=0",
     "pipeline.partial_rollout=null",
     "weight_sync.in_flight=wait",
+    # Beside prompts it takes longer than alone.
+    "weight_sync.canary_overlap=false",
     "placement.share_idle_cores=false",
     "rollout.oversample=null",
     "trainer.total_epochs=null",
@@ -66,8 +76,7 @@ class Measured:
         train_s: seconds of training.
         trained_tokens: tokens of prompts and responses, times epochs.
         samples: of a step.
-        sync_s: seconds of a weight sync; canary_s: of its canary, the trainer's half and the
-            replicas'.
+        sync: the weight sync.
     """
 
     replicas: int
@@ -79,8 +88,7 @@ class Measured:
     train_s: float
     trained_tokens: float
     samples: float
-    sync_s: float
-    canary_s: float
+    sync: MeasuredSync
 
 
 def devices(cfg: Config) -> tuple[int, int]:
@@ -123,8 +131,8 @@ def run_calibration(keys: list[str], cfg: Config, folder: str) -> list[str]:
     return folders
 
 
-def by_runs(folders: list[str]) -> Any:
-    """The `simulation.Work` of the first of these finished synchronous runs.
+def by_runs(folders: list[str]) -> Work:
+    """The `Work` of the first of these finished synchronous runs.
 
     Raises:
         ConfigError: one is no such run.
@@ -142,7 +150,10 @@ def by_runs(folders: list[str]) -> Any:
                 f"--from {folder}: is not the trainer.output_dir of a synchronous run: {e}; "
                 "name the folder of a finished run with pipeline.staleness=0"
             ) from None
-    return fit_work(runs, lengths)
+    work = fit_work(runs, lengths)
+    if resolved_device(cfg) == "cpu":
+        work = replace(work, canary_slowdown=CPU_CANARY_SLOWDOWN)
+    return work
 
 
 def _response_lengths(folder: Path, n: int) -> np.ndarray:
@@ -165,34 +176,30 @@ def _response_lengths(folder: Path, n: int) -> np.ndarray:
 def _measured(folder: Path, cfg: Config) -> Measured:
     if cfg.pipeline.staleness:
         raise ValueError(f"it has pipeline.staleness={cfg.pipeline.staleness}, not 0")
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines][WARM_UP:]
-    if not rows:
-        raise ValueError(f"it has {len(lines)} steps; more than {WARM_UP} are needed")
+    rows = rows_of_run(folder)
     if "time/trainer_all_cores_s" in rows[0]:
         raise ValueError("its phases had each other's cores, see placement.share_idle_cores=false")
-
-    def median(name: str) -> float:
-        return float(np.median([row[name] for row in rows]))
-
+    generate_s = median(rows, "time/wait_rollout_s")
+    if cfg.weight_sync.canary_overlap:
+        # They generated beside the canary, before the trainer waited for them.
+        generate_s += median(rows, "time/canary_overlapped_s")
     replicas, ranks = devices(cfg)
     return Measured(
         replicas=replicas,
         ranks=ranks,
         epochs=cfg.actor.ppo_epochs,
-        response_tokens=median("tokens/response"),
-        longest=median("response_length/max"),
-        generate_s=median("time/wait_rollout_s"),
-        train_s=median("time/train_s"),
-        trained_tokens=median("actor/tokens_total"),
-        samples=median("samples"),
-        sync_s=median("time/sync_s"),
-        canary_s=median("time/canary_s"),
+        response_tokens=median(rows, "tokens/response"),
+        longest=median(rows, "response_length/max"),
+        generate_s=generate_s,
+        train_s=median(rows, "time/train_s"),
+        trained_tokens=median(rows, "actor/tokens_total"),
+        samples=median(rows, "samples"),
+        sync=measured_sync(rows, cfg),
     )
 
 
-def by_times(cfg: Config, text: str) -> Any:
-    """The `simulation.Work` of GEN,TRAIN,SYNC[,TAIL], the seconds of a synchronous step with the
+def by_times(cfg: Config, text: str) -> Work:
+    """The `Work` of GEN,TRAIN,SYNC[,TAIL], the seconds of a synchronous step with the
     config's pools.
 
     Raises:
@@ -211,11 +218,12 @@ def by_times(cfg: Config, text: str) -> Any:
     lengths = np.linspace(longest / n, longest, n).round().astype(int)[None]
     tokens = cfg.data.train_batch_size * lengths.sum()
     replicas, ranks = devices(cfg)
+    whole_sync = MeasuredSync(sync)
     step = Measured(
-        replicas, ranks, 1, tokens, longest, generate, train, tokens, samples, sync, canary_s=0
+        replicas, ranks, 1, tokens, longest, generate, train, tokens, samples, whole_sync
     )
     # The longest response alone, without training.
-    alone = Measured(replicas, ranks, 1, 0, longest, tail, 0, 0, 0, 0, canary_s=0)
+    alone = Measured(replicas, ranks, 1, 0, longest, tail, 0, 0, 0, MeasuredSync(0))
     return fit_work([step, alone], lengths)
 
 
@@ -231,14 +239,14 @@ def _parse_times(text: str) -> tuple[float, float, float, float]:
     return generate, train, sync, tail
 
 
-def fit_work(runs: list[Measured], lengths: np.ndarray) -> Any:
-    """The `simulation.Work` of the first of some synchronous runs.
+def fit_work(runs: list[Measured], lengths: np.ndarray) -> Work:
+    """The `Work` of the first of some synchronous runs.
 
     Args:
         runs: the run to fit; further runs, of other batch sizes, separate the fixed parts.
         lengths: response lengths of the first run, int [groups, n].
     """
-    from one_step_off.planner.simulation import Work, simulate
+    from one_step_off.planner.simulation import simulate
 
     first = runs[0]
     decode_s, sequence_s = _fit_generation(runs)
@@ -252,8 +260,10 @@ def fit_work(runs: list[Measured], lengths: np.ndarray) -> Any:
         sequence_s=sequence_s,
         train_fixed_s=train_fixed_s,
         train_token_s=train_token_s,
-        sync_s=first.sync_s,
-        canary_s=first.canary_s / 2,  # the other half is the replicas'
+        sync_s=first.sync.sync_s,
+        canary_s=first.sync.canary_s,
+        replica_canary_s=first.sync.replica_canary_s,
+        ahead_s=first.sync.wire_s,
     )
     # The fit does not know routing and places; scaled, generation takes as long as it did.
     simulated = simulate(work, first.replicas, first.ranks, staleness=0)

@@ -3,7 +3,8 @@
 
 Without --from and --times it runs a few synchronous steps of the config, with the whole batch and
 with a quarter of it, and calibrates its model of a step with those. Then it simulates every split.
-The model is `simulation.Work`; `calibration.py` fits its constants.
+The model is `work.Work`; `calibration.py` fits its constants, and `measured_sync.py` applies the
+config's settings of the weight sync.
 """
 
 import argparse
@@ -20,6 +21,8 @@ from one_step_off.config.placement import resolved_device
 from one_step_off.config.roles import data_parallel_size
 from one_step_off.config.schema import Config
 from one_step_off.planner.calibration import by_runs, by_times, devices, run_calibration
+from one_step_off.planner.measured_sync import assumptions_of_given_times, with_settings_of_plan
+from one_step_off.planner.work import Work
 from one_step_off.rollout.engine_args import MAX_SEQUENCES
 from one_step_off.runtime.validation import validate
 
@@ -136,7 +139,7 @@ def _modes(cfg: Config) -> list[tuple[str, int, str]]:
     return modes
 
 
-def compare(cfg: Config, work: Any, gpus: int) -> list[Simulated]:
+def compare(cfg: Config, work: Work, gpus: int) -> list[Simulated]:
     """Simulate every arrangement of `gpus` devices. Raises ConfigError: no split fits."""
     from one_step_off.planner.simulation import simulate
 
@@ -156,6 +159,8 @@ def compare(cfg: Config, work: Any, gpus: int) -> list[Simulated]:
             steps=steps + STEPS_PER_STALE_VERSION * max(0, arrangement.staleness - 1),
             shared=arrangement.name == SHARED,
             idle_cores=_shares_idle_cores(cfg) and arrangement.name != SHARED,
+            canary_overlap=cfg.weight_sync.canary_overlap,
+            receive_ahead=cfg.weight_sync.receive_ahead,
         )
         results.append(Simulated(arrangement, figures, samples))
     return results
@@ -177,19 +182,23 @@ def _shares_idle_cores(cfg: Config) -> bool:
     return on_cpu and placement.pin_cores and placement.share_idle_cores
 
 
-def report(work: Any, results: list[Simulated]) -> None:
-    """Print what was assumed, the table, and the best in one line."""
+def report(work: Work, assumptions: list[str], results: list[Simulated]) -> None:
+    """Print what was assumed, the table, and the best in one line. `assumptions`: a line each."""
     print(
         f"assumed: {work.decode_s:.3g} s for a token, {work.sequence_s:.3g} s more for each "
         f"concurrent sequence; training\n"
         f"  {work.train_fixed_s:.3g} s on any number of GPUs, and {work.train_token_s:.3g} s per "
         "token "
-        f"and GPU; sync {work.sync_s:.3g} s on every split;\n"
+        f"and GPU; sync {work.sync_s:.3g} s on every split, of it the canary "
+        f"{work.canary_s:.3g} s\n"
+        f"  of the trainer and {work.replica_canary_s:.3g} s of the replicas;\n"
         f"  responses of {work.lengths.mean():.0f} tokens, {work.lengths.max()} at most; in the "
         "colocated arrangement switching devices takes no time"
     )
     if any(result.arrangement.name == SHARED for result in results):
         print("  on a shared GPU both work at half speed while both work")
+    for line in assumptions:
+        print(f"  {line}")
     print(ROW.format(*HEADER))
     for result in results:
         arrangement = result.arrangement
@@ -260,14 +269,16 @@ def _places(cfg: Config) -> int:
     return min(cfg.agent.max_concurrency, most)
 
 
-def _calibrated(args: argparse.Namespace, cfg: Config) -> Any:
-    """The `simulation.Work` by given times, by finished runs, or by runs that are made now."""
+def _calibrated(args: argparse.Namespace, cfg: Config) -> tuple[Work, list[str]]:
+    """The work of a step, and what is assumed of its sync; by given times, by finished runs, or by
+    runs that are made now."""
     if args.times:
-        return by_times(cfg, args.times)
+        return by_times(cfg, args.times), assumptions_of_given_times(cfg)
     if args.runs:
-        return by_runs(args.runs)
+        return with_settings_of_plan(by_runs(args.runs), args.runs[0], cfg)
     with tempfile.TemporaryDirectory() as folder:
-        return by_runs(run_calibration(args.keys, cfg, folder))
+        runs = run_calibration(args.keys, cfg, folder)
+        return with_settings_of_plan(by_runs(runs), runs[0], cfg)
 
 
 def main(argv: list[str]) -> int:
@@ -286,7 +297,7 @@ def main(argv: list[str]) -> int:
     else:
         validate(cfg, None)
     _check_roles(cfg)
-    work = _calibrated(args, cfg)
+    work, assumptions = _calibrated(args, cfg)
     mini_batches = cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size
     optimizer_steps = mini_batches * cfg.actor.ppo_epochs
     work = replace(
@@ -296,7 +307,7 @@ def main(argv: list[str]) -> int:
         before_step=1 / optimizer_steps,
     )
     results = compare(cfg, work, gpus)
-    report(work, results)
+    report(work, assumptions, results)
     if _shares_idle_cores(cfg):
         print(
             "  while rollout or trainer waits, the other also works on its cores: times are those "

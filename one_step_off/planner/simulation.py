@@ -3,7 +3,7 @@ trained.
 
 `Pipeline` and `RolloutGroup`, with its routing and device lock, are those of a real run. Only the
 processes are stand-ins, whose calls sleep for modeled times. So the schedule is not modeled; the
-durations are, see `Work`.
+durations are, see `work.Work`.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import heapq
 import io
 import tempfile
 from collections import deque
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +21,16 @@ import numpy as np
 from one_step_off.cluster.remote_calls import now
 from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
-from one_step_off.data.samples import Batch, Prompt, Sample, Stamp
+from one_step_off.data.samples import Prompt, Sample, Stamp
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.planner.shared_device import (
     SharedDevice,
     divided_cores,
 )
 from one_step_off.planner.simulated_clock import simulated_loop
+from one_step_off.planner.simulated_trainer import SimulatedSync, SimulatedTrainer
+from one_step_off.planner.work import Work
 from one_step_off.ray_trainer import Pipeline, Roles
-from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.weight_sync.overlap import DECIDING_STEPS, StepPhases, should_overlap
@@ -42,52 +44,6 @@ END_TOLERANCE_TOKENS = 1e-6
 ONE_ID = np.zeros(1, np.int32)
 ONE_LOG_PROB = np.zeros(1, np.float32)
 TRAINED_TOKEN = np.ones(1, bool)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a step has to do, and how many seconds that takes.
-
-    Generation: all sequences that a replica generates, `running` of them, advance by one token in
-    decode_s + sequence_s * running: reading the weights costs the same for one as for many, the
-    rest is per sequence. At most `places` run at once, the others wait (vLLM's continuous batching,
-    first come, first served; prompts cost nothing apart). So the longest response takes decode_s a
-    token at least, however many replicas there are.
-
-    Training, log-probs and the driver's part included: train_fixed_s + train_token_s * tokens /
-    ranks, of the tokens of prompts and responses; the first optimizer step comes after the share
-    `before_step` of it.
-
-    The sync: sync_s for the replicas; in the first canary_s of it the trainer is busy too, with its
-    half of the canary. Handing devices over in the colocated arrangement costs nothing. On a shared
-    device both work at half speed while both work. With shared idle cores a side is faster while
-    the other waits.
-
-    Attributes:
-        prompts: of a step.
-        lengths: response lengths in tokens, int [groups, n]; each prompt draws a row.
-        prompt_tokens: of each prompt.
-        decode_s: seconds for a token, however many sequences run.
-        sequence_s: seconds more for a token, for each sequence that runs.
-        train_fixed_s: seconds of training that more ranks do not make shorter.
-        train_token_s: seconds of training for a token on one rank.
-        sync_s: seconds of a weight sync.
-        canary_s: seconds of the sync in which the trainer is busy.
-        before_step: share of training before the first optimizer step, 0 to 1.
-        places: sequences that a replica runs at once, at most.
-    """
-
-    prompts: int
-    lengths: np.ndarray
-    prompt_tokens: float
-    decode_s: float
-    sequence_s: float
-    train_fixed_s: float
-    train_token_s: float
-    sync_s: float
-    canary_s: float = 0.0
-    before_step: float = 1.0
-    places: int = 256
 
 
 @dataclass(frozen=True)
@@ -130,6 +86,7 @@ class SimulatedReplica:
         self._timer: asyncio.TimerHandle | None = None
         self._is_running = asyncio.Event()
         self._is_running.set()
+        self._slowdown = 1.0  # by a canary that is scored beside the sequences
 
     def pause(self) -> None:
         """Stop decoding, for a sync. Sequences keep their position."""
@@ -146,6 +103,12 @@ class SimulatedReplica:
         self.stamp = stamp
         self._is_running.set()
         self._position_time = now()
+        self._advance()
+
+    def set_slowdown(self, slowdown: float) -> None:
+        """From now on every token takes this many times as long."""
+        self._advance()
+        self._slowdown = slowdown
         self._advance()
 
     async def _rollout(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
@@ -201,6 +164,7 @@ class SimulatedReplica:
     def _token_seconds(self) -> float:
         """Seconds in which all running sequences advance by a token."""
         alone = self.work.decode_s + self.work.sequence_s * len(self._running)
+        alone *= self._slowdown
         return alone * self.device.replica_slowdown if self.device else alone
 
     def _advance(self) -> None:
@@ -231,73 +195,6 @@ class SimulatedReplica:
             self._timer = loop.call_later(tokens * self._token_seconds, self._advance)
 
 
-class SimulatedTrainer:
-    """All ranks of a trainer that trains by `Work`, and its half of the weight sync to the
-    replicas."""
-
-    def __init__(
-        self,
-        work: Work,
-        ranks: int,
-        rollout: RolloutGroup,
-        device: SharedDevice | None = None,
-    ) -> None:
-        """`device`: shared with the replicas; None: the ranks have their own alone."""
-        self.device = device
-        self.work = work
-        self.ranks = ranks
-        self.rollout = rollout
-        self._device_lock = rollout.pool_lock if rollout.shares_pool else asyncio.Lock()
-        self._weights_are_sent = asyncio.Event()  # then they may change
-
-    async def _use_devices(self, seconds: float) -> None:
-        async with self._device_lock:
-            if self.device:
-                await self.device.train(seconds)
-            else:
-                await asyncio.sleep(seconds)
-
-    async def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
-        """One step. Its optimizer waits until the replicas have the weights."""
-        work = self.work
-        tokens = sum(sample.extra["tokens"] + work.prompt_tokens for sample in batch.samples)
-        seconds = work.train_fixed_s + work.train_token_s * tokens / self.ranks
-        await self._use_devices(seconds * work.before_step)
-        begin = now()
-        await self._weights_are_sent.wait()
-        waited = now() - begin
-        await self._use_devices(seconds * (1 - work.before_step))
-        self._weights_are_sent.clear()
-        return {"actor/sync_wait_s": waited}
-
-    def score_canary(self) -> asyncio.Task:
-        """The trainer's half of the canary, before anything that is called later."""
-        return asyncio.ensure_future(self._use_devices(self.work.canary_s))
-
-    async def fail(self, error: BaseException) -> None:
-        """No process waits here."""
-
-    async def release(self, version: int) -> None:
-        """No replica needs these weights: they may change."""
-        self._weights_are_sent.set()
-
-    async def __call__(
-        self, stamp: Stamp, expected: asyncio.Task | None = None
-    ) -> dict[str, float]:
-        """A weight sync. `expected`: the canary, where it has been started already."""
-        begin = now()
-        await (expected or self.score_canary())
-        for replica in self.rollout.replicas:
-            replica.pause()
-        await asyncio.sleep(self.work.sync_s - self.work.canary_s)
-        for i, replica in enumerate(self.rollout.replicas):
-            replica.resume(stamp)
-            self.rollout.supervisor.health[i].state = ReplicaState.HEALTHY
-        self._weights_are_sent.set()
-        paused_s = self.work.sync_s - self.work.canary_s
-        return {"time/sync_s": now() - begin, "sync/paused_s": paused_s}
-
-
 def simulate(
     work: Work,
     rollout: int,
@@ -310,6 +207,8 @@ def simulate(
     shared: bool = False,
     idle_cores: bool = False,
     in_flight: str = "wait",
+    canary_overlap: bool = False,
+    receive_ahead: bool = False,
 ) -> dict[str, Any]:
     """Simulate a run. The same arguments give the same figures.
 
@@ -325,6 +224,7 @@ def simulate(
         shared: one replica and one rank work at once on one device.
         idle_cores: as placement.share_idle_cores; all replicas and ranks have as many cores.
         in_flight: see weight_sync.in_flight; recompute and keep take the same time here.
+        canary_overlap, receive_ahead: see these keys of weight_sync.
 
     Returns:
         What `Tracker.summary` reports: median/time/step_s and the other medians in seconds,
@@ -333,19 +233,23 @@ def simulate(
     Raises:
         StalenessError: a token was trained on that other weights made.
     """
+    sync_settings = (in_flight, canary_overlap, receive_ahead)
     if overlap == "auto" and shared:
         overlap = "true"
     if overlap == "auto" and staleness and rollout:
-        rest = (static, steps, seed, shared, idle_cores, in_flight)
+        rest = (static, steps, seed, shared, idle_cores, *sync_settings)
         without = simulate(work, rollout, trainer, staleness, "false", *rest)
         if not _chooses_overlap(without):
             return without
         overlap = "true"
-    cfg = _run_config(work, rollout, staleness, overlap, static)
-    cfg.weight_sync.in_flight = in_flight
+    cfg = _run_config(work, rollout, staleness, overlap, static, sync_settings)
     device = _common_device(rollout, trainer, shared, idle_cores)
+    return _in_simulated_time(_run(work, cfg, rollout, trainer, steps, seed, device))
+
+
+def _in_simulated_time(run: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
     with asyncio.Runner(loop_factory=simulated_loop) as runner:
-        return runner.run(_run(work, cfg, rollout, trainer, steps, seed, device))
+        return runner.run(run)
 
 
 async def _run(
@@ -358,11 +262,12 @@ async def _run(
     group = RolloutGroup(replicas, cfg, False, pool_lock)
     group.router.replica_capacity = min(group.router.replica_capacity, work.places)
     actor = SimulatedTrainer(work, trainer, group, device)
+    sync = SimulatedSync(work, actor, group)
     prompts = [Prompt((0, row), ONE_ID, "", "") for row in range(work.prompts)]
     stream = PromptStream(prompts, work.prompts, False, seed, steps)
     with tempfile.TemporaryDirectory() as folder:
         tracker = Tracker(folder, steps, io.StringIO())
-        await Pipeline(cfg, Roles(actor, group, actor), stream, None, tracker).fit()
+        await Pipeline(cfg, Roles(actor, group, sync), stream, None, tracker).fit()
         return tracker.summary()
 
 
@@ -387,8 +292,21 @@ def _common_device(
     return None
 
 
-def _run_config(work: Work, rollout: int, staleness: int, overlap: str, static: bool) -> Config:
+def _run_config(
+    work: Work,
+    rollout: int,
+    staleness: int,
+    overlap: str,
+    static: bool,
+    sync_settings: tuple[str, bool, bool],
+) -> Config:
+    """The config of the simulated run. Arguments: of `simulate`; `sync_settings`: in_flight,
+    canary_overlap and receive_ahead."""
+    in_flight, canary_overlap, receive_ahead = sync_settings
     cfg = Config()
+    cfg.weight_sync.in_flight = in_flight
+    cfg.weight_sync.canary_overlap = canary_overlap
+    cfg.weight_sync.receive_ahead = receive_ahead
     cfg.pipeline.staleness = staleness
     cfg.weight_sync.overlap = overlap if rollout > 0 else "false"
     cfg.data.train_batch_size = work.prompts

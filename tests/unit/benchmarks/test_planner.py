@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planner import validation
 from benchmarks.planner.paper import paper
 from benchmarks.planner.published import published
-from one_step_off.planner.simulation import Work
+from one_step_off.planner.work import Work
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,7 +49,8 @@ def test_an_arm_is_predicted_by_its_own_keys() -> None:
         sequence_s=1e-3,
         train_fixed_s=0.0,
         train_token_s=1e-4,
-        sync_s=0.0,
+        sync_s=1.0,
+        replica_canary_s=0.4,
     )
     steps = {
         arm: validation.predict(work, config, keys)[validation.STEP]
@@ -57,8 +58,13 @@ def test_an_arm_is_predicted_by_its_own_keys() -> None:
     }
     generate = 20 * 256e-3
     train = 256 * 20 * 1e-4
-    assert steps["synchronous"] == pytest.approx(generate + train)
-    assert steps["one step off"] == pytest.approx(generate)
-    assert steps["one step off, half of the batch"] == pytest.approx(generate / 2)
-    assert steps["one step off, responses of 10 tokens at most"] == pytest.approx(generate / 2)
-    assert steps["colocated, two of each"] == pytest.approx((generate + train) / 2)
+    sync = 1.0
+    beside = "one step off, canary beside the prompts"
+    assert steps["synchronous"] == pytest.approx(generate + train + sync)
+    assert steps["one step off"] == pytest.approx(generate + sync)
+    assert steps[beside] == pytest.approx(generate + sync - 0.4)
+    assert steps["one step off, half of the batch"] == pytest.approx(generate / 2 + sync)
+    assert steps["one step off, responses of 10 tokens at most"] == pytest.approx(
+        generate / 2 + sync
+    )
+    assert steps["colocated, two of each"] == pytest.approx((generate + train) / 2 + sync)

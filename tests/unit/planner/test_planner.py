@@ -13,7 +13,7 @@ import pytest
 from one_step_off.config.command_line import exit_code
 from one_step_off.config.loading import load_config
 from one_step_off.config.yaml_io import resolved_yaml
-from one_step_off.planner import calibration, planner
+from one_step_off.planner import calibration, measured_sync, planner
 
 GPUS = [
     "model.path=a/b",
@@ -124,9 +124,22 @@ def test_replicas_of_several_gpus_and_many_splits(capsys) -> None:
     assert len(rows_of(capsys.readouterr().out)) == 2 * planner.MOST_SPLITS
 
 
+SYNC_PARTS = {
+    "sync/full_bytes": 1e9,
+    "sync/in_place": 1.0,
+    "sync/wait_s": 0.8,
+    "sync/load_s": 0.2,
+    "sync/prepare_s": 0.0,
+    "sync/apply_s": 0.0,
+    "sync/verify_s": 0.0,
+    "sync/finish_s": 0.0,
+}
+
+
 def write_run(folder: Path, prompts: int, *keys: str) -> None:
     """A synchronous run of 6 steps, as long as constants say: all responses of 50 tokens, prompts
-    of 30."""
+    of 30. A sync of 2 s, of which the wire takes 0.8 and the canary 0.5. With
+    weight_sync.canary_overlap it has the replicas' half beside the prompts."""
     folder.mkdir(parents=True)
     cfg = load_config(
         [*GPUS, f"data.train_batch_size={prompts}", f"actor.ppo_mini_batch_size={prompts}", *keys]
@@ -144,6 +157,10 @@ def write_run(folder: Path, prompts: int, *keys: str) -> None:
         "response_length/max": 50.0,
     }
     row |= times | {"actor/tokens_total": 80.0 * samples, "time/sync_s": 2.0, "time/canary_s": 0.5}
+    row |= SYNC_PARTS
+    if cfg.weight_sync.canary_overlap:
+        row |= {"time/sync_s": 1.75, "time/canary_s": 0.25, "time/canary_overlapped_s": 0.25}
+        row["time/wait_rollout_s"] -= 0.25
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": i} | row) + "\n" for i in range(6))
     )
@@ -163,8 +180,9 @@ def test_two_runs_tell_the_constants(tmp_path) -> None:
         work.train_token_s,
         work.sync_s,
         work.canary_s,
+        work.replica_canary_s,
     )
-    assert found == pytest.approx((0.02, 1e-3, 3.0, 1e-3, 2.0, 0.25))
+    assert found == pytest.approx((0.02, 1e-3, 3.0, 1e-3, 2.0, 0.25, 0.25))
     assert (work.prompts, work.lengths.shape, work.prompt_tokens) == (
         8,
         (8, 4),
@@ -193,7 +211,8 @@ def test_without_either_it_runs_the_config_twice_synchronously(monkeypatch, caps
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(planner, "validate", lambda *_: None)
-    assert main([*GPUS, "trainer.test_freq=5", "data.val_files=x/y"]) == 0
+    keys = ["trainer.test_freq=5", "data.val_files=x/y", "weight_sync.canary_overlap=true"]
+    assert main([*GPUS, *keys]) == 0
     assert (
         [cfg.data.train_batch_size for cfg in asked]
         == [cfg.actor.ppo_mini_batch_size for cfg in asked]
@@ -202,6 +221,7 @@ def test_without_either_it_runs_the_config_twice_synchronously(monkeypatch, caps
     for cfg in asked:
         own = cfg.trainer
         assert cfg.pipeline.staleness == 0
+        assert not cfg.weight_sync.canary_overlap
         assert own.total_steps == calibration.STEPS
         assert own.resume == "never"
         assert (own.test_freq, own.save_freq, own.save_hf_model, cfg.data.val_files) == (
@@ -317,3 +337,68 @@ def test_the_staleness_of_the_config_is_a_row_of_its_own(capsys) -> None:
     found = rows_of(capsys.readouterr().out)
     assert len(found) == 1 + 3 * 7
     assert found["1 + 7", "staleness 2, recompute"] < found["1 + 7", "one step off"]
+
+
+def steps_of_plan(capsys, folder: Path, *keys: str) -> tuple[dict[tuple[str, str], float], str]:
+    """Seconds a step of each arrangement, and what was printed."""
+    assert main([*GPUS, *keys, "--from", str(folder)]) == 0
+    out = capsys.readouterr().out
+    return rows_of(out), out
+
+
+def test_canary_and_early_transfer_of_the_plan_shorten_what_is_exposed(tmp_path, capsys) -> None:
+    """By 2 + 6 GPUs generation takes 1.8 s, and training 3.4 s."""
+    folder = tmp_path / "whole"
+    write_run(folder, 8)
+    plain, out = steps_of_plan(capsys, folder)
+    assert "of it the canary 0.25 s\n  of the trainer and 0.25 s of the replicas" in out
+    assert "weight_sync." not in out
+    beside, out = steps_of_plan(capsys, folder, "weight_sync.canary_overlap=true")
+    assert "score the canary of 0.25 s beside the next prompts" in out
+    split = "2 + 6"
+    saved_s = plain[split, "synchronous"] - beside[split, "synchronous"]
+    assert saved_s == pytest.approx(0.25, abs=0.01)
+    ahead, out = steps_of_plan(capsys, folder, "weight_sync.receive_ahead=true")
+    assert "0.8 s of the sync, the wait for the wire" in out
+    assert ahead[split, "synchronous"] == plain[split, "synchronous"]
+    # One replica generates for longer than seven ranks train.
+    slow_generation = ["data.train_batch_size=32", "actor.ppo_mini_batch_size=8"]
+    plain, _ = steps_of_plan(capsys, folder, *slow_generation)
+    keys = ["weight_sync.receive_ahead=true", "weight_sync.canary_overlap=true"]
+    both, _ = steps_of_plan(capsys, folder, *slow_generation, *keys)
+    saved_s = plain["1 + 7", "one step off"] - both["1 + 7", "one step off"]
+    assert saved_s == pytest.approx(0.8 + 0.25, abs=0.02)
+
+
+def test_a_run_with_its_canary_beside_prompts_plans_the_same(tmp_path, capsys) -> None:
+    write_run(tmp_path / "alone", 8)
+    write_run(tmp_path / "beside", 8, "weight_sync.canary_overlap=true")
+    steps, _ = steps_of_plan(capsys, tmp_path / "alone")
+    same, out = steps_of_plan(capsys, tmp_path / "beside")
+    assert same == steps
+    assert "the run scored the canary beside its prompts: 0.25 s" in out
+
+
+def test_adapters_alone_are_planned_from_a_run_that_sent_the_model(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(measured_sync, "sent_bytes", lambda cfg: int(1e7))
+    write_run(tmp_path / "merged", 8, "model.lora_rank=8")
+    merged, _ = steps_of_plan(capsys, tmp_path / "merged", "model.lora_rank=8")
+    keys = ["model.lora_rank=8", "weight_sync.lora=adapter"]
+    alone, out = steps_of_plan(capsys, tmp_path / "merged", *keys)
+    assert "10 MB are sent, 1,000 MB in the run" in out
+    saved_s = merged["2 + 6", "synchronous"] - alone["2 + 6", "synchronous"]
+    assert saved_s == pytest.approx(0.99, abs=0.01)
+
+
+def test_on_a_cpu_the_canary_takes_time_of_the_prompts(tmp_path) -> None:
+    write_run(tmp_path / "gpu", 8)
+    write_run(tmp_path / "cpu", 8, "placement.device=cpu")
+    assert calibration.by_runs([str(tmp_path / "gpu")]).canary_slowdown == 1.0
+    assert calibration.by_runs([str(tmp_path / "cpu")]).canary_slowdown == 2.0
+
+
+def test_given_times_say_that_they_hide_nothing(capsys) -> None:
+    assert main([*GPUS, "weight_sync.canary_overlap=true", "--times", "60,70,5"]) == 0
+    assert "--times gives no parts of the sync" in capsys.readouterr().out
