@@ -145,7 +145,7 @@ class RunProcesses:
         engines = []
         for index, slot in enumerate(self.pools[cfg.placement.roles["teacher"]]):
             log = f"{self.engines.log_folder}/teacher_{index}.log"
-            args = (cfg, index, self.device)
+            args = (cfg, index, self.device, log)
             engines.append(spawn(TeacherEngine, args, slot, self.device, env=env, log=log))
         return engines
 
