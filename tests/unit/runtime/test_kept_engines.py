@@ -194,8 +194,8 @@ DIED = ProcessDied("actor 0: its process died")
 def test_the_next_attempt_begins_with_the_engines(monkeypatch, tmp_path):
     raised, started, tracker = run(monkeypatch, tmp_path, [(3, DIED), (4, DIED), (9, None)])
     assert raised is None
-    printed = tracker.console.console.file.getvalue()
-    assert printed.count("warning: of the sync") == 1, "with the start of the engines"
+    out: Any = tracker.console.console.file
+    assert out.getvalue().count("warning: of the sync") == 1, "with the start of the engines"
     assert started == [None, "of 0", "of 0"]
     assert tracker.usage["restarts/engines_kept"] == 2.0
     assert Attempt.ended == [], "the last attempt ends them, as its own"
