@@ -10,6 +10,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.help import SUPERVISED_USAGE, supervised_help_text
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
+from one_step_off.config.supervised import unread_lr_warning
 from one_step_off.main_ppo import parse, print_plan, run_or_report
 from one_step_off.runtime.validation import validate_supervised
 
@@ -29,11 +30,15 @@ def _main(argv: list[str]) -> int:
     arguments = parse(argv)
     if arguments.replay_folder is not None:
         raise ConfigError("--replay: repeats updates of RL; run one_step_off.main_ppo with it")
-    cfg = validate_supervised(load_config(arguments.settings), machine=not arguments.dry_run)
+    cfg = load_config(arguments.settings)
+    supervised = validate_supervised(cfg, machine=not arguments.dry_run)
     if arguments.dry_run:
-        print_plan(cfg)
+        print_plan(supervised)
         return 0
-    return _run(cfg)
+    warning = unread_lr_warning(cfg)
+    if warning:
+        print(warning, flush=True)
+    return _run(supervised)
 
 
 def _run(cfg: Config) -> int:

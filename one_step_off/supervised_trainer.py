@@ -28,6 +28,7 @@ class SupervisedRoles:
 
     actor: TrainGroup
     rollout: None = None
+    sync: None = None
 
 
 class SupervisedPipeline:

@@ -10,6 +10,7 @@ from typing import Any
 from one_step_off.checkpoint.manifest import find_fault, parameter_shapes
 from one_step_off.checkpoint.state_files import read_state
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.free_folder import free_folder_setting
 from one_step_off.config.old_keys import replace_old_settings
 from one_step_off.config.optimizer_checks import ADAMW, ADAMW_8BIT, BLOCK_SIZE
 from one_step_off.config.roles import role_settings
@@ -32,11 +33,6 @@ FIXED_KEYS = (
 """A resumed run must make the same batches of the same age, from the same start: with adapters the
 frozen weights, and the reference, are those of the warm-up. Keys that may change (lr, total_steps,
 save_freq) are not here."""
-
-RESTART = (
-    "start from step 0 with trainer.resume=never trainer.overwrite=true "
-    "or another trainer.output_dir"
-)
 
 
 def fixed_keys(cfg: Config) -> dict[str, Any]:
@@ -122,7 +118,7 @@ def find(cfg: Config, announce: Callable[[str], None] = lambda line: None) -> Pa
         if path == candidates[-1]:
             raise ConfigError(
                 f"trainer.resume={cfg.trainer.resume}: checkpoint {path}: {fault}; "
-                f"name an intact one, or {RESTART}"
+                f"name an intact one, or {_how_to_restart(cfg)}"
             )
         announce(f"warning: checkpoint {path}: {fault}; the one before it is used")
     return None
@@ -145,8 +141,18 @@ def _check_fixed_keys(cfg: Config, path: Path) -> None:
         if made_with_value != value:
             raise ConfigError(
                 f"{key}={value}: checkpoint {path} was written with {made_with_value}; "
-                f"resume with it, or {RESTART}"
+                f"resume with it, or {_how_to_restart(cfg)}"
             )
+
+
+def _how_to_restart(cfg: Config) -> str:
+    """What to add to the command, to begin at step 0."""
+    # A checkpoint that is named would be resumed in a new folder too.
+    never = "" if cfg.trainer.resume == "auto" else "trainer.resume=never "
+    return (
+        f"start from step 0 with {never}{free_folder_setting(cfg)} (a new folder) or with "
+        "trainer.resume=never trainer.overwrite=true (replaces the run)"
+    )
 
 
 def _value_before_it_was_named(key: str) -> Any:

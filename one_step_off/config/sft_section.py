@@ -33,7 +33,9 @@ class SftConfig:
         "so that the answer has no end",
         choices="skip cut fail",
     )
-    lr: Optional[float] = config_key(None, "peak learning rate; null: actor.lr", above=0.0)
+    lr: Optional[float] = config_key(
+        None, "peak learning rate; null: 2e-5, and 2e-4 with adapters (model.lora_rank)", above=0.0
+    )
     lr_schedule: Optional[str] = config_key(
         None,
         "learning rate after the warm-up; null: actor.lr_schedule",

@@ -26,6 +26,11 @@ RL_SECTIONS = (
 )
 """The sections that supervised steps do not read."""
 
+FULL_LR = 2.0e-5
+ADAPTER_LR = 2.0e-4
+"""The peak learning rates of supervised steps where sft.lr is not set: for all weights, and for
+LoRA adapters, as in TRL. Those of RL (actor.lr) are far too small."""
+
 WARM_UP_FOLDER = "sft"
 """In the run folder: the folder of the supervised steps before RL."""
 
@@ -56,6 +61,24 @@ def longest_row(cfg: Config) -> int:
     if cfg.sft.max_length is not None:
         return cfg.sft.max_length
     return cfg.data.max_prompt_length + cfg.data.max_response_length
+
+
+def supervised_lr(cfg: Config) -> float:
+    """The peak learning rate of supervised steps."""
+    if cfg.sft.lr is not None:
+        return cfg.sft.lr
+    return ADAPTER_LR if cfg.model.lora_rank else FULL_LR
+
+
+def unread_lr_warning(cfg: Config) -> str | None:
+    """For a config of `main_sft` that sets the learning rate of RL and not that of supervised
+    steps: a line that says which one is used. None: there is nothing to say."""
+    if cfg.sft.lr is not None or cfg.actor.lr == Config().actor.lr:
+        return None
+    return (
+        f"warning: actor.lr={cfg.actor.lr:g}: is the learning rate of RL; supervised steps use "
+        f"{supervised_lr(cfg):g} unless sft.lr is set"
+    )
 
 
 def supervised_config(cfg: Config) -> Config:
@@ -90,7 +113,9 @@ def supervised_config(cfg: Config) -> Config:
     supervised.actor.ppo_mini_batch_size = batch_size
     supervised.actor.ppo_epochs = 1
     supervised.trainer.critic_warmup = 0
-    for name in ("lr", "lr_schedule", "warmup_steps"):
+    supervised.sft.lr = supervised_lr(cfg)
+    supervised.actor.lr = supervised.sft.lr
+    for name in ("lr_schedule", "warmup_steps"):
         value = getattr(cfg.sft, name)
         if value is not None:
             setattr(supervised.actor, name, value)

@@ -12,6 +12,7 @@ from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.teachers import config_of_teacher, teacher_key, teacher_paths
 from one_step_off.models.adapted_layers import check_adapted_layers
+from one_step_off.models.quantization import quantization_method
 
 MODEL_SECTIONS = (
     "model",
@@ -76,7 +77,7 @@ def _check_teacher(
         return
     key = teacher_key(name)
     try:
-        teacher_config = _check_files(own, "teacher", longest_sequence + has_engine)
+        teacher_config = _check_files(own, "teacher", longest_sequence + has_engine, has_engine)
         if not cfg.model.trust_remote_code:
             _require_causal_model(_key_and_path(own, "teacher"), teacher_config)
         _check_vocabulary(own, "teacher", tokenizer)
@@ -133,9 +134,13 @@ def _check_vocabulary(cfg: Config, role: str, policy_tokenizer: Any) -> None:
         )
 
 
-def _check_files(cfg: Config, section: str, longest_sequence: int) -> Any:
-    """What every model must pass: config, unquantized weights, context length. Returns the Hugging
-    Face config."""
+def _check_files(
+    cfg: Config, section: str, longest_sequence: int, may_be_quantized: bool = False
+) -> Any:
+    """What every model must pass: config, weights, context length. Returns the Hugging Face config.
+
+    `may_be_quantized`: it is loaded by vLLM alone, whose own checks say what it can serve.
+    """
     from transformers import AutoConfig
     from transformers.utils.hub import has_file
 
@@ -152,7 +157,8 @@ def _check_files(cfg: Config, section: str, longest_sequence: int) -> Any:
         raise ConfigError(
             f"{name}: its config cannot be loaded ({reason}); {_how_to_fix(error)}"
         ) from error
-    _refuse_quantized_weights(name, model_config)
+    if not may_be_quantized:
+        _refuse_quantized_weights(section, name, model_config)
     if not has_weights:
         kinds = " or ".join(WEIGHT_FILES)
         raise ConfigError(
@@ -169,16 +175,15 @@ def _check_files(cfg: Config, section: str, longest_sequence: int) -> Any:
     return model_config
 
 
-def _refuse_quantized_weights(name: str, model_config: Any) -> None:
-    quantization = getattr(model_config, "quantization_config", None)
-    if not quantization:
+def _refuse_quantized_weights(section: str, name: str, model_config: Any) -> None:
+    method = quantization_method(model_config)
+    if method is None:
         return
-    method = quantization
-    if isinstance(quantization, dict):
-        method = quantization.get("quant_method") or "quantization_config in config.json"
+    fix = "give the original model"
+    if section == "teacher":
+        fix += ", or set teacher.backend=vllm, which can serve it"
     raise ConfigError(
-        f"{name}: its weights are quantized ({method}), which the trainer cannot load; "
-        "give the original model"
+        f"{name}: its weights are quantized ({method}), which the trainer cannot load; {fix}"
     )
 
 

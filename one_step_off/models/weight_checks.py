@@ -13,6 +13,7 @@ from one_step_off.config.placement import processes_per_node, resolved_device
 from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.teachers import config_of_teacher, teacher_paths
+from one_step_off.models.quantization import quantization_method, weight_file_bytes
 
 # Bytes per parameter of a trained role: fp32 weights and gradients, and what its optimizer keeps.
 WEIGHT_AND_GRADIENT_BYTES = 8
@@ -44,9 +45,9 @@ def check_weights(cfg: Config) -> None:
             if role == "actor" and "rollout" in cfg.placement.roles:
                 bytes_by_role["rollout"] = _rollout_bytes(cfg, model.num_parameters())
     for name in teacher_paths(cfg):
-        model = _checked_model(config_of_teacher(cfg, name), "teacher")
-        if model is not None:
-            bytes_by_role[f"teacher {name}"] = _teacher_bytes(cfg, model.num_parameters())
+        weight_bytes = _teacher_weight_bytes(config_of_teacher(cfg, name))
+        if weight_bytes is not None:
+            bytes_by_role[f"teacher {name}"] = _teacher_bytes(cfg, weight_bytes)
     is_other_machine = bool(os.environ.get("RAY_ADDRESS"))
     if resolved_device(cfg) == "cpu" and not is_other_machine:
         _require_memory(cfg, bytes_by_role)
@@ -60,13 +61,33 @@ def _checked_model(cfg: Config, role: str) -> Any:
     return _model_without_weights(cfg, role) if _has_readable_weights(cfg, role) else None
 
 
-def _teacher_bytes(cfg: Config, num_parameters: int) -> int:
+def _teacher_weight_bytes(cfg: Config) -> int | None:
+    """Check the weights of a teacher; returns their size in memory, None: it is not known.
+
+    The tensors of a quantized checkpoint are not those of the model. vLLM checks them. They have
+    about the size of their files.
+
+    Args:
+        cfg: of `config_of_teacher`.
+    """
+    if _has_readable_weights(cfg, "teacher") and _is_quantized(cfg.teacher.path):
+        return weight_file_bytes(cfg.teacher.path)
+    model = _checked_model(cfg, "teacher")
+    return None if model is None else model.num_parameters() * _weight_bytes(cfg)
+
+
+def _is_quantized(path: str) -> bool:
+    from transformers import AutoConfig  # slow to import
+
+    return quantization_method(AutoConfig.from_pretrained(path)) is not None
+
+
+def _teacher_bytes(cfg: Config, weight_bytes: int) -> int:
     """Weights of a teacher, and the KV cache of each of its engines."""
-    num_bytes = num_parameters * _weight_bytes(cfg)
     if role_settings(cfg, "teacher").backend != "vllm":
-        return num_bytes
+        return weight_bytes
     engines = sum(processes_per_node(cfg, cfg.placement.roles["teacher"]))
-    return engines * (num_bytes + (cfg.rollout.kv_cache_mb << 20))
+    return engines * (weight_bytes + (cfg.rollout.kv_cache_mb << 20))
 
 
 def _check_megatron_model(cfg: Config, role: str) -> None:

@@ -100,7 +100,7 @@ def supervised_start_facts(
     """As `start_facts`, for a supervised run."""
     size = "" if num_parameters is None else f", {short_count(num_parameters)} parameters"
     held_out = f"{len(data.val)} rows of {cfg.sft.val_files}" if data.val else "none"
-    steps = f"{data.stream.total_steps}, each {cfg.data.train_batch_size} rows"
+    steps = f"{data.stream.total_steps}, each {cfg.data.train_batch_size} rows, lr {cfg.actor.lr:g}"
     if cfg.trainer.val_only:
         steps = "none: the held-out set is evaluated"
     facts = [

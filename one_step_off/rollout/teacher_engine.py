@@ -18,6 +18,7 @@ from one_step_off.data.packing import PackedArrays
 from one_step_off.rollout.engine_args import CPU_ENGINE_ARGS, MAX_BATCHED_TOKENS, longest_sequence
 from one_step_off.rollout.engine_processes import is_engine, not_running
 from one_step_off.rollout.prompt_scores import log_probs_of, top_log_probs_of
+from one_step_off.rollout.start_failures import log_size, start_failure
 
 
 def teacher_engine_args(cfg: Config, device: str) -> dict[str, Any]:
@@ -55,23 +56,36 @@ class TeacherEngine(UsageProbe, CoreUser):
     calls_at_once = 1000
     threads = {"control": 1}  # an event loop of its own for `alive`
 
-    def __init__(self, cfg: Config, index: int, device: str) -> None:
-        """`index`: of this engine among those of the teacher. `device`: "cpu" or "cuda"."""
+    def __init__(self, cfg: Config, index: int, device: str, log: str = "") -> None:
+        """
+        Args:
+            index: of this engine among those of the teacher.
+            device: "cpu" or "cuda".
+            log: the file with the output of this process.
+        """
         self.cfg = cfg
         self.index = index
         self.device = device
+        self.log = log
         self.engine: Any = None
         self.engine_processes: list[psutil.Process] = []
         self.requests = 0
 
     async def start(self) -> None:
-        """Load the engine."""
+        """Load the engine. Raises RuntimeError: vLLM cannot serve this model here."""
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.vocabulary = vocabulary_size(self.cfg, "model")
         arguments = teacher_engine_args(self.cfg, self.device)
-        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        start = log_size(self.log)
+        try:
+            self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except Exception as error:
+            reason = start_failure(error, self.log, start)
+            raise RuntimeError(
+                f"teacher.path={self.cfg.teacher.path}: vLLM cannot serve it here: {reason}"
+            ) from error
         children = psutil.Process().children(recursive=True)
         self.engine_processes = [child for child in children if is_engine(child)]
 
@@ -83,10 +97,18 @@ class TeacherEngine(UsageProbe, CoreUser):
                 response, at least 1.
 
         Raises:
-            RuntimeError: the teacher proposes tokens that the student does not have.
+            RuntimeError: the teacher proposes tokens that the student does not have, or its
+                log-probs are NaN.
         """
         pairs = zip(*work, strict=True)
-        return PackedArrays(await asyncio.gather(*(self._output(*pair) for pair in pairs)))
+        outputs = await asyncio.gather(*(self._output(*pair) for pair in pairs))
+        # So it is where vLLM has loaded a quantized checkpoint without one of its scales.
+        if any(np.isnan(output).any() for output in outputs):
+            raise RuntimeError(
+                f"teacher.path={self.cfg.teacher.path}: vLLM's log-probs are NaN; its weights are "
+                "not complete, or its quantization does not work with this build of vLLM"
+            )
+        return PackedArrays(outputs)
 
     async def _output(self, ids: np.ndarray, first: int) -> np.ndarray:
         count = self.cfg.teacher.top_k

@@ -145,7 +145,7 @@ class RunProcesses:
         engines = []
         for index, slot in enumerate(self.pools[cfg.placement.roles["teacher"]]):
             log = f"{self.engines.log_folder}/teacher_{index}.log"
-            args = (cfg, index, self.device)
+            args = (cfg, index, self.device, log)
             engines.append(spawn(TeacherEngine, args, slot, self.device, env=env, log=log))
         return engines
 
@@ -237,8 +237,7 @@ class RunProcesses:
         how much memory it may use while nothing else is loaded. Engines that were kept drop what
         they have of the attempt before."""
         engines = self.engines
-        groups = [group for role, group in self.groups.items() if role not in self.kept_roles]
-        loading = [group.setup for group in groups]
+        loading = [self._load_groups]
         shares_pool = any(group.colocated for group in self.groups.values())
         shares_devices = shares_device(self.cfg, self.cfg.placement.roles["rollout"])
         if not self.keeps_engines and (shares_pool or shares_devices):
@@ -253,6 +252,22 @@ class RunProcesses:
             loading.append(self.endpoint.start)
         await asyncio.gather(*(load() for load in loading))
         await self.roles.sync.connect()
+
+    async def _load_groups(self) -> None:
+        """Load the models of all roles that were not kept, those of teachers in engines first where
+        they measure a GPU that other roles share."""
+        groups = [group for role, group in self.groups.items() if role not in self.kept_roles]
+        measuring = [group for group in groups if self._measures_shared_gpu(group)]
+        for group in measuring:
+            await group.setup()
+        await asyncio.gather(*(group.setup() for group in groups if group not in measuring))
+
+    def _measures_shared_gpu(self, group: TrainGroup) -> bool:
+        """Whether these are engines that choose their memory by what is free on a GPU, which other
+        roles use too. On CPUs `rollout.kv_cache_mb` says it."""
+        has_engines = role_settings(self.cfg, group.role).backend == "vllm"
+        shares = shares_device(self.cfg, self.cfg.placement.roles[group.role])
+        return self.device == "cuda" and has_engines and shares
 
     async def is_process_failure(self, error: Exception, rejoin_failed: bool = False) -> bool:
         """Whether the attempt ended because a process died or hangs, so that another attempt may

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from one_step_off import checkpoint
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.free_folder import free_folder_setting
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import AGENT_LOG_FOLDER, LOG_FOLDER
 from one_step_off.config.yaml_io import resolved_yaml
 
 CHECKPOINT_PREFIX = "step_"
-OTHER_WAYS = "name another trainer.output_dir, or replace it with trainer.overwrite=true"
 VERSIONED_PACKAGES = (
     "one_step_off",
     "torch",
@@ -87,10 +87,11 @@ def replaced_by(cfg: Config) -> str | None:
         return None
     content = f"a run of {steps} steps" if steps else f"the checkpoint {saved[-1].name} of a run"
     if saved:
-        ways = f"resume it with trainer.resume=auto, {OTHER_WAYS}"
+        ways = f"add trainer.resume=auto to resume it, {_other_ways(cfg)}"
     else:
         no_checkpoint = "it cannot be resumed, because it has no checkpoint"
-        ways = f"{OTHER_WAYS}; {no_checkpoint} (trainer.save_freq=10 writes one every 10 steps)"
+        advice = f"{no_checkpoint} (trainer.save_freq=10 writes one every 10 steps)"
+        ways = f"add {_other_ways(cfg)}; {advice}"
     return f"trainer.output_dir={folder}: holds {content}, which this one would replace; {ways}"
 
 
@@ -114,7 +115,14 @@ def _dropped_by(cfg: Config) -> str | None:
     return (
         f"trainer.resume={cfg.trainer.resume}: {folder} holds {content}, "
         f"and everything after step {chosen_step} would be deleted; "
-        f"resume from the newest checkpoint with trainer.resume=auto, {OTHER_WAYS}"
+        f"use trainer.resume=auto to resume from the newest checkpoint, {_other_ways(cfg)}"
+    )
+
+
+def _other_ways(cfg: Config) -> str:
+    """What to add to the command, to run it without resuming."""
+    return (
+        f"{free_folder_setting(cfg)} for a new folder, or trainer.overwrite=true to replace the run"
     )
 
 

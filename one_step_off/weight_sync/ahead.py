@@ -11,6 +11,7 @@ all weights are sent at the pause.
 """
 
 import asyncio
+import math
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ from one_step_off.weight_sync.sync_calls import (
     run_or_abort,
     transfer_limits,
 )
+
+MIB = 1 << 20
 
 
 class ConnectedSync(Protocol):
@@ -40,7 +43,7 @@ class ConnectedSync(Protocol):
     members: list[tuple[Any, int]]
     """The ranks that give their pieces to a sender."""
     total_bytes: int
-    """Of a full sync."""
+    """Of a full sync; known once `connect` has ended."""
 
     def sends_only_kept(self, replicas: list[Any]) -> bool:
         """Whether the layouts of these replicas are proved."""
@@ -71,7 +74,7 @@ class AheadTransfer:
         same version, and the trainer's weights must not change before it has ended. Returns at
         once; does nothing where it is not possible."""
         sync = self.sync
-        limit_bytes = (sync.cfg.receive_ahead_mb << 20) or sync.total_bytes
+        limit_bytes = self._limit_bytes()
         replicas = {number: sync.rollout.replicas[number] for number in sync.rollout.active}
         if not self._is_possible(list(replicas.values()), limit_bytes):
             return
@@ -91,9 +94,31 @@ class AheadTransfer:
         sync = self.sync
         is_idle = self.task is None and sync.canary_beside is None and not sync.lock.locked()
         has_groups = bool(replicas) and replicas == sync.connected_replicas
-        # A rank that gives its pieces to another one gives all of them at once.
-        is_allowed = not sync.members or limit_bytes >= sync.total_bytes
+        is_allowed = not self._is_off_by_bound(limit_bytes)
         return is_idle and has_groups and is_allowed and sync.sends_only_kept(replicas)
+
+    def _limit_bytes(self) -> int:
+        """The spare memory that a worker may use."""
+        return (self.sync.cfg.receive_ahead_mb << 20) or self.sync.total_bytes
+
+    def _is_off_by_bound(self, limit_bytes: int) -> bool:
+        """Whether sender groups and the bound of the spare memory exclude each other: a rank that
+        gives its pieces to another one gives all of them at once."""
+        return bool(self.sync.members) and limit_bytes < self.sync.total_bytes
+
+    def warning(self) -> str | None:
+        """For a run that asks for early transfers and can have none: a line that says why, and
+        which values would do. None: there may be some. After `connect`."""
+        cfg = self.sync.cfg
+        if not cfg.receive_ahead or not self._is_off_by_bound(self._limit_bytes()):
+            return None
+        model_mb = math.ceil(self.sync.total_bytes / MIB)
+        return (
+            f"warning: weight_sync.receive_ahead_mb={cfg.receive_ahead_mb}: nothing is received "
+            f"ahead in this run, because its trainer ranks form sender groups, which send all "
+            f"{model_mb} MiB of the model at once; set it to 0 or to at least {model_mb}, or set "
+            "weight_sync.max_senders=0"
+        )
 
     async def finish(self, version: int) -> None:
         """Wait for what was begun, before the rest of `version` is sent.

@@ -3,16 +3,19 @@ in an engine, and teachers that die."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from one_step_off.cluster.errors import RoleError
 from one_step_off.runtime import launch
 from tests.chaos.command import Command, left_behind, processes_titled, rows, wait_for_step
 from tests.conftest import tiny_config
 from tests.e2e.run_folder import read_rows, timeline_events
+from tests.quantized_model import quantized_copy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -22,6 +25,11 @@ SETTINGS: dict[str, Any] = {
     "data.val_files": "",
     "trainer.save_hf_model": False,
     "trainer.total_steps": 2,
+}
+ENGINE: dict[str, Any] = {
+    "placement.pools": {"rollout": [1], "actor": [1], "teacher": [1]},
+    "placement.roles": {"rollout": "rollout", "actor": "actor", "teacher": "teacher"},
+    "teacher.backend": "vllm",
 }
 TWO_SOURCES = [
     {"files": "generator:word_problems", "name": "own", "weight": 0.5},
@@ -63,19 +71,39 @@ def test_two_teachers_in_the_actors_pool(models, tmp_path):
 def test_a_teacher_in_an_engine_of_its_own(models, tmp_path):
     """It scores as the student does, at every token and for the likeliest ones."""
     folder = tmp_path / "run"
-    settings = SETTINGS | {
-        "placement.pools": {"rollout": [1], "actor": [1], "teacher": [1]},
-        "placement.roles": {"rollout": "rollout", "actor": "actor", "teacher": "teacher"},
-        "teacher.backend": "vllm",
-        "teacher.path": copied(models(), tmp_path),
-        "teacher.top_k": 4,
-    }
+    own = {"teacher.path": copied(models(), tmp_path), "teacher.top_k": 4}
+    settings = SETTINGS | ENGINE | own
     assert launch.run(tiny_config(models(), str(folder), **settings)) == 0
     rows = read_rows(folder, "metrics.jsonl")
     assert len(rows) == 2
     for row in rows:
         assert abs(row["distill/kl"]) < 1e-4
         assert abs(row["actor/distill_kl"]) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_quantized_teacher_in_an_engine(models, tmp_path):
+    """Its weights are the student's, rounded to eight bits."""
+    folder = tmp_path / "run"
+    settings = SETTINGS | ENGINE | {"teacher.path": quantized_copy(models(), tmp_path)}
+    assert launch.run(tiny_config(models(), str(folder), **settings)) == 0
+    rows = read_rows(folder, "metrics.jsonl")
+    assert len(rows) == 2
+    assert all(1e-6 < abs(row["distill/kl"]) < 0.1 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_quantization_that_vllm_cannot_run_here_ends_the_run_in_one_line(models, tmp_path):
+    teacher = Path(copied(models(), tmp_path))
+    config = teacher / "config.json"
+    keys = json.loads(config.read_text())
+    keys["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config.write_text(json.dumps(keys))
+    settings = SETTINGS | ENGINE | {"teacher.path": str(teacher)}
+    reason = "teacher.path=.*: vLLM cannot serve it here: Unknown quantization method: bitsandbytes"
+    with pytest.raises(RoleError, match=reason) as failed:
+        launch.run(tiny_config(models(), str(tmp_path / "run"), **settings))
+    assert "\n" not in str(failed.value)
 
 
 @pytest.mark.slow

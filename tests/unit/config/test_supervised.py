@@ -72,6 +72,47 @@ def test_the_section_overrides_those_of_rl():
 
 
 @pytest.mark.parametrize(
+    ("overrides", "lr"),
+    [
+        ([], 2e-5),
+        (["actor.lr=0.25"], 2e-5),
+        (["model.lora_rank=4"], 2e-4),
+        (["model.lora_rank=4", "sft.lr=1e-3"], 1e-3),
+        (["sft.lr=1e-6"], 1e-6),
+    ],
+)
+def test_supervised_steps_have_a_learning_rate_of_their_own(overrides, lr):
+    """That of RL is far too small for them."""
+    made = supervised(*overrides)
+    assert made.actor.lr == made.sft.lr == lr
+    assert supervised_config(made) == made
+    cfg = load_config([*RUN, "trainer.sft_steps=2", *overrides])
+    rate_of_rl = cfg.actor.lr
+    assert warm_up_config(cfg).actor.lr == lr
+    assert cfg.actor.lr == rate_of_rl, "RL keeps its own"
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "schedule", "warmup_steps"),
+    [("sft_tiny_cpu", 1e-3, "linear", 5), ("sft_qwen_gsm8k", 1e-5, "cosine", 10)],
+)
+def test_shipped_configs_name_their_learning_rate(name, lr, schedule, warmup_steps):
+    actor = supervised_config(load_config([f"config=config/{name}.yaml"])).actor
+    assert (actor.lr, actor.lr_schedule, actor.warmup_steps) == (lr, schedule, warmup_steps)
+
+
+def test_a_rate_that_supervised_steps_do_not_read_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(main_sft, "_run", lambda cfg: 0)
+    assert main_sft.main([*RUN, "actor.lr=0.25"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: actor.lr=0.25: is the learning rate of RL")
+    assert "use 2e-05 unless sft.lr is set" in line
+    for arguments in ([], ["sft.lr=0.5", "actor.lr=0.25"], ["actor.lr=0.25", "--dry-run"]):
+        assert main_sft.main([*RUN, *arguments]) == 0
+        assert "warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["trainer.sft_steps=5"], r"trainer.sft_steps=5: .*set it to 0"),

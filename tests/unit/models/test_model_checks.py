@@ -14,8 +14,10 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
+from one_step_off.models import weight_checks
 from one_step_off.runtime.prepare import prepare
 from tests.conftest import tiny_config
+from tests.quantized_model import quantized_copy
 
 
 def copy_model(model: str, folder: Path, **config_keys: object) -> Path:
@@ -76,6 +78,41 @@ def test_a_quantized_reference_is_refused(models, tmp_path):
     }
     cfg = tiny_config(models(), str(tmp_path / "out"), **changes)
     assert_refused(cfg, r"ref.path=.* quantized \(fp8\)")
+
+
+TEACHER = {
+    "placement.pools": {"rollout": [1], "actor": [1], "teacher": [2]},
+    "placement.roles": {"rollout": "rollout", "actor": "actor", "teacher": "teacher"},
+}
+
+
+def test_a_quantized_teacher_is_refused_where_a_trainer_would_load_it(models, tmp_path):
+    teacher = quantized_copy(models(), tmp_path)
+    changes = TEACHER | {"teacher.path": teacher}
+    cfg = tiny_config(models(), str(tmp_path / "out"), **changes)
+    fix = "give the original model, or set teacher.backend=vllm, which can serve it"
+    assert_refused(cfg, rf"teacher.path=.* quantized \(compressed-tensors\), .*; {fix}$")
+
+
+def test_a_quantized_teacher_may_be_in_an_engine(models, tmp_path, monkeypatch):
+    """Its files are not those of the model. They count with the memory that the engines take."""
+    teacher = quantized_copy(models(), tmp_path)
+    changes = TEACHER | {"teacher.path": teacher, "teacher.backend": "vllm"}
+    cfg = tiny_config(models(), str(tmp_path / "out"), **changes)
+    needed = []
+    monkeypatch.setattr(weight_checks, "_require_memory", lambda cfg, sizes: needed.append(sizes))
+    assert prepare(cfg, lambda line: None).cfg.teacher.path == teacher
+    size = (Path(teacher) / "model.safetensors").stat().st_size
+    assert needed[0]["teacher default"] == 2 * (size + (cfg.rollout.kv_cache_mb << 20))
+
+
+def test_a_quantized_teacher_in_an_engine_must_fit_the_policy(models, tmp_path):
+    teacher = quantized_copy(models("qwen3"), tmp_path)
+    config = Path(teacher) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 100}))
+    changes = TEACHER | {"teacher.path": teacher, "teacher.backend": "vllm"}
+    cfg = tiny_config(models(), str(tmp_path / "out"), **changes)
+    assert_refused(cfg, "teacher.path=.*: has 100 token ids, and the policy 384")
 
 
 @pytest.mark.parametrize("others", [[], ["model.Q4_K_M.gguf"], ["adapter_model.safetensors"]])

@@ -63,6 +63,22 @@ def test_a_token_that_the_student_does_not_have_is_named() -> None:
         asyncio.run(engine_with(2, 30).score_responses(([IDS], [2])))
 
 
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_log_probs_that_are_nan_end_the_run(top_k: int) -> None:
+    """vLLM loads a quantized checkpoint without its scales, and then computes NaN."""
+
+    async def nan(ids: np.ndarray, params: Any) -> SimpleNamespace:
+        output = await answer(ids, params)
+        output.prompt_logprobs[2][8].logprob = float("nan")
+        return output
+
+    engine = engine_with(top_k, 31)
+    engine._request = nan
+    engine.cfg.teacher.path = "org/teacher"
+    with pytest.raises(RuntimeError, match="teacher.path=org/teacher: vLLM's log-probs are NaN; "):
+        asyncio.run(engine.score_responses(([IDS], [2])))
+
+
 def test_the_engine_takes_the_longest_response_and_its_own_arguments() -> None:
     cfg = Config()
     cfg.placement.roles = {"rollout": "rollout", "actor": "actor", "teacher": "teacher"}

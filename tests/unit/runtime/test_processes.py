@@ -27,6 +27,7 @@ def processes(*overrides: str, **attributes: Any) -> Any:
     run.engines.kv_cache_bytes = {}
     run.engines.endpoint = None
     run.engines.former_rollout = None
+    run.device = "cpu"
     run.keeps_engines = False
     run.kept_roles = set()
     for name, value in attributes.items():
@@ -89,26 +90,84 @@ class Parts:
             await asyncio.sleep(0)
             self.loaded.append(f"{name} ends")
 
-        return SimpleNamespace(setup=setup, colocated=colocated, replicas=[])
+        return SimpleNamespace(setup=setup, colocated=colocated, replicas=[], role=name)
+
+    def run(self, *overrides: str, **attributes: Any) -> Any:
+        """A `RunProcesses` of these roles: the replicas and the config's others."""
+
+        async def connect() -> None:
+            self.loaded.append("connected")
+
+        rollout = self.group("rollout")
+        roles = SimpleNamespace(rollout=rollout, sync=SimpleNamespace(connect=connect))
+        run = processes(*overrides, roles=roles, rollout=rollout, **attributes)
+        others = [role for role in run.cfg.placement.roles if role != "rollout"]
+        run.groups = {role: self.group(role) for role in others}
+        return run
 
 
 @pytest.mark.parametrize(
     ("pools", "order"),
     [
         ("{rollout: [0.5], actor: [0.5]}", ["rollout begins", "rollout ends", "actor begins"]),
-        ("{rollout: [1], actor: [1]}", ["actor begins", "rollout begins", "actor ends"]),
+        ("{rollout: [1], actor: [1]}", ["rollout begins", "actor begins", "rollout ends"]),
     ],
 )
 def test_on_a_shared_device_the_engine_measures_before_the_trainer_loads(pools, order) -> None:
     parts = Parts()
-
-    async def connect() -> None:
-        parts.loaded.append("connected")
-
-    rollout = parts.group("rollout")
-    roles = SimpleNamespace(rollout=rollout, sync=SimpleNamespace(connect=connect))
-    groups = {"actor": parts.group("actor")}
-    run = processes(f"placement.pools={pools}", roles=roles, groups=groups, rollout=rollout)
-    asyncio.run(run.setup())
+    asyncio.run(parts.run(f"placement.pools={pools}").setup())
     assert parts.loaded[:3] == order
     assert parts.loaded[-1] == "connected"
+
+
+TEACHER = ("teacher.path=tiny:teacher", "teacher.backend=vllm")
+TEACHER_ROLES = "placement.roles={rollout: rollout, actor: actor, teacher: teacher}"
+TEACHER_FIRST = ["teacher begins", "teacher ends", "actor begins", "actor ends"]
+AT_ONCE = ["actor begins", "teacher begins", "actor ends", "teacher ends"]
+
+
+@pytest.mark.parametrize(
+    ("device", "pools", "overrides", "order"),
+    [
+        ("cuda", "{rollout: [1], actor: [0.5], teacher: [0.5]}", [], TEACHER_FIRST),
+        ("cuda", "{rollout: [0.4], actor: [0.4], teacher: [0.2]}", [], TEACHER_FIRST),
+        ("cuda", "{rollout: [1], actor: [1], teacher: [1]}", [], AT_ONCE),
+        (
+            "cuda",
+            "{rollout: [1], actor: [0.5], teacher: [0.5]}",
+            ["teacher.backend=fsdp"],
+            AT_ONCE,
+        ),
+        ("cpu", "{rollout: [1], actor: [0.5], teacher: [0.5]}", [], AT_ONCE),
+    ],
+)
+def test_a_teacher_in_an_engine_measures_a_shared_gpu_before_the_trainer_loads(
+    device, pools, overrides, order
+) -> None:
+    """On CPUs it measures nothing, so there it does not wait. GPUs of its own neither."""
+    parts = Parts()
+    keys = (f"placement.pools={pools}", TEACHER_ROLES, *TEACHER, *overrides)
+    asyncio.run(parts.run(*keys, device=device).setup())
+    without_rollout = [event for event in parts.loaded if not event.startswith("rollout")]
+    assert without_rollout == [*order, "connected"]
+    if "rollout: [0" in pools:
+        assert parts.loaded[:2] == ["rollout begins", "rollout ends"]
+    else:
+        assert parts.loaded.index("rollout begins") < 2, "its own GPU: it does not wait"
+
+
+def test_beside_kept_engines_the_teacher_measures_first_too() -> None:
+    parts = Parts()
+    pools = "placement.pools={rollout: [1], actor: [0.5], teacher: [0.5]}"
+    run = parts.run(pools, TEACHER_ROLES, *TEACHER, device="cuda", keeps_engines=True)
+    asyncio.run(run.setup())
+    without_rollout = [event for event in parts.loaded if not event.startswith("rollout")]
+    assert without_rollout == [*TEACHER_FIRST, "connected"]
+
+
+def test_a_teacher_that_was_kept_is_not_loaded_again() -> None:
+    parts = Parts()
+    pools = "placement.pools={rollout: [1], actor: [0.5], teacher: [0.5]}"
+    run = parts.run(pools, TEACHER_ROLES, *TEACHER, device="cuda", kept_roles={"teacher"})
+    asyncio.run(run.setup())
+    assert "teacher begins" not in parts.loaded

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from one_step_off.config.free_folder import free_folder_setting
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 from one_step_off.main_ppo import main
@@ -24,7 +25,7 @@ KEYS = (
     "trainer.total_steps=2",
     "placement.device=cpu",
 )
-WAYS = ["name another trainer.output_dir", "replace it with trainer.overwrite=true"]
+WAYS = ["/run_2 for a new folder", "or trainer.overwrite=true to replace the run"]
 
 
 class Reached(Exception):
@@ -78,13 +79,27 @@ def test_a_run_without_a_checkpoint_is_not_replaced(more, try_run, tmp_path, cap
     assert try_run(capsys, *more, f"trainer.output_dir={tmp_path}/other")[0]
 
 
+def test_the_folder_that_the_error_names_is_free_and_can_be_added_to_the_command(
+    try_run, tmp_path, capsys
+):
+    for name in ("run", "run_2"):
+        write_earlier_run(tmp_path / name, 40)
+    _, message = try_run(capsys)
+    setting = f"trainer.output_dir={tmp_path}/run_3"
+    assert f"; add {setting} for a new folder, or" in message
+    assert try_run(capsys, setting)[0]
+    cfg = Config()
+    cfg.trainer.output_dir = f"{tmp_path}/my run/"
+    assert free_folder_setting(cfg) == f"'trainer.output_dir={tmp_path}/my run_2'"
+
+
 def test_a_run_with_checkpoints_is_resumed_and_not_replaced(try_run, tmp_path, capsys):
     write_earlier_run(tmp_path / "run", 40, (20, 30))
     assert try_run(capsys)[0], "it resumes from step 30"
     is_allowed, message = try_run(capsys, "trainer.resume=never")
     assert not is_allowed
     assert "holds a run of 40 steps" in message
-    assert "resume it with trainer.resume=auto, " in message
+    assert "add trainer.resume=auto to resume it, " in message
     assert all(way in message for way in WAYS)
     assert try_run(capsys, "trainer.resume=never", "trainer.overwrite=true")[0]
     shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "elsewhere")

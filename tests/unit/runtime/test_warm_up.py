@@ -81,8 +81,8 @@ def test_rl_starts_with_the_model_of_the_warm_up(tmp_path, trained):
 def test_a_warm_up_with_other_settings_is_not_taken(tmp_path, trained):
     warm_up(a_run(tmp_path))
     other = a_run(tmp_path)
-    other.cfg.actor.lr = 0.5
-    with pytest.raises(ConfigError, match=r"sft: holds a warm-up with actor.lr=1e-06, .* 0.5; sta"):
+    other.cfg.sft.lr = 0.5
+    with pytest.raises(ConfigError, match=r"sft: holds a warm-up with sft.lr=2e-05, .* 0.5; start"):
         warm_up(other)
     other = a_run(tmp_path)
     other.cfg.actor.optimizer_kwargs = {"momentum": 0.5}
@@ -98,6 +98,7 @@ def test_a_warm_up_with_other_settings_is_not_taken(tmp_path, trained):
     rl_only = a_run(tmp_path)
     rl_only.cfg.actor.micro_batch_tokens = 100
     rl_only.cfg.rollout.n = 3
+    rl_only.cfg.actor.lr = 0.25
     assert warm_up(rl_only), "what does not change the model may change"
     assert len(trained) == 1
 
@@ -111,7 +112,7 @@ def test_a_run_that_resumes_rl_takes_the_model_of_its_warm_up(tmp_path, trained)
     elsewhere = a_run(tmp_path / "other", checkpoint)
     assert warm_up(elsewhere) == str(tmp_path / "sft/hf_model"), "that of the checkpoint's run"
     changed = a_run(tmp_path, checkpoint)
-    changed.cfg.actor.lr = 0.5  # of RL, from here on
+    changed.cfg.sft.lr = 0.5  # the warm-up has ended
     assert warm_up(changed) == str(tmp_path / "sft/hf_model")
     assert not trained
 

@@ -241,3 +241,29 @@ def test_a_replica_that_dies_after_its_canary_is_not_taken_for_healthy():
     asyncio.run(sync((0, 4)))
     states = [health.state for health in supervisor.health]
     assert states == [ReplicaState.DEAD, ReplicaState.HEALTHY]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "limit_mb", "has_groups", "needed"),
+    [
+        (True, 9, True, "10"),
+        (True, 10, True, None),
+        (True, 0, True, None),
+        (True, 9, False, None),
+        (False, 9, True, None),
+    ],
+)
+def test_a_bound_that_turns_early_transfers_off_is_reported(ahead, limit_mb, has_groups, needed):
+    """Sender groups send the whole model ahead or nothing."""
+    sync = connected_sync(SCORES, [SCORES])
+    sync.cfg.receive_ahead = ahead
+    sync.cfg.receive_ahead_mb = limit_mb
+    sync.total_bytes = (10 << 20) - 5
+    sync.members = [(sync.actor.ranks[0], 0)] if has_groups else []
+    warning = sync.ahead.warning()
+    if needed is None:
+        assert warning is None
+        return
+    assert warning.startswith("warning: weight_sync.receive_ahead_mb=9: nothing is received ahead")
+    assert f"set it to 0 or to at least {needed}, or set weight_sync.max_senders=0" in warning
+    assert "\n" not in warning
