@@ -1,19 +1,28 @@
-"""The weight sync's cost model against what benchmarks.weight_sync measured.
+"""The weight sync's cost model against what benchmarks.weight_sync measured on CPUs.
 
-The speeds of the machine come from the first files (two: costs per byte and per tensor). From them
-the arms "whole" (each worker gets whole tensors) and "sharded" of all files are predicted. On a
-machine of few cores all trainer ranks share one half of them, and all vLLM workers the other.
+On a machine of few cores the stages of a sync do not have processors of their own, as they have on
+GPUs: packing, the link's two ends, loading and checksums all take CPU time of the same cores. So
+here a sync takes the longest of
+
+    all CPU time / all cores
+    the senders' own CPU time / their half of the cores
+    the vLLM workers' own CPU time / their half of the cores
+
+besides the fixed part, and the way of the first bucket in and of the last one out. The threads of
+the link may run on any core.
+
+The speeds of the machine come from the first files (two: costs per byte and per tensor), each of
+one rank and one worker. From them the arms "whole" (each worker gets whole tensors) and "sharded"
+of all files are predicted.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.common.report import markdown_table
-from benchmarks.weight_sync import cost_model
-from benchmarks.weight_sync.cost_model import Machine, Model
 
 WHOLE, SHARDED = "whole", "sharded"
 
@@ -60,19 +69,83 @@ def fit_cost(points: list[Point]) -> Cost:
 
 
 @dataclass(frozen=True)
-class Crowd:
-    """How many processes share the cores of their side, 1 or more."""
+class Speeds:
+    """CPU seconds on one core of this machine.
 
-    senders: float
-    workers: float
+    Attributes:
+        copy_byte: copying a byte, as each end of the link does.
+        pack_byte: casting a byte into a bucket, and its checksum.
+        check_byte: a receiver's checksum of a byte.
+        load_byte: bringing a received byte into the model.
+        load_tensor: bringing a tensor into the model, however small.
+        message: a bucket on the link, however small.
+        fixed_s: in which nothing travels: calls, pause, preparing the layers.
+        finish_byte: the part of finishing that depends on bytes.
+    """
+
+    copy_byte: float
+    pack_byte: float
+    check_byte: float
+    load_byte: float
+    load_tensor: float
+    message: float
+    fixed_s: float
+    finish_byte: float
 
 
-def crowd_of(result: Result) -> Crowd:
-    """Of one run. Each side has half of the cores."""
-    flags = result["arguments"]
-    cores = max(1, result.get("cores", 2) // 2)
-    workers = flags["replicas"] * flags["tp"]
-    return Crowd(max(1, flags["ranks"] / cores), max(1, workers / cores))
+@dataclass(frozen=True)
+class Run:
+    """One run of the benchmark, as far as the model knows it.
+
+    Attributes:
+        size: bytes of the weights.
+        tensors: their number.
+        buckets: into which they are packed.
+        ranks: trainer ranks, all of which send.
+        workers: vLLM workers.
+        tp: tensor-parallel ranks of each engine.
+        worker_bytes: that the worker with most receives.
+        cores: of the machine. Each side has half of them.
+        gets_whole: workers get whole tensors, of which they copy their part.
+    """
+
+    size: float
+    tensors: int
+    buckets: int
+    ranks: int
+    workers: int
+    tp: int
+    worker_bytes: float
+    cores: int
+    gets_whole: bool
+
+    @staticmethod
+    def of(result: Result, arm: str) -> Run:
+        """One arm of a result."""
+        flags = result["arguments"]
+        workers = flags["replicas"] * flags["tp"]
+        worker_bytes = _worker_bytes(result, arm)
+        return Run(
+            size=result["bytes"],
+            tensors=result["tensors"],
+            buckets=_buckets(result),
+            ranks=flags["ranks"],
+            workers=workers,
+            tp=flags["tp"],
+            worker_bytes=worker_bytes,
+            cores=result.get("cores", 2),
+            gets_whole=arm == WHOLE,
+        )
+
+    @property
+    def sender_cores(self) -> int:
+        """On which the trainer ranks work."""
+        return min(self.ranks, max(1, self.cores // 2))
+
+    @property
+    def worker_cores(self) -> int:
+        """On which the vLLM workers work."""
+        return min(self.workers, max(1, self.cores // 2))
 
 
 def _worker_bytes(result: Result, arm: str) -> float:
@@ -84,65 +157,108 @@ def _buckets(result: Result) -> int:
     return math.ceil(result["bytes"] / (result["arguments"]["bucket_mb"] << 20))
 
 
-def fit_machine(results: list[Result], name: str = SHARDED) -> Machine:
+def fit_speeds(results: list[Result], name: str = SHARDED) -> Speeds:
     """This machine's speeds, from the arm "raw" and another one of one or two runs, each of one
     rank and one worker."""
-    wire, load, pack, check, fixed = [], [], [], [], []
+    link, load, pack, check, fixed = [], [], [], [], []
     for result in results:
         arm = result["arms"][name]
-        size = _worker_bytes(result, name)
+        run = Run.of(result, name)
         split, sender = arm["split"], arm["sender"]
         fixed_s = split["pause"] + split["prepare"] + split["finish"]
-        raw_s = result["arms"]["raw"]["seconds"]["median"]
-        wire.append(Point(_buckets(result), result["bytes"], raw_s))
-        load.append(Point(result["tensors"], size, split["load"]))
-        pack.append(Point(1, result["bytes"], sender["gather"] + sender["checksum"]))
-        check.append(Point(1, size, split["verify"]))
-        fixed.append(Point(1, result["bytes"], fixed_s))
-    wire_cost = fit_cost(wire)
+        calls_s = max(0.0, arm["seconds"]["median"] - sum(split.values()))
+        # In a raw broadcast each end of the link keeps a core busy, at the same time.
+        link.append(Point(run.buckets, run.size, result["arms"]["raw"]["seconds"]["median"]))
+        load.append(Point(run.tensors, run.worker_bytes, split["load"]))
+        pack.append(Point(1, run.size, sender["gather"] + sender["checksum"]))
+        check.append(Point(1, run.worker_bytes, split["verify"]))
+        fixed.append(Point(1, run.size, fixed_s + calls_s))
+    link_cost = fit_cost(link)
     load_cost = fit_cost(load)
     fixed_cost = fit_cost(fixed)
-    # Between processes of one machine the memory is the link.
-    memory_speed = 1 / wire_cost.per_byte
-    return Machine(
-        link=memory_speed,
-        links=1,
-        within=memory_speed,
-        host=memory_speed,
-        pack=1 / fit_cost(pack).per_byte,
-        copy=1 / load_cost.per_byte,
-        check=1 / fit_cost(check).per_byte,
-        tensor_s=load_cost.per_item,
-        message_s=wire_cost.per_item,
+    speeds = Speeds(
+        copy_byte=link_cost.per_byte,
+        pack_byte=fit_cost(pack).per_byte,
+        check_byte=fit_cost(check).per_byte,
+        load_byte=load_cost.per_byte,
+        load_tensor=load_cost.per_item,
+        message=link_cost.per_item,
         fixed_s=fixed_cost.per_item,
-        finish=1 / fixed_cost.per_byte,
+        finish_byte=fixed_cost.per_byte,
+    )
+    largest = max(results, key=lambda result: result["bytes"])
+    return _without_the_links_share(speeds, largest, name)
+
+
+def _without_the_links_share(speeds: Speeds, result: Result, name: str) -> Speeds:
+    """The speeds with the CPU time of packing and loading alone.
+
+    Phases are measured by the clock. Meanwhile threads of the link have used the same cores, so a
+    phase's CPU time is less. All phases are shortened alike, so that this run's CPU time is what
+    its cores had; they never become longer.
+    """
+    run = Run.of(result, name)
+    measured_s = result["arms"][name]["seconds"]["median"]
+    work = cpu_seconds(speeds, run)
+    available_s = (measured_s - _fixed_s(speeds, run)) * run.cores
+    own_s = work.senders + work.workers
+    # The first and the last bucket, in whose time only one side works.
+    ends_s = own_s / run.buckets
+    share = (available_s - work.link) / (own_s + ends_s * (run.cores - 1))
+    share = min(1.0, max(0.0, share))
+    return replace(
+        speeds,
+        pack_byte=speeds.pack_byte * share,
+        check_byte=speeds.check_byte * share,
+        load_byte=speeds.load_byte * share,
+        load_tensor=speeds.load_tensor * share,
     )
 
 
-def predict(machine: Machine, result: Result, name: str) -> float:
-    """Seconds of an arm of one run, from what it received and the machine's speeds."""
-    flags = result["arguments"]
-    crowd = crowd_of(result)
-    worker_bytes = _worker_bytes(result, name)
-    workers = flags["replicas"] * flags["tp"]
-    delivered_bytes = worker_bytes * workers
-    # Packed parameters: vLLM loads whole tensors, of which each worker copies its part.
-    gets_whole = name == WHOLE or not flags.get("unpacked", False)
-    joins = gets_whole and flags["ranks"] > 1
-    share = flags["tp"] if gets_whole else 1
-    stages = {
-        "pack": result["bytes"] / flags["ranks"] / machine.pack * crowd.senders,
-        "wire": delivered_bytes / machine.link
-        + _buckets(result) * flags["ranks"] * machine.message_s,
-        "load": crowd.workers
-        * (
-            worker_bytes / machine.check
-            + worker_bytes * (1 / share + joins) / machine.copy
-            + result["tensors"] * machine.tensor_s
-        ),
-    }
-    model = Model(flags["model"], result["bytes"] / 2, result["tensors"])
-    return cost_model.fixed(machine, model) + cost_model.together(stages, _buckets(result))
+@dataclass(frozen=True)
+class CpuSeconds:
+    """CPU time of one sync: of all senders, all workers, and both ends of the link."""
+
+    senders: float
+    workers: float
+    link: float
+
+
+def cpu_seconds(speeds: Speeds, run: Run) -> CpuSeconds:
+    """CPU time of one sync."""
+    senders_s = run.size * speeds.pack_byte
+    delivered_bytes = run.worker_bytes * run.workers
+    written_bytes = delivered_bytes / run.tp if run.gets_whole else delivered_bytes
+    workers_s = (
+        delivered_bytes * speeds.check_byte
+        + written_bytes * speeds.load_byte
+        + run.tensors * run.workers * speeds.load_tensor
+    )
+    if run.ranks > 1 and run.gets_whole:  # rows of several senders are put together
+        workers_s += delivered_bytes * speeds.copy_byte
+    if run.tp > 1 and not run.gets_whole:  # each worker's blocks are cut out of the buckets
+        senders_s += run.size * speeds.copy_byte
+    link_s = 2 * delivered_bytes * speeds.copy_byte
+    link_s += run.buckets * run.ranks * speeds.message
+    return CpuSeconds(senders_s, workers_s, link_s)
+
+
+def predict(speeds: Speeds, run: Run) -> float:
+    """Seconds of one sync."""
+    work = cpu_seconds(speeds, run)
+    own_s = work.senders + work.workers
+    busy_s = max(
+        (own_s + work.link) / run.cores,
+        work.senders / run.sender_cores,
+        work.workers / run.worker_cores,
+    )
+    # One bucket's way through the stages beside the one that is always busy.
+    ends_s = own_s / run.buckets * (1 - 1 / run.cores)
+    return _fixed_s(speeds, run) + busy_s + ends_s
+
+
+def _fixed_s(speeds: Speeds, run: Run) -> float:
+    return speeds.fixed_s + run.size * speeds.finish_byte
 
 
 def check_model(results: list[Result], known: int = 2) -> str:
@@ -156,11 +272,11 @@ def check_model(results: list[Result], known: int = 2) -> str:
     for name in (WHOLE, SHARDED):
         if any(name not in result["arms"] for result in results):
             continue
-        machine = fit_machine(results[:known], name)
+        speeds = fit_speeds(results[:known], name)
         for number, result in enumerate(results):
             flags = result["arguments"]
             measured = result["arms"][name]["seconds"]["median"]
-            predicted = predict(machine, result, name)
+            predicted = predict(speeds, Run.of(result, name))
             run = f"{flags['model']}, {flags['ranks']} + {flags['replicas']} x TP {flags['tp']}"
             run += f", {name}"
             if number < known:

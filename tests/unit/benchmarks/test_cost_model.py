@@ -74,47 +74,82 @@ def test_overlap_hides_a_sync_from_a_longer_training_alone() -> None:
     assert cost_model.step(20, 10, 3, overlap=False) == 23
 
 
-def measured(megabytes: float, tensors: int) -> dict[str, Any]:
-    """What the benchmark would have measured on a machine with known speeds."""
+SPEEDS_HERE = model_check.Speeds(
+    copy_byte=1 / 4e9,
+    pack_byte=1 / 8e9,
+    check_byte=1 / 20e9,
+    load_byte=1 / 3e9,
+    load_tensor=2e-5,
+    message=1e-3,
+    fixed_s=0.02,
+    finish_byte=1 / 100e9,
+)
+
+
+def measured(megabytes: float, tensors: int, **flags: int) -> dict[str, Any]:
+    """What the benchmark would have measured on a machine of two cores with SPEEDS_HERE: as much
+    time for each phase as its CPU time, so that threads of the link have used no core meanwhile."""
     size = megabytes * 1e6
-    bucket_mb = 64
-    messages = math.ceil(size / (bucket_mb << 20))
-    wire = messages * 1e-3 + size / 3e9
-    load = tensors * 4e-4 + size / 1e9
-    verify = size / 4e9
-    pack = size / 2e9
-    *others, longest = sorted([wire, load + verify, pack])
-    seconds = 0.04 + longest + sum(others) / messages
-    sharded = {
-        "seconds": {"median": seconds},
-        "split": {"pause": 0.02, "prepare": 0.01, "load": load, "verify": verify, "finish": 0.01},
-        "sender": {"gather": 0.75 * pack, "checksum": 0.25 * pack},
-    }
-    return {
+    tp = flags.get("tp", 1)
+    arguments = {"model": f"{megabytes:g} MB", "ranks": 1, "replicas": 1, "bucket_mb": 64}
+    result: dict[str, Any] = {
         "bytes": size,
         "tensors": tensors,
-        "arguments": {
-            "model": f"{megabytes:g} MB",
-            "ranks": 1,
-            "replicas": 1,
-            "tp": 1,
-            "bucket_mb": bucket_mb,
-        },
-        "arms": {"raw": {"seconds": {"median": wire}}, "sharded": sharded},
+        "cores": 2,
+        "arguments": arguments | {"tp": tp} | flags,
+        "arms": {"sharded": {"extra": {"worker_bytes": size / tp}}},
     }
+    run = model_check.Run.of(result, "sharded")
+    raw_s = run.size * SPEEDS_HERE.copy_byte + run.buckets * SPEEDS_HERE.message
+    result["arms"]["raw"] = {"seconds": {"median": raw_s}}
+    pack_s = run.size * SPEEDS_HERE.pack_byte
+    result["arms"]["sharded"] |= {
+        "seconds": {"median": model_check.predict(SPEEDS_HERE, run)},
+        "split": {
+            "pause": SPEEDS_HERE.fixed_s,
+            "prepare": 0.0,
+            "wait": 1e9,  # not a phase in which a worker works
+            "load": run.worker_bytes * SPEEDS_HERE.load_byte + tensors * SPEEDS_HERE.load_tensor,
+            "verify": run.worker_bytes * SPEEDS_HERE.check_byte,
+            "finish": run.size * SPEEDS_HERE.finish_byte,
+        },
+        "sender": {"gather": 0.75 * pack_s, "checksum": 0.25 * pack_s},
+    }
+    return result
 
 
 def test_the_model_finds_the_speeds_that_measurements_were_made_of() -> None:
-    results = [measured(1, 26), measured(988, 290), measured(400, 100)]
-    machine = model_check.fit_machine(results[:2])
-    assert machine.link == pytest.approx(3e9)
-    assert machine.tensor_s == pytest.approx(4e-4)
-    assert machine.copy == pytest.approx(1e9)
-    assert machine.fixed_s == pytest.approx(0.04)
+    results = [measured(1, 26), measured(988, 290), measured(400, 100, ranks=2), measured(700, 9)]
+    results.append(measured(988, 290, tp=2))
+    speeds = model_check.fit_speeds(results[:2])
+    for name, value in vars(SPEEDS_HERE).items():
+        # The way of the first and the last bucket is divided otherwise for a single bucket.
+        assert getattr(speeds, name) == pytest.approx(value, rel=0.05), name
     table = model_check.check_model(results)
-    assert table.count("| 1.00 |") == 3
-    assert "400 MB, 1 + 1 x TP 1, sharded |" in table
-    assert model_check.fit_machine(results[1:2]).tensor_s == 0.0
+    assert table.count("| 1.00 |") == 5
+    assert "400 MB, 2 + 1 x TP 1, sharded |" in table
+    assert model_check.fit_speeds(results[1:2]).load_tensor == 0.0
+
+
+def test_phases_that_shared_their_core_with_the_link_cost_less_than_they_took() -> None:
+    """Measured by the clock, all phases of this run took 1.5 times their CPU time."""
+    result = measured(988, 290)
+    arm = result["arms"]["sharded"]
+    for phases, names in (("split", ("load", "verify")), ("sender", ("gather", "checksum"))):
+        for name in names:
+            arm[phases][name] *= 1.5
+    speeds = model_check.fit_speeds([measured(1, 26), result])
+    assert speeds.pack_byte == pytest.approx(SPEEDS_HERE.pack_byte, rel=0.05)
+    run = model_check.Run.of(result, "sharded")
+    assert model_check.predict(speeds, run) == pytest.approx(arm["seconds"]["median"], rel=0.02)
+
+
+def test_a_side_that_works_alone_decides() -> None:
+    """Loading that takes ten times as long as all else, on the workers' half of the cores."""
+    slow = replace(SPEEDS_HERE, load_byte=10 / 1e9)
+    run = model_check.Run.of(measured(1000, 10), "sharded")
+    assert model_check.predict(slow, run) == pytest.approx(10.3, rel=0.05)
+    assert model_check.predict(slow, replace(run, cores=8)) == pytest.approx(10.3, rel=0.05)
 
 
 def test_the_estimates_say_what_they_are() -> None:

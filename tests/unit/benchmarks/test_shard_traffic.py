@@ -90,8 +90,10 @@ def measured(seconds: float, worker_bytes: float, tp: int) -> dict:
 def test_two_workers_on_one_core_load_their_halves_as_slowly_as_one_loads_all():
     one = measured(1.0, 1e9, 1)
     two = measured(1.0, 0.5e9, 2)
-    machine = model_check.fit_machine([one])
-    whole_s = model_check.predict(machine, one, "sharded")
-    assert model_check.predict(machine, two, "sharded") == pytest.approx(whole_s, rel=0.01)
-    four_cores = two | {"cores": 4}
-    assert model_check.predict(machine, four_cores, "sharded") < 0.6 * whole_s
+    speeds = model_check.fit_speeds([one])
+
+    def predicted_s(result: dict) -> float:
+        return model_check.predict(speeds, model_check.Run.of(result, "sharded"))
+
+    assert predicted_s(two) == pytest.approx(predicted_s(one), rel=0.01)
+    assert predicted_s(two | {"cores": 4}) < 0.6 * predicted_s(one)
