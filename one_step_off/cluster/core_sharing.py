@@ -88,6 +88,13 @@ class CoreUser:
         return [os.getpid()]
 
     @ray.method(concurrency_group="control")
+    def threads_and_cores(self) -> str:
+        """For the log: with how many threads this actor's processes compute, and on which cores."""
+        threads = os.environ.get("OMP_NUM_THREADS", "not set")
+        cores = [sorted(os.sched_getaffinity(pid)) for pid in self.bound_pids()]
+        return f"OMP_NUM_THREADS={threads}, its processes are on the cores {cores}"
+
+    @ray.method(concurrency_group="control")
     def use_cores(self, number: int, wide: bool) -> None:
         """Bind this actor's processes to all cores that they may use, or to their own.
 

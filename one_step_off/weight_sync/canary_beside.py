@@ -9,6 +9,7 @@ is the first request of each engine, but for those that a sync has paused.
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from one_step_off.cluster.remote_calls import name_failures, not_alive
 from one_step_off.config.schema import Config
@@ -32,6 +33,11 @@ class CanaryBeside:
     trainer_log_probs: LogProbs
     calls: dict[int, SyncCall]
     begin: float = field(default_factory=time.perf_counter)
+
+    @property
+    def actors(self) -> dict[int, Any]:
+        """The Ray actors, by replica number."""
+        return {number: call.actor for number, call in self.calls.items()}
 
     async def answers(
         self, what: str, limit_s: float

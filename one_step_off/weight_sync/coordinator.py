@@ -41,6 +41,7 @@ from one_step_off.weight_sync.ahead import AheadTransfer
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.canary import Canary
 from one_step_off.weight_sync.canary_beside import CanaryBeside, canary_limit_s, canary_name
+from one_step_off.weight_sync.canary_diagnosis import FailedCanary
 from one_step_off.weight_sync.failed_syncs import FailedSyncs
 from one_step_off.weight_sync.participants import LogProbs, Replicas, Trainers
 from one_step_off.weight_sync.replica_layouts import ReplicaLayouts, plain_kept_by_receivers
@@ -246,7 +247,7 @@ class WeightSync:
         scores, failed = await canary.answers(what, canary_limit_s(self.actor.cfg))
         metrics: dict[str, float] = {}
         if scores:
-            metrics = self.canary_check.check(trainer_log_probs, scores, what, self.on_log)
+            metrics = await self._compare(what, trainer_log_probs, scores, canary.actors)
         for number, call in canary.calls.items():
             if number in scores:
                 self.failed_syncs.passed(number)
@@ -478,7 +479,19 @@ class WeightSync:
         limit_s = canary_limit_s(self.actor.cfg)
         scores = await run_or_abort(what, calls, limit_s, limit_s, self.abort)
         replica_log_probs = dict(zip(numbers, scores, strict=True))
-        return self.canary_check.check(trainer_log_probs, replica_log_probs, what, self.on_log)
+        return await self._compare(what, trainer_log_probs, replica_log_probs, replicas)
+
+    async def _compare(
+        self, what: str, trainer: LogProbs, scores: dict[int, LogProbs], actors: dict[int, Any]
+    ) -> dict[str, float]:
+        """The canary's metrics. Raises SyncError: they differ; where, is in the log then."""
+        try:
+            return self.canary_check.check(trainer, scores, what, self.on_log)
+        except SyncError:
+            limit = self.canary_check.tolerance.largest
+            failed = FailedCanary(what, self.canary, trainer, scores, limit)
+            await failed.examine(self.actor, actors, canary_limit_s(self.actor.cfg), self.on_log)
+            raise
 
     async def abort(self, error: Exception) -> None:
         """End every wait of the epoch's groups, at trainers and replicas alike."""
