@@ -11,7 +11,7 @@ Report = dict[str, Any]
 Span = tuple[str, str, int, float, float]
 """For the timeline: (lane, phase, version, begin, end), by `time.time`."""
 
-GATHERING_PHASES = ("gather", "checksum", "encode", "keep")
+GATHERING_PHASES = ("gather", "cut", "checksum", "encode", "keep")
 SENDER_PHASES = (*GATHERING_PHASES, "wire")
 RECEIVER_PHASES = ("pause", "prepare", "wait", "apply", "verify", "load", "finish")
 
