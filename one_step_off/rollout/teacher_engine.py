@@ -16,7 +16,7 @@ from one_step_off.config.roles import role_settings, vocabulary_size
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays
 from one_step_off.rollout.engine_args import CPU_ENGINE_ARGS, MAX_BATCHED_TOKENS, longest_sequence
-from one_step_off.rollout.engine_processes import is_engine, not_running
+from one_step_off.rollout.engine_processes import is_engine, named_deaths, not_running
 from one_step_off.rollout.prompt_scores import log_probs_of, top_log_probs_of
 
 
@@ -65,13 +65,14 @@ class TeacherEngine(UsageProbe, CoreUser):
         self.requests = 0
 
     async def start(self) -> None:
-        """Load the engine."""
+        """Load the engine. Raises ProcessDied: a process of the engine was killed."""
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.vocabulary = vocabulary_size(self.cfg, "model")
         arguments = teacher_engine_args(self.cfg, self.device)
-        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        with named_deaths():
+            self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         children = psutil.Process().children(recursive=True)
         self.engine_processes = [child for child in children if is_engine(child)]
 

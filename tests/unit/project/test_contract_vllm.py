@@ -5,6 +5,8 @@ GPUs run is not imported here.
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from one_step_off.config import engine_checks
@@ -106,6 +108,15 @@ def test_a_function_takes_these_arguments(module: str, name: str, given: tuple) 
 @pytest.mark.parametrize(("module", "name"), sorted(imported_names("vllm")))
 def test_an_imported_name_exists(module: str, name: str) -> None:
     assert is_defined(module, name), f"{module} has no {name}"
+
+
+def test_the_error_of_a_start_has_the_exit_codes_of_the_engines_processes() -> None:
+    """A negative one is the signal that has killed it: see `engine_processes.named_deaths`."""
+    utils = "vllm.v1.engine.utils"
+    message = ast.unparse(definition(utils, "wait_for_engine_startup"))
+    assert "Failed core proc(s): {finished}" in message
+    codes = ast.unparse(definition(utils, "CoreEngineProcManager.finished_procs"))
+    assert "proc.name: proc.exitcode" in codes
 
 
 # ---- sleep, wake, pause --------------------------------------------------------------------------
