@@ -2,20 +2,20 @@
 ended, and killing those of a dead replica."""
 
 import contextlib
-import re
 import signal
+import traceback
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import psutil
 
 from one_step_off.cluster.errors import ProcessDied
 
+EXIT_S = 5.0
+"""Seconds for a process that ends to have its exit code."""
+
 ProcessId = tuple[int, float]
 """Number of a process and when it was created: the kernel reuses numbers."""
-
-SIGNALED_PROCESS = re.compile(r"'([^']+)': -(\d+)")
-"""In vLLM's error of an engine that did not start: the name of a process that a signal has ended,
-and the signal. The exit code of a process that raised an exception is 1."""
 
 STOPPED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
@@ -58,17 +58,30 @@ def named_deaths() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        signaled = SIGNALED_PROCESS.search(str(error))
-        if signaled is None:
-            raise
-        process, number = signaled.groups()
-        raise ProcessDied(
-            f"its engine's process {process} died ({_signal_name(number)})"
-        ) from error
+        for process in _started_processes(error):
+            process.join(EXIT_S)
+            exit_code = process.exitcode or 0
+            # vLLM itself ends the others by SIGTERM.
+            if exit_code < 0 and exit_code != -signal.SIGTERM:
+                death = f"process {process.pid} died ({_signal_name(-exit_code)})"
+                raise ProcessDied(f"its engine's {death}") from error
+        raise
 
 
-def _signal_name(number: str) -> str:
+def _started_processes(error: RuntimeError) -> list[Any]:
+    """The processes of the engine whose start has failed, of multiprocessing.
+
+    Of vLLM 0.30's frame that raised the error. Its message has the exit codes only of those that
+    had one by then: a process closes its files, which vLLM notices, before it has one.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "wait_for_engine_startup":
+            return getattr(frame.f_locals["launch"].engine_manager, "processes", [])
+    return []
+
+
+def _signal_name(number: int) -> str:
     try:
-        return signal.Signals(int(number)).name
+        return signal.Signals(number).name
     except ValueError:  # a real-time signal has no name
         return f"signal {number}"

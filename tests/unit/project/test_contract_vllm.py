@@ -110,13 +110,13 @@ def test_an_imported_name_exists(module: str, name: str) -> None:
     assert is_defined(module, name), f"{module} has no {name}"
 
 
-def test_the_error_of_a_start_has_the_exit_codes_of_the_engines_processes() -> None:
-    """A negative one is the signal that has killed it: see `engine_processes.named_deaths`."""
+def test_the_frame_that_waits_for_an_engine_has_its_processes() -> None:
+    """With their exit codes: see `engine_processes.named_deaths`."""
     utils = "vllm.v1.engine.utils"
-    message = ast.unparse(definition(utils, "wait_for_engine_startup"))
-    assert "Failed core proc(s): {finished}" in message
-    codes = ast.unparse(definition(utils, "CoreEngineProcManager.finished_procs"))
-    assert "proc.name: proc.exitcode" in codes
+    assert "launch" in parameters(utils, "wait_for_engine_startup")
+    assert "launch.engine_manager" in ast.unparse(definition(utils, "wait_for_engine_startup"))
+    assert "engine_manager" in fields(utils, "CoreEngineLaunch")
+    assert "processes" in assigned_attributes(utils, "CoreEngineProcManager")
 
 
 # ---- sleep, wake, pause --------------------------------------------------------------------------
