@@ -71,7 +71,7 @@ def named_deaths() -> Iterator[None]:
 def _started_processes(error: RuntimeError) -> list[Any]:
     """The processes of the engine whose start has failed, of multiprocessing.
 
-    Of vLLM 0.30's frame that raised the error. Its message has the exit codes only of those that
+    Of vLLM 0.32's frame that raised the error. Its message has the exit codes only of those that
     had one by then: a process closes its files, which vLLM notices, before it has one.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
