@@ -354,6 +354,7 @@ class Team:
     async def connect(self) -> None:
         # The start of the actors must not count toward any limit.
         await asyncio.gather(*(rank.__ray_ready__.remote() for rank in self.roles.actor.ranks))
+        self.groups["actor"].has_answered = True
         await self.rollout.setup()
         await self.sync.connect()
 

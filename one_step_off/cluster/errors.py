@@ -2,7 +2,7 @@
 
 The run begins another attempt after `ProcessDied` and `PhaseTimeout`, and after `RoleError` and
 `SyncError` if a process turns out to be gone or to hang (it may have failed before the error was
-noticed). Otherwise the error ends the run.
+noticed). Otherwise the error ends the run. This holds from the first start on.
 """
 
 
@@ -28,9 +28,10 @@ class RoleError(RuntimeError):
 class ProcessDied(RoleError):
     """A process is gone, or its node is.
 
-    Raised by `name_failures` for any process, and by the weight sync and the replica group when a
-    failed replica cannot be replaced. A replica's caller restarts the replica and repeats the call;
-    otherwise the attempt ends and another one begins from the latest checkpoint.
+    Raised by `name_failures` for any process, by a process whose engine was killed while it
+    started, and by the weight sync and the replica group when a failed replica cannot be replaced.
+    A replica's caller restarts the replica and repeats the call; otherwise the attempt ends and
+    another one begins from the latest checkpoint.
     """
 
 

@@ -48,8 +48,10 @@ async def name_failures(who: str, work: Awaitable[T]) -> T:
 
     Raises:
         ConfigError, StalenessError, SyncError: the process raised it; it keeps its kind.
-        ProcessDied: the process is gone, or its node is.
-        RoleError: the process raised anything else; the message names the exception.
+        ProcessDied: the process is gone, or its node is; or a process on which it depends is gone,
+            and it raised ProcessDied for that one.
+        RoleError: the process raised anything else, maybe while it was created; the message names
+            the exception.
     """
     try:
         return await work
@@ -65,7 +67,12 @@ def _named_failure(who: str, error: Exception) -> Exception:
         return ConfigError(str(cause))
     if isinstance(cause, (StalenessError, SyncError)):
         return type(cause)(f"{who}: {cause}")
+    if isinstance(cause, ProcessDied):
+        return ProcessDied(f"{who}: {cause}")
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    if getattr(error, "actor_init_failed", False):
+        # Also where its class could not be imported. The last line is the exception.
+        return RoleError(f"{who}: its process could not be created: {lines[-1]}")
     if type(error).__name__ in DEATH_ERRORS:
         if "its node has died" in str(cause):
             who += ": its node, or the network to it, failed"

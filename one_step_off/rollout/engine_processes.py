@@ -1,10 +1,18 @@
-"""The processes of a replica's engine: finding them, checking that they run, and killing those of a
-dead replica."""
+"""The processes of a replica's engine: finding them, checking that they run, telling how they have
+ended, and killing those of a dead replica."""
 
 import contextlib
-from collections.abc import Sequence
+import signal
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import psutil
+
+from one_step_off.cluster.errors import ProcessDied
+
+EXIT_S = 5.0
+"""Seconds for a process that ends to have its exit code."""
 
 ProcessId = tuple[int, float]
 """Number of a process and when it was created: the kernel reuses numbers."""
@@ -36,3 +44,44 @@ def not_running(process: psutil.Process) -> str:
     except psutil.NoSuchProcess:
         return "gone"
     return state if state in STOPPED_STATES else ""
+
+
+@contextlib.contextmanager
+def named_deaths() -> Iterator[None]:
+    """Around the start of an engine: vLLM raises the same error whether a process of the engine
+    raised an exception, which it would raise again, or was killed.
+
+    Raises:
+        ProcessDied: a signal has ended a process of the engine.
+        Exception: any other failure, as it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        for process in _started_processes(error):
+            process.join(EXIT_S)
+            exit_code = process.exitcode or 0
+            # vLLM itself ends the others by SIGTERM.
+            if exit_code < 0 and exit_code != -signal.SIGTERM:
+                death = f"process {process.pid} died ({_signal_name(-exit_code)})"
+                raise ProcessDied(f"its engine's {death}") from error
+        raise
+
+
+def _started_processes(error: RuntimeError) -> list[Any]:
+    """The processes of the engine whose start has failed, of multiprocessing.
+
+    Of vLLM 0.32's frame that raised the error. Its message has the exit codes only of those that
+    had one by then: a process closes its files, which vLLM notices, before it has one.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "wait_for_engine_startup":
+            return getattr(frame.f_locals["launch"].engine_manager, "processes", [])
+    return []
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"

@@ -28,6 +28,8 @@ class RolloutGroup:
         on_trace: receives the spans of each generation call.
         on_message: receives one line for the user.
         at_work: entered while the replicas generate, see `CoreSharing.at_work`.
+        has_answered: whether all replicas have started once. Before, one that does not answer may
+            be starting; from then on it hangs.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class RolloutGroup:
         self.on_trace: Callable[[list[Span]], None] = lambda spans: None
         self.on_message: Callable[[str], None] = lambda line: None
         self.at_work: Callable[[], AbstractContextManager] = nullcontext
+        self.has_answered = False
 
     @property
     def replicas(self) -> list[Any]:
@@ -85,6 +88,7 @@ class RolloutGroup:
         for i, (max_sequences, child_processes) in enumerate(started):
             self.supervisor.child_processes[i] = child_processes
             self.router.replica_capacity = min(self.router.replica_capacity, max_sequences)
+        self.has_answered = True
 
     async def watch(self) -> None:
         """Restart replicas that fail; see `ReplicaSupervisor.watch`."""

@@ -34,6 +34,7 @@ async def take_over(group: RolloutGroup, former: RolloutGroup, incarnation: int)
     for i, reason in enumerate(reasons):
         if reason:
             group.supervisor.mark_failed(i, reason)
+    group.has_answered = True
     kept = reasons.count("")
     group.on_message(f"{kept} of {len(reasons)} replicas were kept")
 

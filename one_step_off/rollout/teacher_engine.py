@@ -10,13 +10,14 @@ import psutil
 import ray
 
 from one_step_off.cluster.core_sharing import CoreUser
+from one_step_off.cluster.errors import ProcessDied
 from one_step_off.cluster.resource_usage import UsageProbe
 from one_step_off.config.device_shares import device_share
 from one_step_off.config.roles import role_settings, vocabulary_size
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays
 from one_step_off.rollout.engine_args import CPU_ENGINE_ARGS, MAX_BATCHED_TOKENS, longest_sequence
-from one_step_off.rollout.engine_processes import is_engine, not_running
+from one_step_off.rollout.engine_processes import is_engine, named_deaths, not_running
 from one_step_off.rollout.prompt_scores import log_probs_of, top_log_probs_of
 from one_step_off.rollout.start_failures import log_size, start_failure
 
@@ -72,7 +73,12 @@ class TeacherEngine(UsageProbe, CoreUser):
         self.requests = 0
 
     async def start(self) -> None:
-        """Load the engine. Raises RuntimeError: vLLM cannot serve this model here."""
+        """Load the engine.
+
+        Raises:
+            ProcessDied: a process of the engine was killed.
+            RuntimeError: vLLM cannot serve this model here.
+        """
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -80,7 +86,10 @@ class TeacherEngine(UsageProbe, CoreUser):
         arguments = teacher_engine_args(self.cfg, self.device)
         start = log_size(self.log)
         try:
-            self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            with named_deaths():
+                self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except ProcessDied:
+            raise
         except Exception as error:
             reason = start_failure(error, self.log, start)
             raise RuntimeError(

@@ -35,6 +35,7 @@ from one_step_off.rollout.engine_processes import (
     ProcessId,
     is_engine,
     kill_processes,
+    named_deaths,
     not_running,
 )
 from one_step_off.rollout.prompt_scores import log_probs_of
@@ -119,6 +120,9 @@ class RolloutReplica(UsageProbe, CoreUser):
 
         Returns:
             How many sequences the engine works on at once, and the processes below this one.
+
+        Raises:
+            ProcessDied: a process of the engine was killed.
         """
         kill_processes(former)
         from vllm import AsyncEngineArgs
@@ -131,7 +135,8 @@ class RolloutReplica(UsageProbe, CoreUser):
             self.loops.get(name)
         arguments = engine_args(self.cfg, self.device, self.seed)
         self.lora_request = lora_engine.request_of_policy(self.cfg)
-        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        with named_deaths():
+            self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         if self.endpoint is not None:
             await self._start_endpoint(self.endpoint)
         # Modules and engine stay: looking through them in every collection would stop all

@@ -40,8 +40,8 @@ class RunState:
     Attributes:
         incarnation: the number of the attempt.
         resume_point: the checkpoint with which it starts; None: the initial weights.
-        pipeline: the pipeline of the latest attempt; None before the first one has started
-            training.
+        pipeline: the pipeline of the latest attempt that has started training; None before the
+            first one.
         engines: the `RunEngines` that the latest attempt has handed over; None: the next one starts
             its own.
         engines_kept: how many attempts have begun with the engines of the one before.
@@ -137,13 +137,19 @@ def _run_attempts(
             if not may_restart or state.stop_requested:
                 raise last_failure from last_failure.__cause__
             _prepare_restart(prepared, state, tracker, first_position)
-            source = state.resume_point.path if state.resume_point else "the beginning"
             kept = ", the engines are kept" if state.engines is not None else ""
             incarnation = f"incarnation {state.incarnation}{kept}"
-            tracker.log(f"{failed}; resuming from {source} as {incarnation}")
+            tracker.log(f"{failed}; {_how_it_continues(state)} as {incarnation}")
             tracker.close()
             remote_loggers = start_remote_loggers(prepared.cfg, resumed=True)
             open_files(prepared, state.resume_point, tracker, remote_loggers)
+
+
+def _how_it_continues(state: RunState) -> str:
+    """Where the next attempt begins, for the user."""
+    if state.resume_point is not None:
+        return f"resuming from {state.resume_point.path}"
+    return "resuming from the beginning" if state.has_trained else "starting again"
 
 
 def _prepare_restart(
@@ -172,11 +178,10 @@ async def run_attempt(
     them over to the next one in its turn.
 
     Raises:
-        AttemptFailed: a process failed, so another attempt may succeed. A process that does not
-            even start the first time is raised as it is: it would not start the second time.
+        AttemptFailed: a process died or hangs, so another attempt may succeed. An exception that
+            a process raised is raised as it is.
     """
     processes: Any = None
-    can_restart = state.has_trained
     try:
         with tracker.console.working("starting engines and trainers"):
             processes = create_processes(prepared, state)
@@ -192,14 +197,13 @@ async def run_attempt(
         tracker.report_usage({"restarts/engines_kept": float(state.engines_kept)}, "")
         if processes.endpoint:
             processes.endpoint.report_to(tracker.log, tracker.report_usage)
-        can_restart = True
         async with _spares_after_first_step(prepared, processes, tracker):
             await train_model(prepared, state, processes, tracker, loop_runner)
     except Exception as error:
         tracker.restart_begin = tracker.restart_begin or time.perf_counter()
         has_new_step = len(tracker.steps) > tracker.steps_before
         rejoin_failed = bool(processes) and processes.keeps_engines and not has_new_step
-        if processes and can_restart and await processes.is_process_failure(error, rejoin_failed):
+        if processes and await processes.is_process_failure(error, rejoin_failed):
             if not rejoin_failed:
                 state.engines = await processes.hand_over_engines()
             raise AttemptFailed(str(error)) from error

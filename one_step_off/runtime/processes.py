@@ -35,6 +35,7 @@ class RunProcesses:
         engines: the pools, and all processes that are no trainers.
         keeps_engines: whether they come from the attempt before.
         hands_over: whether the next attempt gets them, so that they live on.
+        has_started: whether everything is loaded and connected.
         kept_roles: groups of roles that do not learn, with the ranks of the attempt before.
         roles: what the pipeline works with.
         groups: role -> its group, for every role that holds a model besides the replicas. The
@@ -63,6 +64,7 @@ class RunProcesses:
         self.device = prepared.device
         self.keeps_engines = kept is not None
         self.hands_over = False
+        self.has_started = False
         if kept is not None:
             kept.begin_attempt(incarnation)
         self.engines = kept or RunEngines(prepared, incarnation, trainers_only)
@@ -107,6 +109,7 @@ class RunProcesses:
         self.kept_roles.add(name)
         group = self._group_of(role, cfg, former.ranks)
         group.shares = former.shares
+        group.has_answered = former.has_answered
         return group
 
     def start_spares(self) -> None:
@@ -252,6 +255,7 @@ class RunProcesses:
             loading.append(self.endpoint.start)
         await asyncio.gather(*(load() for load in loading))
         await self.roles.sync.connect()
+        self.has_started = True
 
     async def _load_groups(self) -> None:
         """Load the models of all roles that were not kept, those of teachers in engines first where
@@ -287,18 +291,20 @@ class RunProcesses:
         may_follow = isinstance(error, (RoleError, SyncError, ConfigError))
         if isinstance(error, NoReplica) or not may_follow:
             return False
-        # A process that waited for the one that died may have failed first.
-        processes = ranks_by_name(self.groups)
+        # A process that waited for the one that died may have failed first. None waits for one that
+        # is still starting, which does not answer yet.
+        processes = answering_ranks(self.groups)
         rollout = self.roles.rollout
-        for index in rollout.active:
-            processes[f"rollout {index}"] = rollout.replicas[index]
+        if rollout.has_answered:
+            for index in rollout.active:
+                processes[f"rollout {index}"] = rollout.replicas[index]
         return bool(await not_alive(processes))
 
     async def hand_over_engines(self) -> RunEngines | None:
-        """The engines, for the next attempt: where trainers have failed, and engines can be kept.
-        With them go the roles that do not learn and have not failed. From then on `end` ends the
-        others alone."""
-        if not self.engines.can_be_kept:
+        """The engines, for the next attempt: where everything had started, trainers have failed,
+        and engines can be kept. With them go the roles that do not learn and have not failed. From
+        then on `end` ends the others alone."""
+        if not self.has_started or not self.engines.can_be_kept:
             return None
         failed = await not_alive(ranks_by_name(self.groups))
         if not failed:
@@ -339,6 +345,11 @@ class RunProcesses:
 def ranks_by_name(groups: dict[str, TrainGroup]) -> dict[str, Any]:
     """ "ROLE RANK" -> the Ray actor, for the ranks of all roles."""
     return _by_name({role: group.ranks for role, group in groups.items()})
+
+
+def answering_ranks(groups: dict[str, TrainGroup]) -> dict[str, Any]:
+    """As `ranks_by_name`, of the groups whose ranks have all answered once."""
+    return ranks_by_name({role: group for role, group in groups.items() if group.has_answered})
 
 
 def _by_name(ranks_of_role: dict[str, list[Any]]) -> dict[str, Any]:

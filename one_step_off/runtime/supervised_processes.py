@@ -14,7 +14,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_settings
 from one_step_off.runtime.prepare import Prepared
 from one_step_off.runtime.process_env import trainer_env
-from one_step_off.runtime.processes import ranks_by_name
+from one_step_off.runtime.processes import answering_ranks
 from one_step_off.supervised_trainer import SupervisedRoles
 from one_step_off.training.fsdp_workers import SupervisedWorker
 from one_step_off.training.trainer_group import TrainGroup
@@ -68,7 +68,7 @@ class SupervisedProcesses:
             return True
         # A process that waited for the one that died may have failed first.
         may_follow = isinstance(error, (RoleError, ConfigError))
-        return may_follow and bool(await not_alive(ranks_by_name(self.groups)))
+        return may_follow and bool(await not_alive(answering_ranks(self.groups)))
 
     async def hand_over_engines(self) -> None:
         """None: there are no engines that the next attempt could keep."""

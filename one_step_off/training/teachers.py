@@ -39,6 +39,7 @@ class TeacherEngineGroup(TeacherGroup):
     async def setup(self) -> None:
         """Load all engines."""
         await call_all(self.cfg.trainer.start_timeout_s, self.role, self.ranks, "start")
+        self.has_answered = True
         count = len(self.ranks)
         self.shares = [BatchShare(index, count) for index in range(count)]
 

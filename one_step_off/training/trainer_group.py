@@ -47,6 +47,8 @@ class TrainGroup:
 
     Attributes:
         shares: of each rank its part of a batch, known after `setup`.
+        has_answered: whether all ranks have answered once. Before, one that does not answer may be
+            starting; from then on it hangs.
         colocated: the replicas in the same pool; None: they have devices of their own.
         on_span: receives the begin and end of each call that uses the devices.
         at_work: entered while the ranks work, see `CoreSharing.at_work`.
@@ -74,6 +76,7 @@ class TrainGroup:
         self.device_lock = device_lock or asyncio.Lock()
         self.time_limit_s = cfg.trainer.step_timeout_s
         self.shares: list[BatchShare] = []  # of each rank; empty: not known, before `setup`
+        self.has_answered = False
         self.colocated: Colocated | None = None
         self.on_span: OnSpan = lambda *_: None
         self.at_work: Callable[[], AbstractContextManager] = nullcontext
@@ -82,6 +85,8 @@ class TrainGroup:
     async def setup(self) -> None:
         """Form the role's process group and load the model on every rank."""
         time_limit_s = self.cfg.trainer.start_timeout_s
+        await call_all(time_limit_s, self.role, self.ranks, "alive")
+        self.has_answered = True
         rank_0 = self.ranks[:1]
         (address,) = await call_all(time_limit_s, self.role, rank_0, "free_address", self.host)
         loading = call_all(time_limit_s, self.role, self.ranks, "setup", *address)

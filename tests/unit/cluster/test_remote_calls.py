@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from one_step_off.cluster.errors import PhaseTimeout, RoleError, SyncError
+from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.remote_calls import call_all, name_failures, with_time_limit
 from one_step_off.config.errors import ConfigError
 from one_step_off.data.staleness import StalenessError
@@ -57,6 +57,7 @@ class RayLikeError(Exception):
         (ConfigError("model.path=x: no"), ConfigError, "^model.path=x: no$"),
         (SyncError("bucket 2 differs"), SyncError, "^sync, rollout 1: bucket 2 differs$"),
         (StalenessError("token 3"), StalenessError, "^sync, rollout 1: token 3$"),
+        (ProcessDied("its engine"), ProcessDied, "^sync, rollout 1: its engine$"),
         (MemoryError("out\nof memory"), RoleError, "^sync, rollout 1: MemoryError: out$"),
     ],
 )
@@ -84,3 +85,19 @@ def test_a_dead_process_is_named_and_a_lost_node_too(reason, words):
     died = ActorDiedError(f"The actor died unexpectedly.\n\t{details}\n{reason}")
     with pytest.raises(RoleError, match=words):
         asyncio.run(name_failures("sync, rollout 1", ActorMethod(died).remote()))
+
+
+def test_an_exception_in_the_creation_of_a_process_is_not_its_death():
+    """Ray raises the same error for both. A class that cannot be imported is such an exception."""
+
+    class ActorDiedError(Exception):
+        actor_init_failed = True
+
+    traceback = (
+        "ray::Rank.__init__() (pid=41)\n  File x\nModuleNotFoundError: No module named 'x'\n"
+    )
+    failed = ActorDiedError(f"The actor died because of an error in its creation task, {traceback}")
+    words = "^actor 0, setup: its process could not be created: ModuleNotFoundError: No module"
+    with pytest.raises(RoleError, match=words) as caught:
+        asyncio.run(name_failures("actor 0, setup", ActorMethod(failed).remote()))
+    assert not isinstance(caught.value, ProcessDied)

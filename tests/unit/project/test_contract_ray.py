@@ -74,3 +74,11 @@ def test_placement_groups() -> None:
 def test_an_actor_is_placed_in_a_bundle() -> None:
     names = parameters("ray.util.scheduling_strategies", "PlacementGroupSchedulingStrategy")
     assert names[:2] == ["placement_group", "placement_group_bundle_index"]
+
+
+def test_the_error_of_a_dead_actor_tells_whether_its_constructor_raised() -> None:
+    """An exception there comes again in the next attempt: see `remote_calls`."""
+    from ray.exceptions import ActorDiedError
+
+    assert ActorDiedError().actor_init_failed is False
+    assert "actor_init_failed" in ast.unparse(definition("ray.exceptions", "ActorDiedError"))

@@ -5,6 +5,8 @@ GPUs run is not imported here.
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from one_step_off.config import engine_checks
@@ -106,6 +108,15 @@ def test_a_function_takes_these_arguments(module: str, name: str, given: tuple) 
 @pytest.mark.parametrize(("module", "name"), sorted(imported_names("vllm")))
 def test_an_imported_name_exists(module: str, name: str) -> None:
     assert is_defined(module, name), f"{module} has no {name}"
+
+
+def test_the_frame_that_waits_for_an_engine_has_its_processes() -> None:
+    """With their exit codes: see `engine_processes.named_deaths`."""
+    utils = "vllm.v1.engine.utils"
+    assert "launch" in parameters(utils, "wait_for_engine_startup")
+    assert "launch.engine_manager" in ast.unparse(definition(utils, "wait_for_engine_startup"))
+    assert "engine_manager" in fields(utils, "CoreEngineLaunch")
+    assert "processes" in assigned_attributes(utils, "CoreEngineProcManager")
 
 
 # ---- sleep, wake, pause --------------------------------------------------------------------------

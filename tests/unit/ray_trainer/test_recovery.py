@@ -51,8 +51,9 @@ def test_another_attempt_begins_only_where_a_process_is_gone_or_hangs(
     tests/unit/weight_sync/test_sync_failures.py."""
     monkeypatch.setattr(remote_calls, "LIVENESS_TIMEOUT_S", 0.2)
     ranks = [StandInActor(alive=None), StandInActor(alive=other_rank)]
-    roles = SimpleNamespace(rollout=SimpleNamespace(replicas=[], active=[]))
-    team: Any = SimpleNamespace(roles=roles, groups={"actor": SimpleNamespace(ranks=ranks)})
+    rollout = SimpleNamespace(replicas=[], active=[], has_answered=True)
+    actor = SimpleNamespace(ranks=ranks, has_answered=True)
+    team: Any = SimpleNamespace(roles=SimpleNamespace(rollout=rollout), groups={"actor": actor})
     assert asyncio.run(RunProcesses.is_process_failure(team, error)) is begins
 
 

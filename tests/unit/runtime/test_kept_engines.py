@@ -31,7 +31,12 @@ GONE = ActorMethod(ActorDiedError("gone"))
 HANGS = ActorMethod(None, delay=30.0)
 
 
-def team(shares_pool: bool = False, active: tuple[int, ...] = (0,), **ranks: ActorMethod) -> Any:
+def team(
+    shares_pool: bool = False,
+    active: tuple[int, ...] = (0,),
+    has_started: bool = True,
+    **ranks: ActorMethod,
+) -> Any:
     """Processes of an attempt. `ranks`: role -> what its one rank answers when asked for life."""
     run: Any = object.__new__(RunProcesses)
     run.engines = object.__new__(RunEngines)
@@ -42,6 +47,7 @@ def team(shares_pool: bool = False, active: tuple[int, ...] = (0,), **ranks: Act
     run.roles = SimpleNamespace(sync=SimpleNamespace(epoch=6))
     run.groups = {role: SimpleNamespace(ranks=[StandInActor(alive=a)]) for role, a in ranks.items()}
     run.hands_over = False
+    run.has_started = has_started
     return run
 
 
@@ -65,6 +71,7 @@ def test_engines_and_healthy_roles_that_do_not_learn_outlive_a_trainer(role, fai
         team(actor=WELL),  # what failed was no trainer
         team(shares_pool=True, actor=GONE),
         team(active=(), actor=GONE),
+        team(has_started=False, actor=GONE),
     ],
 )
 def test_otherwise_everything_ends(run):
@@ -135,7 +142,8 @@ class Attempt:
         self.endpoint = None
         ahead = SimpleNamespace(warning=lambda: "warning: of the sync")
         self.roles = SimpleNamespace(
-            rollout=SimpleNamespace(on_message=None, active=[]), sync=SimpleNamespace(ahead=ahead)
+            rollout=SimpleNamespace(on_message=None, active=[], has_answered=True),
+            sync=SimpleNamespace(ahead=ahead),
         )
         self.engines = kept or SimpleNamespace(end=self.end_engines, name=f"of {incarnation}")
         self.started.append(kept.name if kept else None)

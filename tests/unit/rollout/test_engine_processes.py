@@ -1,0 +1,61 @@
+"""How the processes of an engine that did not start have ended."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from one_step_off.cluster.errors import ProcessDied
+from one_step_off.rollout.engine_processes import named_deaths
+
+
+def wait_for_engine_startup(launch: Any) -> None:
+    """As vLLM's: what has ended may have no exit code yet."""
+    raise RuntimeError("Engine core initialization failed. Failed core proc(s): {}")
+
+
+def start_engine(*codes: int | None) -> None:
+    """Start processes that end with these exit codes."""
+    processes = [SimpleNamespace(pid=7, exitcode=code, join=lambda limit: None) for code in codes]
+    wait_for_engine_startup(SimpleNamespace(engine_manager=SimpleNamespace(processes=processes)))
+
+
+@pytest.mark.parametrize(
+    ("codes", "death"),
+    [
+        ([-9], "^its engine's process 7 died \\(SIGKILL\\)$"),
+        ([-15, 1, -11], "SIGSEGV"),
+        ([-40], "signal 40"),
+    ],
+)
+def test_an_engine_that_a_signal_has_ended_has_died(codes, death):
+    with pytest.raises(ProcessDied, match=death), named_deaths():
+        start_engine(*codes)
+
+
+@pytest.mark.parametrize("codes", [[1], [0], [None], [1, -15], []])
+def test_an_engine_that_raised_has_not(codes):
+    with pytest.raises(RuntimeError, match="initialization failed") as caught, named_deaths():
+        start_engine(*codes)
+    assert not isinstance(caught.value, ProcessDied)
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no memory"), ValueError("max_model_len")])
+def test_other_failures_stay_as_they_are(failure):
+    with pytest.raises(type(failure)) as caught, named_deaths():
+        raise failure
+    assert caught.value is failure
+
+
+def test_the_exit_code_of_a_process_that_still_ends_is_waited_for():
+    process = multiprocessing.get_context("fork").Process(target=signal.pause)
+    process.start()
+    os.kill(process.pid, signal.SIGKILL)
+    launch = SimpleNamespace(engine_manager=SimpleNamespace(processes=[process]))
+    with pytest.raises(ProcessDied, match=f"process {process.pid} died"), named_deaths():
+        wait_for_engine_startup(launch)
