@@ -3,6 +3,7 @@ off with overlapped weight sync, and that on a single shared device. All arms do
 the same devices.
 
     python -m benchmarks.throughput --out DIR --headline SMOLLM2 [--runs 3] [--arms auto ...]
+        [--regimes 3x4:48 ...]
     python -m benchmarks.throughput --out DIR [--config FILE] [--models M ...] [--lengths L ...]
         [--batches B ...] [--splits S ...] [--arms A ...] [--runs 3] [--warmup 3] [--steps N]
         [section.key=value ...]
@@ -103,6 +104,13 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
         "--headline",
         metavar="SMOLLM2",
         help="the headline table with this model; --steps and --warmup then hold for all regimes",
+    )
+    parser.add_argument(
+        "--regimes",
+        nargs="+",
+        default=[],
+        metavar="PROMPTSxSAMPLES:TOKENS",
+        help="SmolLM2's batches of --headline, where the default ones do not give its ratios",
     )
     add_run_flags(parser, "steps of each run; default: the config's trainer.total_steps")
     args, keys = parser.parse(argv)

@@ -1,8 +1,9 @@
 """How close a step comes to its longer phase, in four regimes: `benchmarks.throughput --headline`.
 
 SmolLM2-135M where generation takes 0.6, 0.9 and 1.8 times as long as training, and the tiny model.
-Each repeat runs every regime once and starts with another one. The phases are those of the same
-run, so no other arm is needed.
+The batches are those with which an Intel Xeon with AMX comes near these ratios. `--regimes` gives
+others, since another CPU has other ratios. Each repeat runs every regime once and starts with
+another one. The phases are those of the same run, so no other arm is needed.
 """
 
 from __future__ import annotations
@@ -81,6 +82,29 @@ REGIMES = [
 ]
 
 
+def regimes_of(batches: list[str]) -> list[Regime]:
+    """The regimes with these batches of SmolLM2-135M.
+
+    Args:
+        batches: PROMPTSxSAMPLES:TOKENS of each; none: the default ones.
+
+    Raises:
+        ValueError: one is no such text.
+    """
+    if not batches:
+        return REGIMES
+    regimes = []
+    for text in batches:
+        batch, colon, length = text.partition(":")
+        if not colon or not length.isdigit():
+            raise ValueError(f"--regimes {text}: must be PROMPTSxSAMPLES:TOKENS, such as 3x4:48")
+        name = f"SmolLM2-135M, {batch}, {length} tokens"
+        folder = f"smollm2_{batch}_{length}"
+        case = Case(length=f"fixed:{length}", batch=batch)
+        regimes.append(Regime(name, folder, "smollm2_addition_cpu.yaml", case, steps=8, warmup=4))
+    return [*regimes, *(regime for regime in REGIMES if not regime.is_pretrained)]
+
+
 @dataclass(frozen=True)
 class PlannedRegime:
     """A regime with its validated config keys. `arms`: name of each arm -> the keys that only this
@@ -105,7 +129,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> list[PlannedRegime]:
         ConfigError, ValueError: a flag or a key is wrong. The message is one line.
     """
     planned = []
-    for regime in REGIMES:
+    for regime in regimes_of(args.regimes):
         steps, warmup = regime.steps, regime.warmup
         if args.steps is not None:
             steps, warmup = args.steps, args.warmup

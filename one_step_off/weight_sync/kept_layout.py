@@ -116,7 +116,7 @@ class KeptLayout:
             for weight in weights:
                 self.packed[weight.layer, weight.name] = packed_layer
         self.packed_layers = list(dict.fromkeys(self.packed.values()))
-        self.packed_copies = self._packed_copies(recording.copies)
+        self.packed_copies = self._packed_copies_of_model(recording.copies)
         self.proof = LoadProof(shapes, self.copies, self.packed)
 
     @staticmethod
@@ -166,9 +166,8 @@ class KeptLayout:
         """Before the first cell of a sync is written. Forgets what a failed one has left."""
         for packed_layer in self.packed_layers:
             packed_layer.start()
-        for packed_copies in self.packed_copies.values():
-            for packed_copy in packed_copies:
-                packed_copy.start()
+        for packed_copy in self.packed_copies:
+            packed_copy.start()
 
     @torch.no_grad()
     def finish(self, dtype: torch.dtype) -> None:
@@ -182,9 +181,8 @@ class KeptLayout:
         """
         for packed_layer in self.packed_layers:
             packed_layer.finish()
-        for packed_copies in self.packed_copies.values():
-            for packed_copy in packed_copies:
-                packed_copy.finish()
+        for packed_copy in self.packed_copies:
+            packed_copy.finish()
         for layer in filter(is_deferred_attention_layer, self.model.modules()):
             layer.process_weights_after_loading(dtype)
 
@@ -205,19 +203,17 @@ class KeptLayout:
         """
         self.proof.check()
 
-    def _packed_copies(self, copies: list[Copy]) -> dict[int, list[PackedCopy]]:
-        """Of embeddings and heads, by the address of the weight. A tied head shares it with the
-        embedding, into which alone a load writes."""
-        numbers_of_load: Counter[int] = Counter()
-        for copy in copies:
-            address = kernel_tensor(copy.destination).data_ptr()
-            numbers_of_load[address] += copy.destination.block.numel
-        packed_copies: dict[int, list[PackedCopy]] = {}
+    def _packed_copies_of_model(self, copies: list[Copy]) -> list[PackedCopy]:
+        """Of embeddings and heads. A tied head shares the weight of the embedding, into which alone
+        a load writes."""
+        packed_copies = []
         for layer in self.model.modules():
             if is_packed(layer) and keeps_its_weight(layer):
-                address = layer._parameters["weight"].data.data_ptr()
-                packed_copy = PackedCopy(layer, numbers_of_load[address])
-                packed_copies.setdefault(address, []).append(packed_copy)
+                packed_copy = PackedCopy(layer)
+                for copy in copies:
+                    if packed_copy.is_of(kernel_tensor(copy.destination)):
+                        packed_copy.numbers_of_load += copy.destination.block.numel
+                packed_copies.append(packed_copy)
         return packed_copies
 
     def _bind_part(
@@ -228,8 +224,9 @@ class KeptLayout:
         if packed_layer is None:
             bound.cell_views.append(cell_view.squeeze())
             bound.parameter_views.append(parameter_view(copy, part))
-            for packed_copy in self.packed_copies.get(kernel_tensor(destination).data_ptr(), ()):
-                bound.copied_numbers[packed_copy] += part.numel
+            for packed_copy in self.packed_copies:
+                if packed_copy.is_of(kernel_tensor(destination)):
+                    bound.copied_numbers[packed_copy] += part.numel
         else:
             block = part_of(copy, part)
             bound.packed_cells.append(PackedCell(packed_layer, destination.name, block, cell_view))

@@ -193,12 +193,15 @@ class PackedCopy:
     of a checkpoint, so its tied head is packed while the other weights still travel.
     """
 
-    def __init__(self, layer: torch.nn.Module, numbers_of_load: int) -> None:
-        """`numbers_of_load`: how many numbers a load writes into the weight."""
+    def __init__(self, layer: torch.nn.Module) -> None:
         self.layer = layer
-        self.numbers_of_load = numbers_of_load
+        self.numbers_of_load = 0  # how many numbers a load writes into the weight
         self.numbers_written = 0
         self.is_renewed = False
+
+    def is_of(self, weight: torch.Tensor) -> bool:
+        """Whether it is a copy of this weight."""
+        return self.layer._parameters["weight"].data_ptr() == weight.data_ptr()
 
     def start(self) -> None:
         """A sync begins: forget what a failed one has written."""

@@ -172,3 +172,14 @@ def test_each_repeat_begins_with_another_regime(tmp_path, monkeypatch) -> None:
     assert result["runs"] == 2
     assert len(result["regimes"]) == len(headline.REGIMES)
     assert "1.060" in (tmp_path / "out/result.md").read_text()
+
+
+def test_other_batches_of_the_pretrained_model() -> None:
+    regimes = [one.regime for one in plan("--regimes", "1x3:240", "1x2:480")]
+    assert [regime.folder for regime in regimes] == ["smollm2_1x3_240", "smollm2_1x2_480", "tiny"]
+    planned = plan("--regimes", "1x3:240")[0]
+    cfg = load_config([f"config={planned.config}", *planned.keys])
+    assert (cfg.data.train_batch_size, cfg.rollout.n) == (1, 3)
+    assert cfg.data.max_response_length == 240
+    with pytest.raises(ValueError, match=r"--regimes 3x4: must be PROMPTSxSAMPLES:TOKENS"):
+        plan("--regimes", "3x4")

@@ -232,9 +232,8 @@ def pack_the_head_early(worker: Worker) -> list[bool]:
     layout.start()  # the sync before broke off; this one brings a part
     write(lower)
     head.cpu_linear = None
-    for copies in layout.packed_copies.values():
-        for packed_copy in copies:
-            packed_copy.finish()
+    for packed_copy in layout.packed_copies:
+        packed_copy.finish()
     return [*seen, is_new()]
 
 
