@@ -100,6 +100,14 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
         help="default: all but auto and shared; with a single GPU colocated and shared; "
         "with --headline auto",
     )
+    _add_headline_flags(parser)
+    add_run_flags(parser, "steps of each run; default: the config's trainer.total_steps")
+    args, keys = parser.parse(argv)
+    check_run_flags(parser, args)
+    return parser, args, keys
+
+
+def _add_headline_flags(parser: Parser) -> None:
     parser.add_argument(
         "--headline",
         metavar="SMOLLM2",
@@ -112,10 +120,6 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
         metavar="PROMPTSxSAMPLES:TOKENS",
         help="SmolLM2's batches of --headline, where the default ones do not give its ratios",
     )
-    add_run_flags(parser, "steps of each run; default: the config's trainer.total_steps")
-    args, keys = parser.parse(argv)
-    check_run_flags(parser, args)
-    return parser, args, keys
 
 
 def base_keys(args: argparse.Namespace, overrides: list[str]) -> list[str]:

@@ -70,16 +70,18 @@ def _teacher_weight_bytes(cfg: Config) -> int | None:
     Args:
         cfg: of `config_of_teacher`.
     """
-    if _has_readable_weights(cfg, "teacher") and _is_quantized(cfg.teacher.path):
+    if _has_readable_weights(cfg, "teacher") and _is_quantized(cfg):
         return weight_file_bytes(cfg.teacher.path)
     model = _checked_model(cfg, "teacher")
     return None if model is None else model.num_parameters() * _weight_bytes(cfg)
 
 
-def _is_quantized(path: str) -> bool:
+def _is_quantized(cfg: Config) -> bool:
     from transformers import AutoConfig  # slow to import
 
-    return quantization_method(AutoConfig.from_pretrained(path)) is not None
+    trust = cfg.model.trust_remote_code
+    hf_config = AutoConfig.from_pretrained(cfg.teacher.path, trust_remote_code=trust)
+    return quantization_method(hf_config) is not None
 
 
 def _teacher_bytes(cfg: Config, weight_bytes: int) -> int:

@@ -57,7 +57,8 @@ class Attempt:
         ranks = [StandInActor(alive=alive) for alive in self.ranks]
         self.groups = {"actor": SimpleNamespace(ranks=ranks, has_answered=self.has_answered)}
         rollout = SimpleNamespace(replicas=[], active=[], has_answered=False)
-        self.roles = SimpleNamespace(rollout=rollout)
+        sync = SimpleNamespace(ahead=SimpleNamespace(warning=lambda: ""))
+        self.roles = SimpleNamespace(rollout=rollout, sync=sync)
         self.has_started = False
 
     async def setup(self) -> None:
