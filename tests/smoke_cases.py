@@ -235,7 +235,7 @@ BENCHMARKS = [
         "throughput_headline",
         "benchmarks.throughput",
         ("--out", "outputs/throughput_headline", "--headline", "tiny:qwen2")
-        + tuple("--runs 1 --warmup 0 --steps 2".split()),
+        + tuple("--runs 1 --warmup 0 --steps 2 --regimes 1x2:8".split()),
         writes=RESULTS,
     ),
     benchmark(
