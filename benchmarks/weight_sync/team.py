@@ -110,7 +110,7 @@ class Team:
         try:
             trainer_scores = await self.sync.score_canary()
             replicas = self.rollout.active
-            metrics = await self.sync._check_canary((0, version), trainer_scores, replicas)
+            metrics = await self.sync._check_canary((0, version), trainer_scores, replicas, False)
         except SyncError:
             return None
         return metrics["canary/logprob_diff_max"]

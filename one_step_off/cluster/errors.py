@@ -54,6 +54,13 @@ class SyncError(RuntimeError):
     """
 
 
+class CanaryFailed(SyncError):
+    """Engine and trainer gave other log-probs for the same tokens after a sync.
+
+    It ends the run, even where a process turns out to be gone: a restart could hide wrong weights.
+    """
+
+
 GIVEN_UP = "given up, since "
 """In the SyncError of a process that did not fail by itself: what follows is the failure of another
 one."""

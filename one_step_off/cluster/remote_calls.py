@@ -72,7 +72,8 @@ def _named_failure(who: str, error: Exception) -> Exception:
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     if getattr(error, "actor_init_failed", False):
         # Also where its class could not be imported. The last line is the exception.
-        return RoleError(f"{who}: its process could not be created: {lines[-1]}")
+        reason = lines[-1] if lines else type(cause).__name__
+        return RoleError(f"{who}: its process could not be created: {reason}")
     if type(error).__name__ in DEATH_ERRORS:
         if "its node has died" in str(cause):
             who += ": its node, or the network to it, failed"

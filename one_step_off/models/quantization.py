@@ -21,6 +21,9 @@ def quantization_method(model_config: Any) -> str | None:
 
 
 def weight_file_bytes(folder: str) -> int:
-    """The size of all weight files in a model directory."""
-    files = [path for pattern in WEIGHT_PATTERNS for path in Path(folder).glob(pattern)]
-    return sum(path.stat().st_size for path in files)
+    """The size of a model directory's weight files, in the first format that it has."""
+    for pattern in WEIGHT_PATTERNS:
+        sizes = [path.stat().st_size for path in Path(folder).glob(pattern)]
+        if sizes:
+            return sum(sizes)
+    return 0

@@ -32,7 +32,8 @@ from one_step_off.planner.work import Work
 
 CPU_CANARY_SLOWDOWN = 2.0
 """On a CPU an engine computes the canary and the first prompts with the same cores, so each takes
-this many times as long. Measured: docs/measured/planner.md. On a GPU it is taken as 1."""
+this many times as long: chosen after one run (docs/measured/planner.md). On a GPU it is taken as
+1."""
 
 STEPS = 10
 """All steps of a calibrating run."""

@@ -2,6 +2,7 @@
 ended, and killing those of a dead replica."""
 
 import contextlib
+import os
 import signal
 import traceback
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import psutil
 
 from one_step_off.cluster.errors import ProcessDied
+from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
 
 EXIT_S = 5.0
 """Seconds for a process that ends to have its exit code."""
@@ -26,6 +28,19 @@ def kill_processes(processes: Sequence[ProcessId]) -> None:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             if process.create_time() == created:
+                process.kill()
+
+
+def kill_engines_of_run() -> None:
+    """Kill all engines of this run on this machine, whatever their parents are by now: a replica
+    that is killed while its engine loads leaves it behind, with the memory of its GPU."""
+    folder = os.environ.get(RUN_FOLDER_VARIABLE)
+    if not folder:
+        return
+    for process in psutil.process_iter(["environ"]):
+        environment = process.info["environ"] or {}
+        if environment.get(RUN_FOLDER_VARIABLE) == folder and is_engine(process):
+            with contextlib.suppress(psutil.Error):
                 process.kill()
 
 
@@ -76,7 +91,8 @@ def _started_processes(error: RuntimeError) -> list[Any]:
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "wait_for_engine_startup":
-            return getattr(frame.f_locals["launch"].engine_manager, "processes", [])
+            manager = getattr(frame.f_locals.get("launch"), "engine_manager", None)
+            return getattr(manager, "processes", [])
     return []
 
 

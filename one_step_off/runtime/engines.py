@@ -26,6 +26,7 @@ from one_step_off.config.teachers import processes_per_slot
 from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.endpoint.usage import uses_endpoint
 from one_step_off.rewards.scoring import Scorer
+from one_step_off.rollout.engine_processes import kill_engines_of_run
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.sampling import engine_seed
 from one_step_off.rollout.take_over import take_over
@@ -219,6 +220,7 @@ class RunEngines:
         await asyncio.gather(*(group.stop() for group in self.frozen_groups.values()))
         frozen_ranks = [rank for group in self.frozen_groups.values() for rank in group.ranks]
         kill_all([*self.actors, *frozen_ranks])
+        kill_engines_of_run()
         for role in list(self.spares):
             self.drop_spares(role)
         placement_groups = {}

@@ -6,7 +6,13 @@ from typing import Any
 
 from one_step_off.checkpoint import TRAINED_ROLES
 from one_step_off.cluster.core_sharing import ROLLOUT, TRAINER, CoreSharing
-from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
+from one_step_off.cluster.errors import (
+    CanaryFailed,
+    PhaseTimeout,
+    ProcessDied,
+    RoleError,
+    SyncError,
+)
 from one_step_off.cluster.placement import ProcessSlot, spawn
 from one_step_off.cluster.remote_calls import not_alive
 from one_step_off.config.device_shares import shares_device
@@ -282,6 +288,8 @@ class RunProcesses:
                 a failure of any process counts: it may be one of the state that was kept, and the
                 next attempt starts all processes.
         """
+        if isinstance(error, CanaryFailed):
+            return False
         if isinstance(error, (ProcessDied, PhaseTimeout)):
             return True
         if rejoin_failed and isinstance(error, (RoleError, SyncError)):

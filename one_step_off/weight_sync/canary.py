@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from one_step_off.cluster.errors import SyncError
+from one_step_off.cluster.errors import CanaryFailed
 
 DEFAULT_TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}
 """By model.dtype: the largest difference in nats that a model without experts was seen to have, and
@@ -100,7 +100,7 @@ class Canary:
             differs most, and canary/tolerance.
 
         Raises:
-            SyncError: a replica differs by more than the tolerance, or by NaN.
+            CanaryFailed: a replica differs by more than the tolerance, or by NaN.
         """
         numbers = list(replicas)
         replica_log_probs = np.stack([np.concatenate(scores) for scores in replicas.values()])
@@ -119,7 +119,7 @@ class Canary:
     def _check_limits(
         self, largest: np.ndarray, means: np.ndarray, numbers: list[int], what: str
     ) -> None:
-        """Raises SyncError: a difference is over its limit or NaN."""
+        """Raises CanaryFailed: a difference is over its limit or NaN."""
         tolerance = self.tolerance
         mean_source = f"{tolerance.source} / 10" if tolerance.is_exact else tolerance.source
         _check_limit(largest, "max", tolerance.largest, tolerance.source, numbers, what)
@@ -148,10 +148,10 @@ def _check_limit(
     numbers: list[int],
     what: str,
 ) -> None:
-    """Raises SyncError: one of `differences`, float [replicas], is over the limit or NaN."""
+    """Raises CanaryFailed: one of `differences`, float [replicas], is over the limit or NaN."""
     within_limit = differences <= limit
     for i in np.flatnonzero(~within_limit):
-        raise SyncError(
+        raise CanaryFailed(
             f"{what}: rollout replica {numbers[i]} and the trainer differ by {differences[i]:.3g} "
             f"nats on the same tokens ({kind}), more than {source} = {limit:g}"
         )

@@ -54,9 +54,10 @@ class FailedCanary:
         """
         try:
             self._log_places(on_log)
+            # First, because scoring may move processes to other cores.
+            await self._log_threads(trainers, actors, on_log)
             for who, first, again in await self._score_again(trainers, actors, canary_limit_s):
                 on_log(f"{self.what}, scored again: {who}: {self._changes(first, again)}")
-            await self._log_threads(trainers, actors, on_log)
         except Exception as error:
             on_log(f"{self.what}: it could not be examined: {type(error).__name__}: {error}")
 
@@ -98,8 +99,8 @@ class FailedCanary:
             return "the same log-probs, bit for bit"
         with_trainer = float(_differences(self.trainer, again).max())
         return (
-            f"other log-probs, most in {self._worst(first, again)} (first and second); the trainer "
-            f"had said something that differs from the new ones by {with_trainer:.3g} at most"
+            f"other log-probs, most in {self._worst(first, again)} (first and second); the new "
+            f"ones differ from the trainer's first ones by {with_trainer:.3g} at most"
         )
 
     def _worst(self, one: LogProbs, other: LogProbs) -> str:
@@ -128,7 +129,8 @@ async def _answers(calls: list[Awaitable[Any]], limit_s: float) -> list[Any]:
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         await asyncio.wait(tasks, timeout=limit_s)
-        return [task.result() if task.done() else None for task in tasks]
+        has_ended = {task: task.done() and not task.cancelled() for task in tasks}
+        return [task.result() if has_ended[task] else None for task in tasks]
     finally:
         for task in tasks:
             task.cancel()

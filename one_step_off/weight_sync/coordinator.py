@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.cluster.errors import SyncError
+from one_step_off.cluster.errors import CanaryFailed, SyncError
 from one_step_off.cluster.remote_calls import (
     call_all,
     call_each,
@@ -43,7 +43,7 @@ from one_step_off.weight_sync.canary import Canary
 from one_step_off.weight_sync.canary_beside import CanaryBeside, canary_limit_s, canary_name
 from one_step_off.weight_sync.canary_diagnosis import FailedCanary
 from one_step_off.weight_sync.failed_syncs import FailedSyncs
-from one_step_off.weight_sync.participants import LogProbs, Replicas, Trainers
+from one_step_off.weight_sync.participants import LogProbs, Replicas, Scores, Trainers
 from one_step_off.weight_sync.replica_layouts import ReplicaLayouts, plain_kept_by_receivers
 from one_step_off.weight_sync.routes import KeptByReceivers
 from one_step_off.weight_sync.sender_groups import SenderGroup, form_groups
@@ -247,7 +247,7 @@ class WeightSync:
         scores, failed = await canary.answers(what, canary_limit_s(self.actor.cfg))
         metrics: dict[str, float] = {}
         if scores:
-            metrics = await self._compare(what, trainer_log_probs, scores, canary.actors)
+            metrics = await self._compare(what, trainer_log_probs, scores, canary.actors, False)
         for number, call in canary.calls.items():
             if number in scores:
                 self.failed_syncs.passed(number)
@@ -341,7 +341,7 @@ class WeightSync:
                 by_number = dict(zip(numbers, calls, strict=True))
                 self.canary_beside = CanaryBeside(stamp, trainer_log_probs, by_number)
             else:
-                metrics |= await self._check_canary(stamp, trainer_log_probs, numbers)
+                metrics |= await self._check_canary(stamp, trainer_log_probs, numbers, is_restore)
             metrics["time/canary_s"] = time.perf_counter() - begin
         except BrokenSync as broken:
             self.connected_replicas = []
@@ -469,28 +469,29 @@ class WeightSync:
         return metrics
 
     async def _check_canary(
-        self, stamp: Stamp, trainer_log_probs: LogProbs, numbers: list[int]
+        self, stamp: Stamp, trainer_log_probs: LogProbs, numbers: list[int], is_restore: bool
     ) -> dict[str, float]:
-        """Let these replicas score the canary; returns its metrics. Raises BrokenSync; SyncError:
-        they differ."""
+        """Let these replicas score the canary. Returns metrics; raises BrokenSync, CanaryFailed."""
         what = canary_name(stamp)
         replicas = {number: self.rollout.replicas[number] for number in numbers}
         calls = begin_on_replicas(replicas, "score", self.canary)
         limit_s = canary_limit_s(self.actor.cfg)
         scores = await run_or_abort(what, calls, limit_s, limit_s, self.abort)
         replica_log_probs = dict(zip(numbers, scores, strict=True))
-        return await self._compare(what, trainer_log_probs, replica_log_probs, replicas)
+        return await self._compare(what, trainer_log_probs, replica_log_probs, replicas, is_restore)
 
     async def _compare(
-        self, what: str, trainer: LogProbs, scores: dict[int, LogProbs], actors: dict[int, Any]
+        self, what: str, trainer: LogProbs, scores: Scores, actors: dict[int, Any], is_restore: bool
     ) -> dict[str, float]:
-        """The canary's metrics. Raises SyncError: they differ; where, is in the log then."""
+        """The canary's metrics. Raises CanaryFailed: they differ; where, is in the log then."""
         try:
             return self.canary_check.check(trainer, scores, what, self.on_log)
-        except SyncError:
-            limit = self.canary_check.tolerance.largest
-            failed = FailedCanary(what, self.canary, trainer, scores, limit)
-            await failed.examine(self.actor, actors, canary_limit_s(self.actor.cfg), self.on_log)
+        except CanaryFailed:
+            if not is_restore:  # for a restore the trainer may have newer weights by now
+                limit = self.canary_check.tolerance.largest
+                failed = FailedCanary(what, self.canary, trainer, scores, limit)
+                limit_s = canary_limit_s(self.actor.cfg)
+                await failed.examine(self.actor, actors, limit_s, self.on_log)
             raise
 
     async def abort(self, error: Exception) -> None:

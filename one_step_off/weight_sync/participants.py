@@ -10,6 +10,9 @@ from one_step_off.config.schema import Config
 LogProbs = list[np.ndarray]
 """float32 [tokens] of each sequence of the canary."""
 
+Scores = dict[int, LogProbs]
+"""By the number of the replica."""
+
 
 class Trainers(Protocol):
     """The part of the actor's `TrainGroup` that a sync uses."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from one_step_off.cluster.errors import ProcessDied
-from one_step_off.rollout.engine_processes import named_deaths
+from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
+from one_step_off.rollout.engine_processes import kill_engines_of_run, named_deaths
 
 
 def wait_for_engine_startup(launch: Any) -> None:
@@ -59,3 +62,32 @@ def test_the_exit_code_of_a_process_that_still_ends_is_waited_for():
     launch = SimpleNamespace(engine_manager=SimpleNamespace(processes=[process]))
     with pytest.raises(ProcessDied, match=f"process {process.pid} died"), named_deaths():
         wait_for_engine_startup(launch)
+
+
+@pytest.fixture
+def processes() -> Iterator[Any]:
+    """A function that starts a process with a title and a run's folder; it is ended afterwards."""
+    started = []
+
+    def start(title: str, folder: str) -> subprocess.Popen:
+        env = os.environ | {RUN_FOLDER_VARIABLE: folder}
+        process = subprocess.Popen([title, "600"], executable="/bin/sleep", env=env)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_engines_without_their_replica_are_killed_and_no_others(processes, monkeypatch):
+    ours = processes("VLLM::EngineCore", "/tmp/run_a")
+    others = [processes("VLLM::EngineCore", "/tmp/run_b"), processes("ray::Scorer", "/tmp/run_a")]
+    monkeypatch.delenv(RUN_FOLDER_VARIABLE, raising=False)
+    kill_engines_of_run()
+    assert ours.poll() is None, "without a run's folder nothing is known"
+    monkeypatch.setenv(RUN_FOLDER_VARIABLE, "/tmp/run_a")
+    kill_engines_of_run()
+    assert ours.wait(10) == -signal.SIGKILL
+    assert [process.poll() for process in others] == [None, None]

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from one_step_off.cluster import remote_calls
-from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
+from one_step_off.cluster.errors import (
+    CanaryFailed,
+    PhaseTimeout,
+    ProcessDied,
+    RoleError,
+    SyncError,
+)
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.monitoring.tracker import Tracker
@@ -206,3 +212,10 @@ def test_an_interrupt_in_a_start_ends_the_run(interrupt, start):
     assert isinstance(raised, type(interrupt))
     assert len(lines) == 1, "of the start before"
     assert Attempt.events[-1] == "incarnation 1 ends"
+
+
+def test_a_canary_that_failed_ends_the_run_even_where_a_process_is_gone(start):
+    failure = CanaryFailed("canary after the sync of version 0: replica 1 differs")
+    raised, lines = start(failure, ranks=[GONE, WELL])
+    assert raised is failure
+    assert lines == []

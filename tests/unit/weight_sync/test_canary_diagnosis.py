@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from one_step_off.cluster.errors import SyncError
+from one_step_off.cluster.errors import CanaryFailed, SyncError
 from one_step_off.weight_sync import canary_diagnosis
 from tests.unit.stand_ins import ActorMethod
 from tests.unit.weight_sync.test_coordinator import connected_sync
@@ -86,7 +86,7 @@ def test_the_log_names_the_token_and_who_has_changed(overlap: bool):
     assert line_about(lines, "the trainer") == "the same log-probs, bit for bit"
     again = line_about(lines, "rollout replica 1")
     assert again.startswith("other log-probs, most in sequence 1, token 2 of 0 to 3 (id 10): -4.5 ")
-    assert again.endswith("differs from the new ones by 0 at most")
+    assert again.endswith("the new ones differ from the trainer's first ones by 0 at most")
 
 
 def test_a_lasting_difference_is_told_from_a_passing_one():
@@ -117,3 +117,16 @@ def test_a_side_that_fails_or_is_busy_hides_nothing(monkeypatch: pytest.MonkeyPa
 def test_an_answer_that_makes_no_sense_hides_nothing():
     (*_, last) = log_of_failure([GOOD[0]])
     assert last.startswith(": it could not be examined: ValueError")
+
+
+def test_a_restored_replica_is_not_scored_again():
+    """The trainer may have newer weights by then, and would be named wrongly."""
+    sync = connected_sync(GOOD, [BAD])
+    sync.canary = SEQUENCES
+    lines: list[str] = []
+    sync.on_log = lines.append
+    replicas: Any = sync.rollout.replicas
+    replicas[0].score = ActorMethod(one_after_another(BAD))
+    with pytest.raises(CanaryFailed, match="differ by 0.5 nats"):
+        asyncio.run(sync._check_canary((0, 3), GOOD, [0], is_restore=True))
+    assert lines == []
