@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.cluster.remote_calls import LIVENESS_TIMEOUT_S
+from one_step_off.weight_sync.canary_beside import canary_limit_s
 from one_step_off.weight_sync.participants import LogProbs, Trainers
 
 SCORE_AGAIN_S = 30.0
@@ -41,22 +42,20 @@ class FailedCanary:
     replicas: dict[int, LogProbs]
     limit: float
 
-    async def examine(
-        self, trainers: Trainers, actors: dict[int, Any], canary_limit_s: float, on_log: OnLog
-    ) -> None:
-        """Log where engine and trainer differ, and what they say now. Never raises what it meets.
+    async def examine(self, trainers: Trainers, actors: dict[int, Any], on_log: OnLog) -> None:
+        """Log where engine and trainer differ, and what they return now. Never raises an error that
+        it meets.
 
         Args:
             trainers: score again, beside the replicas.
             actors: replica -> its Ray actor.
-            canary_limit_s: the time that the canary itself had.
             on_log: receives the lines.
         """
         try:
             self._log_places(on_log)
             # First, because scoring may move processes to other cores.
             await self._log_threads(trainers, actors, on_log)
-            for who, first, again in await self._score_again(trainers, actors, canary_limit_s):
+            for who, first, again in await self._score_again(trainers, actors):
                 on_log(f"{self.what}, scored again: {who}: {self._changes(first, again)}")
         except Exception as error:
             on_log(f"{self.what}: it could not be examined: {type(error).__name__}: {error}")
@@ -77,7 +76,7 @@ class FailedCanary:
             on_log(f"{self.what}: {who}: {answer or NO_ANSWER}")
 
     async def _score_again(
-        self, trainers: Trainers, actors: dict[int, Any], canary_limit_s: float
+        self, trainers: Trainers, actors: dict[int, Any]
     ) -> list[tuple[str, LogProbs, LogProbs | Exception | None]]:
         """Who, its first log-probs, and its new ones: None if it does not answer in time."""
         calls: list[tuple[str, LogProbs, Awaitable[LogProbs]]] = [
@@ -85,7 +84,7 @@ class FailedCanary:
             for number, scores in self.replicas.items()
         ]
         calls.append(("the trainer", self.trainer, trainers.score(self.sequences)))
-        limit_s = min(SCORE_AGAIN_S, canary_limit_s)
+        limit_s = min(SCORE_AGAIN_S, canary_limit_s(trainers.cfg))
         again = await _answers([_outcome(answer) for _, _, answer in calls], limit_s)
         return [(who, first, new) for (who, first, _), new in zip(calls, again, strict=True)]
 
