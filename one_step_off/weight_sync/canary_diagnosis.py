@@ -89,7 +89,7 @@ class FailedCanary:
         return [(who, first, new) for (who, first, _), new in zip(calls, again, strict=True)]
 
     def _changes(self, first: LogProbs, again: LogProbs | Exception | None) -> str:
-        """What the second scoring of one side says."""
+        """How the second scoring of one side differs from its first."""
         if again is None:
             return NO_ANSWER
         if isinstance(again, Exception):
