@@ -60,8 +60,6 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
     }
     if device == "cpu":
         args |= CPU_ENGINE_ARGS | {"kv_cache_memory_bytes": cfg.rollout.kv_cache_mb << 20}
-        # On GPUs vLLM has another scheduler, and packs log-probs while the GPU works.
-        args["scheduler_cls"] = "one_step_off.rollout.log_prob_scheduler.LogProbsAtEnd"
     else:
         pools = list(cfg.placement.roles.values())
         pool = cfg.placement.roles["rollout"]
@@ -70,4 +68,18 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
         share = device_share(cfg, pool)
         args["gpu_memory_utilization"] = share * cfg.rollout.gpu_memory_utilization
         args["enable_sleep_mode"] = shares_pool  # its memory belongs to another role meanwhile
+    scheduler = scheduler_name(cfg, device)
+    if scheduler is not None:
+        args["scheduler_cls"] = f"one_step_off.rollout.{scheduler}"
     return args | lora_engine.arguments(cfg) | cfg.rollout.engine_kwargs
+
+
+def scheduler_name(cfg: Config, device: str) -> str | None:
+    """The engine's scheduler, in this package; None: vLLM's own."""
+    has_prefixes_per_version = cfg.weight_sync.in_flight == "keep"
+    if device == "cpu":
+        if has_prefixes_per_version:
+            return "prefix_scheduler.LogProbsAtEndPrefixesPerVersion"
+        return "log_prob_scheduler.LogProbsAtEnd"
+    # On GPUs vLLM packs log-probs while the GPU works.
+    return "prefix_scheduler.gpu_scheduler" if has_prefixes_per_version else None

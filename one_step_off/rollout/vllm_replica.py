@@ -101,7 +101,6 @@ class RolloutReplica(UsageProbe, CoreUser):
         self.incarnation = 0
         self.engine: Any = None
         self.asleep = False
-        self.cache_salt = ""  # requests share the prefixes of requests with the same salt
         self.started_requests = 0
         self.finished_requests = 0
         self.engine_processes: list[psutil.Process] = []
@@ -264,10 +263,6 @@ class RolloutReplica(UsageProbe, CoreUser):
         await self.engine.engine_core.pause_scheduler_async(
             mode="wait" if in_flight == "wait" else "keep", clear_cache=in_flight != "keep"
         )
-        if in_flight == "keep":
-            # vLLM clears its prefix cache only with the KV caches of unfinished requests. Requests
-            # from here on must not find what older weights have computed.
-            self.cache_salt = f"{incarnation}.{version}"
         pause_s = time.perf_counter() - begin
         if self.asleep:
             await self.engine.wake_up(["weights"])
@@ -472,8 +467,6 @@ class RolloutReplica(UsageProbe, CoreUser):
         # Marked as tokens: a prompt would else travel through a thread that has nothing to
         # tokenize.
         prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
-        if self.cache_salt:
-            prompt["cache_salt"] = self.cache_salt
         answers = self.engine.generate(prompt, params, name, lora_request=self.lora_request)
         try:
             outputs = [output async for output in answers]

@@ -25,6 +25,11 @@ from tests.e2e.run_folder import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
+ROUNDING = 1e-3
+"""Nats between two engines' float32 log-probs of a token by the same weights, at most. It grows as
+a policy gets sure of other tokens: single ones of 12,000 came to 3e-4. Another step's weights
+differ by 0.6 in the mean."""
+
 
 @dataclass
 class ScoredBatch:
@@ -102,12 +107,14 @@ def test_interrupted_samples_continue_with_the_new_weights_and_none_is_dropped(
     """Random models end after any number of tokens. The trainer scores each batch by its newest
     weights. The log-probs of tokens that the engine made with these weights must be alike, also
     after an interruption; those of older tokens must differ. That would fail if the interrupted
-    samples kept any of the old weights' KV cache."""
+    samples kept any of the old weights' KV cache. The engine works on few samples at once, so that
+    it takes longer than training, and a sync comes in the middle of a step's samples."""
     from one_step_off.runtime import launch
 
     settings = {
         "pipeline.staleness": 2,
         "weight_sync.in_flight": "recompute",
+        "agent.max_concurrency": 4,
         "data.max_response_length": 384,
         "algorithm.old_log_probs": "recompute",
         "trainer.total_steps": 8,
@@ -123,8 +130,8 @@ def test_interrupted_samples_continue_with_the_new_weights_and_none_is_dropped(
     assert differences.newest_after_interruption > 50, (
         "too few tokens after an interruption to tell anything"
     )
-    assert max(differences.newest) < 2e-4
-    assert np.mean(differences.older) > 5e-3
+    assert max(differences.newest) < ROUNDING
+    assert np.mean(differences.older) > 5 * ROUNDING
     assert len(used_prompts(tmp_path)) == 8 * 4
     metrics = read_rows(tmp_path, "metrics.jsonl")
     assert max(row["carry/interrupted"] for row in metrics) > 0
@@ -176,8 +183,8 @@ def test_kept_caches_are_of_older_weights_and_new_requests_do_not_find_them(
             assert len(sample.prompt_ids) > 32
     assert len(begun_by_newest) > 50
     assert len(after_pause) > 50
-    assert max(begun_by_newest) < 2e-4
-    assert np.mean(after_pause) > 1e-3
+    assert max(begun_by_newest) < ROUNDING
+    assert np.mean(after_pause) > ROUNDING
     assert len(used_prompts(tmp_path / "run")) == 8 * 4
     for row in read_rows(tmp_path / "run", "metrics.jsonl"):
         assert row["staleness/max"] <= 2
@@ -269,8 +276,8 @@ def test_an_agents_episode_that_spans_syncs_is_recorded_per_token(models, tmp_pa
     assert differences.newest_after_interruption > 50, (
         "too few tokens after a sync to tell anything"
     )
-    assert max(differences.newest) < 2e-4
-    assert np.mean(differences.older) > 5e-3
+    assert max(differences.newest) < ROUNDING
+    assert np.mean(differences.older) > 5 * ROUNDING
     assert len(used_prompts(tmp_path)) == 8 * 4
     metrics = read_rows(tmp_path, "metrics.jsonl")
     assert max(row["carry/interrupted"] for row in metrics) > 0

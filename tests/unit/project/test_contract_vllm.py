@@ -54,6 +54,8 @@ CALLS = [
         "Scheduler.update_from_output",
         ("scheduler_output", "model_runner_output"),
     ),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.add_request", ("request",)),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.set_pause_state", ("pause_state",)),
     ("vllm.v1.engine.output_processor", "OutputProcessor.has_unfinished_requests", ()),
     (CORE, "EngineCore.sleep", ("level", "mode")),
     (CORE, "EngineCore.wake_up", ("tags",)),
@@ -128,12 +130,9 @@ def test_pause_modes() -> None:
     assert PAUSE_MODES <= constants(replica, "RolloutReplica.sync"), "the modes that we give"
 
 
-def test_a_prompt_may_have_a_salt_of_its_prefix_cache() -> None:
-    """With kept KV caches it keeps requests of different versions apart."""
-    assert "cache_salt" in fields("vllm.inputs.engine", "_InputOptions")
-    assert {"cache_salt"} <= constants(
-        "one_step_off.rollout.vllm_replica", "RolloutReplica._request"
-    )
+def test_a_salt_is_hashed_into_the_first_block_of_a_prompt() -> None:
+    """With kept KV caches it keeps requests of different versions apart. That the hashes follow
+    it is shown in tests/unit/rollout/test_prefix_scheduler.py."""
     assert {"cache_salt"} <= constants("vllm.v1.core.kv_cache_utils")
 
 

@@ -100,3 +100,19 @@ def test_an_engine_with_the_adapters_apart_adapts_only_the_layers_that_are_train
     assert made.worker_extension_cls == f"{extension.__module__}.{extension.__name__}"
     cfg.weight_sync.lora = "merged"
     assert not any("lora" in name for name in engine_args(cfg, device))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kept_caches_need_a_scheduler_that_keeps_versions_apart(models, device):
+    from vllm.config.scheduler import SchedulerConfig
+
+    from one_step_off.rollout.prefix_scheduler import (
+        LogProbsAtEndPrefixesPerVersion,
+        gpu_scheduler,
+    )
+
+    cfg = tiny_config(models(), "", **{"weight_sync.in_flight": "keep"})
+    name = engine_args(cfg, device)["scheduler_cls"]
+    made = SchedulerConfig.default_factory(scheduler_cls=name).get_scheduler_cls()
+    # A function may stand for vLLM's class, which is only called.
+    assert made is {"cpu": LogProbsAtEndPrefixesPerVersion, "cuda": gpu_scheduler}[device]
