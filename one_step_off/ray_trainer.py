@@ -197,15 +197,17 @@ class Pipeline:
         await self._checkpoint_if_due(step)
         # Sync v(step) into every replica, then launch evaluation when due, then the rollouts of the
         # next steps. With staleness above 1 some steps have no sync.
-        sync_task = self.background.create_task(self._sync_and_launch(step))
+        delivered = self.background.create_task(self._sync_and_launch(step))
+        verified = self.background.create_task(self._verified(delivered))
         if not overlapped:
-            await sync_task
+            # The optimizer step waits for the canary by itself.
+            await (delivered if self.sync_overlap.possible else verified)
         if batch is None:
             batch, batch_metrics = await self.batches.batch(step)
         # Log-probs and values, advantages, then the updates: v(step) -> v(step + 1).
         train_metrics = await self._train(batch)
         train_metrics |= self.batches.record(batch)
-        metrics = batch_metrics | train_metrics | await sync_task
+        metrics = batch_metrics | train_metrics | await verified
         metrics["time/step_s"] = now() - begin
         self.trained_steps = step + 1
         if self.batches.never_drains:
@@ -324,9 +326,12 @@ class Pipeline:
             self._start_evaluation(step)
         last_begun = last_begun_batch(self.cfg, step)
         self.batches.launch(last_begun, self.synced_version, self.background)
-        if self.cfg.weight_sync.canary_overlap:
-            metrics |= await self.roles.sync.verified()
         return metrics
+
+    async def _verified(self, delivered: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
+        """The end of `_sync_and_launch`: the canary, where it is scored beside the prompts. Returns
+        the metrics of both."""
+        return await delivered | await self.roles.sync.verified()
 
     async def _sync(self, version: int, canary_later: bool = False) -> dict[str, float]:
         """Bring the replicas to `version`, unless they hold it. They generate nothing meanwhile."""

@@ -116,12 +116,12 @@ def test_an_engine_that_divides_its_time_hides_no_canary(overlap: str) -> None:
     assert found["median/time/generate_s"] == pytest.approx(0.5 + generate)
 
 
-def test_without_overlap_the_trainer_waits_for_a_canary_beside_the_prompts() -> None:
-    """So where training is the longer phase the canary is exposed all the same."""
+def test_training_hides_a_canary_beside_the_prompts() -> None:
+    """Without overlap too: only the optimizer's step would wait for it."""
     work = replace(ALIKE, replica_canary_s=0.5, train_fixed_s=9.0)
     _, train = parts(work, 2, 3)
     found = simulate(work, 2, 3, overlap="false", canary_overlap=True)
-    assert found[STEP] == pytest.approx(train + work.sync_s)
+    assert found[STEP] == pytest.approx(train + work.transfer_s + work.canary_s)
 
 
 def test_a_canary_beside_the_prompts_of_two_steps_is_hidden_once() -> None:
