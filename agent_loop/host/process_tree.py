@@ -57,13 +57,14 @@ def is_running(pid: int) -> bool:
 
 
 def kill_all(find: Callable[[], list[int]]) -> None:
-    """Kill the processes that `find` returns, until it returns none: one may start another before
-    it ends."""
+    """Kill the processes that `find` returns, until it returns none twice: one may start another
+    before it ends. And while a process ends, its children get another parent. `find` may look for
+    them at the new one before, and at the old one after."""
     deadline = time.monotonic() + KILL_S
-    while time.monotonic() < deadline:
+    times_none = 0
+    while times_none < 2 and time.monotonic() < deadline:
         processes = find()
-        if not processes:
-            return
+        times_none = 0 if processes else times_none + 1
         for pid in processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

@@ -20,17 +20,23 @@ from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
 FRAMEWORKS = tuple(sorted(path.stem for path in REQUIREMENTS.glob("*.txt")))
-INSTALL_S = 600.0
+INSTALL_S = 300.0  # for one of the tries
+TRIES = 3
 NO_INDEX = (
     "NewConnectionError",
     "NameResolutionError",
     "ConnectTimeoutError",
     "ProxyError",
     "ReadTimeoutError",
+    "ConnectionResetError",
+    "RemoteDisconnected",
+    "IncompleteRead",
+    "HTTP error 5",
     "--no-index",
     "PIP_NO_INDEX",
 )
-"""What pip prints where it reaches no package index. Any other failure is a fault of ours."""
+"""What pip prints where it reaches no package index, or one that fails. Any other failure is a
+fault of ours."""
 
 
 class NoIndex(Exception):
@@ -77,14 +83,20 @@ def _build(folder: Path, python: Path, requirements: Path) -> None:
     venv.create(folder, symlinks=True)  # without a pip of its own, which takes seconds
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     command += ["--retries", "1", "--disable-pip-version-check", "-r", str(requirements)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
-    if result.returncode == 0:
-        return
-    output = result.stderr + result.stdout
-    last = output.strip().splitlines()[-1] if output.strip() else "no output"
-    if any(sign in output for sign in NO_INDEX):
-        raise NoIndex(f"no package index can be reached for {requirements.name}: {last}")
-    raise RuntimeError(f"pip cannot install {requirements.name}: {output[-2000:]}")
+    last = ""
+    for _ in range(TRIES):
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
+        except subprocess.TimeoutExpired:
+            last = f"not installed in {INSTALL_S:g} s"
+            continue
+        if result.returncode == 0:
+            return
+        output = result.stderr + result.stdout
+        if not any(sign in output for sign in NO_INDEX):
+            raise RuntimeError(f"pip cannot install {requirements.name}: {output[-2000:]}")
+        last = output.strip().splitlines()[-1]
+    raise NoIndex(f"no package index can be reached for {requirements.name}: {last}")
 
 
 def megabytes(folder: Path) -> float:

@@ -13,7 +13,7 @@ import pytest
 
 PROGRAM = (sys.executable, "-m", "one_step_off.main_ppo")
 TINY_CONFIG = "config=config/gsm8k_tiny_cpu.yaml"
-STEPS_TIMEOUT_S = 120
+STEPS_TIMEOUT_S = 300
 END_TIMEOUT_S = 20
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 TRIES = 60
-PAUSE_S = 0.2  # between two turns, so that a fault finds episodes open
+PAUSE_S = 0.6  # between two turns, longer than training, so that a fault finds episodes open
 LONG_PAUSE_S = 1.5  # longer than a step of a tiny model
 
 

@@ -60,13 +60,15 @@ def test_a_replica_and_an_engine_die_one_after_the_other(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.ci
+@pytest.mark.timeout(1800)
 def test_one_of_each_kind_of_process_dies_and_the_run_continues(tmp_path: Path):
     """At any moment: driver, replica, engine, trainer, critic and reward worker."""
     arguments = ["--kills=6", "--each", "--critic", "--points=anywhere", "--seed=3"]
-    arguments.append(f"--out={tmp_path}/c")
+    arguments += ["--limit=400", f"--out={tmp_path}/c"]
     result = run_with_kills(parse_arguments(arguments))
     assert result["wrong"] == [], json.dumps(result, indent=1)
-    assert sorted(kill["kind"] for kill in result["kills"]) == sorted(KINDS)
+    hits = [kill["kind"] for kill in result["kills"] if kill["time"]]
+    assert sorted(hits) == sorted(KINDS), json.dumps(result, indent=1)
 
 
 @pytest.mark.slow
@@ -119,14 +121,15 @@ def test_a_failed_sync_in_mid_run_ends_the_command_by_name(
     tmp_path: Path, kind: str, point: str, action: str, error: str
 ):
     """The sync overlaps with the update of step 2, whose ranks wait for it before their optimizer
-    step."""
-    command = Command(tmp_path, settings(tmp_path / "run", 50, ranks=2))
+    step. No time limit ends that wait: it is longer than the test."""
+    more = ["trainer.step_timeout_s=300"]
+    command = Command(tmp_path, settings(tmp_path / "run", 50, ranks=2, more=more))
     fault = {"id": 0, "kind": kind, "point": point, "skip": 0, "signal": action, "version": 2}
     (tmp_path / "armed").write_text(json.dumps(fault))
     try:
         command.start()
         wait_for_hit(command, tmp_path / "hit_0")
-        code = command.process.wait(30)  # seconds from the fault on
+        code = command.process.wait(60)  # seconds from the fault on
         output = command.log.read_text()
         assert code == 1, output
         assert re.search(error, output), output

@@ -25,6 +25,7 @@ HOST = "agent_loop/host/__main__.py"
 REPLICA = "ray::RolloutReplica"
 START_S = 180.0
 STEPS_S = 180.0
+HOSTS_S = 60.0
 
 
 def run_of_agents(folder: Path, steps: int, *more: str) -> Command:
@@ -89,11 +90,13 @@ def test_agents_that_hang_end_at_their_time_limit_and_the_run_goes_on(start):
 @pytest.mark.ci
 def test_hosts_and_replicas_are_killed(start):
     """Nothing is lost: their episodes begin again."""
-    steps = 8
+    steps = 12
     command = start(steps, f"agent.command={FUNCTION}", "agent.timeout_s=60")
     for _ in range(2):
-        hosts = processes_with(command, HOST)
-        assert len(hosts) == 2
+        deadline = time.monotonic() + HOSTS_S
+        while len(hosts := processes_with(command, HOST)) != 2:
+            assert time.monotonic() < deadline, hosts
+            time.sleep(0.1)
         hosts[0].kill()
         wait_for_step(command, command.steps() + 2)
     processes_with(command, REPLICA)[0].kill()

@@ -1,4 +1,5 @@
-"""Two real engines, with vLLM's scheduler and with ours, give the same tokens and log-probs."""
+"""Two real engines, with vLLM's scheduler and with ours, give the same tokens and log-probs. (Which
+requests share a step is chance, and on some CPUs float32 sums differ by the size of the batch.)"""
 
 from __future__ import annotations
 
@@ -75,6 +76,12 @@ async def responses_of(arguments: dict[str, Any]) -> dict[str, list[Response]]:
         engine.shutdown()
 
 
+def assert_alike(one: list[Response], other: list[Response]) -> None:
+    assert [tokens for tokens, _ in one] == [tokens for tokens, _ in other]
+    for (_, log_probs), (_, expected) in zip(one, other, strict=True):
+        assert log_probs == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.ci
 def test_same_tokens_and_log_probs_as_with_the_scheduler_of_vllm(models, tmp_path, monkeypatch):
@@ -86,11 +93,12 @@ def test_same_tokens_and_log_probs_as_with_the_scheduler_of_vllm(models, tmp_pat
     arguments["max_model_len"] = 80
     own = asyncio.run(responses_of(arguments))
     theirs = asyncio.run(responses_of(arguments | {"scheduler_cls": None}))
-    assert own == theirs
+    for kind, responses in theirs.items():
+        assert_alike(own[kind], responses)
     stopped = own.pop("stop")
     assert all(len(tokens) == len(log_probs) for tokens, log_probs in stopped)
     assert sum(len(tokens) < 3 + number for number, (tokens, _) in enumerate(stopped)) >= 3
     for kind, responses in own.items():
         lengths = [(len(tokens), len(log_probs)) for tokens, log_probs in responses]
         assert lengths == [(3 + number,) * 2 for number in range(12)], kind
-    assert own["FINAL_ONLY"] == own["DELTA"]
+    assert_alike(own["FINAL_ONLY"], own["DELTA"])

@@ -102,6 +102,7 @@ def test_six_and_six_steps_equal_twelve(models, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.ci
+@pytest.mark.timeout(900)
 def test_ctrl_c_saves_and_the_same_command_resumes(models, tmp_path):
     """Ctrl-C as a terminal sends it, to every process of the group. Then the same command, to the
     end."""
@@ -109,7 +110,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(models, tmp_path):
     wait_for_steps(tmp_path, 2, run)
     processes = descendants(run.pid)
     os.killpg(run.pid, signal.SIGINT)
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=120)
     assert run.returncode == 130, output
     assert "checkpoint of step" in output
     assert "the same command resumes from" in output
@@ -118,7 +119,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(models, tmp_path):
     steps_done = len(read_rows(tmp_path, "metrics.jsonl"))
     total_steps = steps_done + 2
     run = start_run(models, tmp_path, **{"trainer.total_steps": total_steps})
-    output, _ = run.communicate(timeout=120)
+    output, _ = run.communicate(timeout=300)
     assert run.returncode == 0, output
     assert "its files are replaced" not in output
     assert f"resuming from step {steps_done} of {total_steps}" in output

@@ -107,7 +107,7 @@ def test_a_returned_reward_is_kept_where_the_time_ends_with_the_agent(setting, m
     monkeypatch.setattr(external, "SETTLE_S", 30.0)
     run = setting(command=f"{MODULE}:two_turns")
     run.endpoint.record_s = 30.0
-    episode = run.run(replace(LIMITS, seconds=2.5))
+    episode = run.run(replace(LIMITS, seconds=6.0))
     assert episode.over == "time"
     assert episode.reward == 1.0
 
@@ -118,7 +118,7 @@ def test_an_agent_without_a_turn_is_an_error(setting):
 
 
 def test_a_coroutine_that_hangs_ends_at_the_time_limit_with_what_it_has(setting):
-    episode = setting(command=f"{MODULE}:hangs").run(replace(LIMITS, seconds=3.0))
+    episode = setting(command=f"{MODULE}:hangs").run(replace(LIMITS, seconds=6.0))
     assert episode.over == "time"
     assert sample_of(episode).extra["agent"]["killed"] == 1
 
@@ -126,10 +126,10 @@ def test_a_coroutine_that_hangs_ends_at_the_time_limit_with_what_it_has(setting)
 def test_a_time_limit_is_named_as_the_episode_has_it(setting):
     """A data source may have another one than the config's agent.timeout_s."""
     run = setting(command=f"{MODULE}:hangs")
-    episode = run.run(replace(LIMITS, seconds=1.5))
-    assert episode.over_message == "agent.timeout_s=1.5 is over"
-    with pytest.raises(AgentFailed, match=r"killed at agent\.timeout_s=1\.5, before"):
-        setting(command=f"{MODULE}:asks_nobody").run(replace(LIMITS, seconds=1.5))
+    episode = run.run(replace(LIMITS, seconds=4.0))
+    assert episode.over_message == "agent.timeout_s=4 is over"
+    with pytest.raises(AgentFailed, match=r"killed at agent\.timeout_s=4, before"):
+        setting(command=f"{MODULE}:asks_nobody").run(replace(LIMITS, seconds=4.0))
 
 
 @pytest.mark.parametrize("command", [f"{PROGRAM} hangs", f"{MODULE}:plain_hangs"])
@@ -268,7 +268,7 @@ def test_a_host_whose_coroutine_cannot_be_cancelled_is_replaced_and_killed(
 
     async def main() -> None:
         async with run.endpoint.serving():
-            episode = await run.episode(replace(LIMITS, seconds=3.0), pids=str(marker))
+            episode = await run.episode(replace(LIMITS, seconds=6.0), pids=str(marker))
             assert episode.over == "time"
             first = int(marker.read_text())
             await asyncio.to_thread(wait_for, lambda: not is_running(first))

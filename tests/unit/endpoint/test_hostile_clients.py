@@ -181,7 +181,10 @@ def test_bodies_of_all_requests_together_are_bounded():
             asking = [asyncio.create_task(running.post(running.open().key, content))]
             for _ in range(6):
                 asking.append(asyncio.create_task(running.post(running.open().key, content)))
-            await asyncio.sleep(0.3)
+            async with asyncio.timeout(30):
+                while sum(task.done() for task in asking) < 4:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)  # a fifth answer would be one too many
             running.engine.gate.set()
             statuses = [status for status, _ in await asyncio.gather(*asking)]
             assert sorted(set(statuses)) == [200, 503]
