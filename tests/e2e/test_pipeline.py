@@ -6,8 +6,10 @@ import contextlib
 import gzip
 import json
 import os
+import random
 import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,11 +38,18 @@ from tests.e2e.run_folder import (
     timeline_spans,
     used_prompts,
 )
-from tests.unit.training.fsdp_helpers import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def lasting_port() -> int:
+    """A free port, below those that the kernel gives to others until the run opens it."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no free port")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +228,7 @@ def check_one_step_off_run(model: str, folder: Path) -> None:
         "trainer.test_freq": 2,
         "trainer.total_steps": 4,
         "trainer.profile_step": 2,
-        "logging.prometheus_port": free_port(),
+        "logging.prometheus_port": lasting_port(),
     }
     cfg = tiny_config(model, str(folder), **settings)
     with watch_listening_addresses() as commands_by_address:

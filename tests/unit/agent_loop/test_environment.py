@@ -196,10 +196,12 @@ def test_a_guess_that_answers_for_its_environment_is_a_lost_step(line):
     assert trajectory.facts == {"steps": 2, "lost_steps": 1}
 
 
-def test_many_confined_episodes_at_once_are_in_time():
-    """Resets that take a quarter of a second of a core each: one after the other, each within its
-    two seconds."""
-    loop = environment_loop("Busy", tool_timeout_s=2.0)
+def test_many_confined_episodes_at_once_are_in_time(monkeypatch):
+    """Resets that take a quarter of a second of a core each: two at once, each within its three
+    seconds. All at once would take the two cores as long."""
+    cores = min(2, len(os.sched_getaffinity(0)))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    loop = environment_loop("Busy", tool_timeout_s=3.0)
     prompt = make_prompt(loop.tokenizer)
 
     async def main() -> list[Trajectory]:
