@@ -158,7 +158,7 @@ def _check_files(
             f"{name}: its config cannot be loaded ({reason}); {_how_to_fix(error)}"
         ) from error
     if not may_be_quantized:
-        _refuse_quantized_weights(section, name, model_config)
+        _refuse_quantized_weights(section, path, name, model_config)
     if not has_weights:
         kinds = " or ".join(WEIGHT_FILES)
         raise ConfigError(
@@ -175,8 +175,8 @@ def _check_files(
     return model_config
 
 
-def _refuse_quantized_weights(section: str, name: str, model_config: Any) -> None:
-    method = quantization_method(model_config)
+def _refuse_quantized_weights(section: str, path: str, name: str, model_config: Any) -> None:
+    method = quantization_method(path, model_config)
     if method is None:
         return
     fix = "give the original model"

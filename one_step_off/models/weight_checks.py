@@ -81,7 +81,7 @@ def _is_quantized(cfg: Config) -> bool:
 
     trust = cfg.model.trust_remote_code
     hf_config = AutoConfig.from_pretrained(cfg.teacher.path, trust_remote_code=trust)
-    return quantization_method(hf_config) is not None
+    return quantization_method(cfg.teacher.path, hf_config) is not None
 
 
 def _teacher_bytes(cfg: Config, weight_bytes: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.models import weight_checks
+from one_step_off.models.quantization import quantization_method
 from one_step_off.runtime.prepare import prepare
 from tests.conftest import tiny_config
 from tests.quantized_model import quantized_copy
@@ -80,6 +82,34 @@ def test_a_quantized_reference_is_refused(models, tmp_path):
     assert_refused(cfg, r"ref.path=.* quantized \(fp8\)")
 
 
+MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+
+
+def test_weights_that_modelopt_quantized_are_refused(models, tmp_path):
+    """Their config.json says nothing of it."""
+    model = copy_model(models(), tmp_path)
+    (model / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
+    cfg = tiny_config(str(model), str(tmp_path / "out"))
+    assert_refused(cfg, r"model.path=.* quantized \(NVFP4 in hf_quant_config.json\)")
+
+
+@pytest.mark.parametrize(
+    ("text", "method"),
+    [
+        (json.dumps(MODELOPT), "NVFP4 in hf_quant_config.json"),
+        ('{"quant_method": "modelopt", "quant_algo": "FP8"}', "modelopt"),
+        ('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}', None),
+        ("{", "hf_quant_config.json"),
+        ("[]", "hf_quant_config.json"),
+    ],
+)
+def test_what_modelopts_file_says(tmp_path, text, method):
+    (tmp_path / "hf_quant_config.json").write_text(text)
+    assert quantization_method(str(tmp_path), SimpleNamespace()) == method
+    own = SimpleNamespace(quantization_config={"quant_method": "fp8"})
+    assert quantization_method(str(tmp_path), own) == "fp8"
+
+
 TEACHER = {
     "placement.pools": {"rollout": [1], "actor": [1], "teacher": [2]},
     "placement.roles": {"rollout": "rollout", "actor": "actor", "teacher": "teacher"},
@@ -104,6 +134,20 @@ def test_a_quantized_teacher_may_be_in_an_engine(models, tmp_path, monkeypatch):
     assert prepare(cfg, lambda line: None).cfg.teacher.path == teacher
     size = (Path(teacher) / "model.safetensors").stat().st_size
     assert needed[0]["teacher default"] == 2 * (size + (cfg.rollout.kv_cache_mb << 20))
+
+
+def test_a_teacher_that_modelopt_quantized_counts_with_its_files(models, tmp_path, monkeypatch):
+    teacher = copy_model(models(), tmp_path)
+    (teacher / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
+    files = (teacher / "model.safetensors").stat().st_size
+    (teacher / "model-2.safetensors").write_bytes(b"x" * 1000)  # not of the plain model
+    changes = TEACHER | {"teacher.path": str(teacher), "teacher.backend": "vllm"}
+    cfg = tiny_config(models(), str(tmp_path / "out"), **changes)
+    needed = []
+    monkeypatch.setattr(weight_checks, "_require_memory", lambda cfg, sizes: needed.append(sizes))
+    prepare(cfg, lambda line: None)
+    size = files + 1000 + (cfg.rollout.kv_cache_mb << 20)
+    assert needed[0]["teacher default"] == 2 * size
 
 
 def test_a_quantized_teacher_in_an_engine_must_fit_the_policy(models, tmp_path):
