@@ -62,7 +62,7 @@ def not_running(process: psutil.Process) -> str:
 
 
 @contextlib.contextmanager
-def named_deaths() -> Iterator[None]:
+def killed_engine_raises_process_died() -> Iterator[None]:
     """Around the start of an engine: vLLM raises the same error whether a process of the engine
     raised an exception, which it would raise again, or was killed.
 

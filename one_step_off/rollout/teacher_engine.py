@@ -17,7 +17,11 @@ from one_step_off.config.roles import role_settings, vocabulary_size
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays
 from one_step_off.rollout.engine_args import CPU_ENGINE_ARGS, MAX_BATCHED_TOKENS, longest_sequence
-from one_step_off.rollout.engine_processes import is_engine, named_deaths, not_running
+from one_step_off.rollout.engine_processes import (
+    is_engine,
+    killed_engine_raises_process_died,
+    not_running,
+)
 from one_step_off.rollout.prompt_scores import log_probs_of, top_log_probs_of
 from one_step_off.rollout.start_failures import log_size, start_failure
 
@@ -86,7 +90,7 @@ class TeacherEngine(UsageProbe, CoreUser):
         arguments = teacher_engine_args(self.cfg, self.device)
         start = log_size(self.log)
         try:
-            with named_deaths():
+            with killed_engine_raises_process_died():
                 self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except ProcessDied:
             raise

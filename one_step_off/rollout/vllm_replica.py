@@ -35,7 +35,7 @@ from one_step_off.rollout.engine_processes import (
     ProcessId,
     is_engine,
     kill_processes,
-    named_deaths,
+    killed_engine_raises_process_died,
     not_running,
 )
 from one_step_off.rollout.prompt_scores import log_probs_of
@@ -134,7 +134,7 @@ class RolloutReplica(UsageProbe, CoreUser):
             self.loops.get(name)
         arguments = engine_args(self.cfg, self.device, self.seed)
         self.lora_request = lora_engine.request_of_policy(self.cfg)
-        with named_deaths():
+        with killed_engine_raises_process_died():
             self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         if self.endpoint is not None:
             await self._start_endpoint(self.endpoint)

@@ -42,7 +42,9 @@ class FailedCanary:
     replicas: dict[int, LogProbs]
     limit: float
 
-    async def examine(self, trainers: Trainers, actors: dict[int, Any], on_log: OnLog) -> None:
+    async def log_diagnosis(
+        self, trainers: Trainers, actors: dict[int, Any], on_log: OnLog
+    ) -> None:
         """Log where engine and trainer differ, and what they return now. Never raises an error that
         it meets.
 
@@ -58,7 +60,7 @@ class FailedCanary:
             for who, first, again in await self._score_again(trainers, actors):
                 on_log(f"{self.what}, scored again: {who}: {self._changes(first, again)}")
         except Exception as error:
-            on_log(f"{self.what}: it could not be examined: {type(error).__name__}: {error}")
+            on_log(f"{self.what}: its diagnosis failed: {type(error).__name__}: {error}")
 
     def _log_places(self, on_log: OnLog) -> None:
         for number, scores in self.replicas.items():

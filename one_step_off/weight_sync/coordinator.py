@@ -490,7 +490,7 @@ class WeightSync:
             if not is_restore:  # for a restore the trainer may have newer weights by now
                 limit = self.canary_check.tolerance.largest
                 failed = FailedCanary(what, self.canary, trainer, scores, limit)
-                await failed.examine(self.actor, actors, self.on_log)
+                await failed.log_diagnosis(self.actor, actors, self.on_log)
             raise
 
     async def abort(self, error: Exception) -> None:

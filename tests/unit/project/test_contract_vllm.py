@@ -113,7 +113,7 @@ def test_an_imported_name_exists(module: str, name: str) -> None:
 
 
 def test_the_frame_that_waits_for_an_engine_has_its_processes() -> None:
-    """With their exit codes: see `engine_processes.named_deaths`."""
+    """With their exit codes: see `engine_processes.killed_engine_raises_process_died`."""
     utils = "vllm.v1.engine.utils"
     assert "launch" in parameters(utils, "wait_for_engine_startup")
     assert "launch.engine_manager" in ast.unparse(definition(utils, "wait_for_engine_startup"))

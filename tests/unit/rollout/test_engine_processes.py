@@ -14,7 +14,10 @@ import pytest
 
 from one_step_off.cluster.errors import ProcessDied
 from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
-from one_step_off.rollout.engine_processes import kill_engines_of_run, named_deaths
+from one_step_off.rollout.engine_processes import (
+    kill_engines_of_run,
+    killed_engine_raises_process_died,
+)
 
 
 def wait_for_engine_startup(launch: Any) -> None:
@@ -37,20 +40,23 @@ def start_engine(*codes: int | None) -> None:
     ],
 )
 def test_an_engine_that_a_signal_has_ended_has_died(codes, death):
-    with pytest.raises(ProcessDied, match=death), named_deaths():
+    with pytest.raises(ProcessDied, match=death), killed_engine_raises_process_died():
         start_engine(*codes)
 
 
 @pytest.mark.parametrize("codes", [[1], [0], [None], [1, -15], []])
 def test_an_engine_that_raised_has_not(codes):
-    with pytest.raises(RuntimeError, match="initialization failed") as caught, named_deaths():
+    with (
+        pytest.raises(RuntimeError, match="initialization failed") as caught,
+        killed_engine_raises_process_died(),
+    ):
         start_engine(*codes)
     assert not isinstance(caught.value, ProcessDied)
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("no memory"), ValueError("max_model_len")])
 def test_other_failures_stay_as_they_are(failure):
-    with pytest.raises(type(failure)) as caught, named_deaths():
+    with pytest.raises(type(failure)) as caught, killed_engine_raises_process_died():
         raise failure
     assert caught.value is failure
 
@@ -60,7 +66,10 @@ def test_the_exit_code_of_a_process_that_still_ends_is_waited_for():
     process.start()
     os.kill(process.pid, signal.SIGKILL)
     launch = SimpleNamespace(engine_manager=SimpleNamespace(processes=[process]))
-    with pytest.raises(ProcessDied, match=f"process {process.pid} died"), named_deaths():
+    with (
+        pytest.raises(ProcessDied, match=f"process {process.pid} died"),
+        killed_engine_raises_process_died(),
+    ):
         wait_for_engine_startup(launch)
 
 

@@ -116,7 +116,7 @@ def test_a_side_that_fails_or_is_busy_hides_nothing(monkeypatch: pytest.MonkeyPa
 
 def test_an_answer_that_makes_no_sense_hides_nothing():
     (*_, last) = log_of_failure([GOOD[0]])
-    assert last.startswith(": it could not be examined: ValueError")
+    assert last.startswith(": its diagnosis failed: ValueError")
 
 
 def test_a_restored_replica_is_not_scored_again():
