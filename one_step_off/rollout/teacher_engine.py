@@ -10,20 +10,15 @@ import psutil
 import ray
 
 from one_step_off.cluster.core_sharing import CoreUser
-from one_step_off.cluster.errors import ProcessDied
 from one_step_off.cluster.resource_usage import UsageProbe
 from one_step_off.config.device_shares import device_share
 from one_step_off.config.roles import role_settings, vocabulary_size
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays
 from one_step_off.rollout.engine_args import CPU_ENGINE_ARGS, MAX_BATCHED_TOKENS, longest_sequence
-from one_step_off.rollout.engine_processes import (
-    is_engine,
-    killed_engine_raises_process_died,
-    not_running,
-)
+from one_step_off.rollout.engine_processes import is_engine, not_running
 from one_step_off.rollout.prompt_scores import log_probs_of, top_log_probs_of
-from one_step_off.rollout.start_failures import log_size, start_failure
+from one_step_off.rollout.start_failures import failed_start_names_its_reason
 
 
 def teacher_engine_args(cfg: Config, device: str) -> dict[str, Any]:
@@ -88,17 +83,9 @@ class TeacherEngine(UsageProbe, CoreUser):
 
         self.vocabulary = vocabulary_size(self.cfg, "model")
         arguments = teacher_engine_args(self.cfg, self.device)
-        start = log_size(self.log)
-        try:
-            with killed_engine_raises_process_died():
-                self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        except ProcessDied:
-            raise
-        except Exception as error:
-            reason = start_failure(error, self.log, start)
-            raise RuntimeError(
-                f"teacher.path={self.cfg.teacher.path}: vLLM cannot serve it here: {reason}"
-            ) from error
+        what_failed = f"teacher.path={self.cfg.teacher.path}: vLLM cannot serve it here"
+        with failed_start_names_its_reason(what_failed, self.log):
+            self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         children = psutil.Process().children(recursive=True)
         self.engine_processes = [child for child in children if is_engine(child)]
 

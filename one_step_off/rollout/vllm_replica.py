@@ -35,12 +35,12 @@ from one_step_off.rollout.engine_processes import (
     ProcessId,
     is_engine,
     kill_processes,
-    killed_engine_raises_process_died,
     not_running,
 )
 from one_step_off.rollout.prompt_scores import log_probs_of
 from one_step_off.rollout.reward_queue import RewardQueue
 from one_step_off.rollout.sampling import Sampling
+from one_step_off.rollout.start_failures import failed_start_names_its_reason
 from one_step_off.rollout.trajectory_run import TrajectoryRun
 
 T = TypeVar("T")
@@ -77,6 +77,7 @@ class RolloutReplica(UsageProbe, CoreUser):
         loops: Sequence[str] = ("",),
         seed: int = 0,
         endpoint: Any = None,
+        log: str = "",
     ) -> None:
         """
         Args:
@@ -88,12 +89,14 @@ class RolloutReplica(UsageProbe, CoreUser):
             seed: of the engine, see `sampling.engine_seed`.
             endpoint: an `EndpointAccess`, where external agents find the run; None: it has no
                 endpoint.
+            log: the file with the output of this process; "": it has none of its own.
         """
         self.cfg = cfg
         self.index = index
         self.device = device
         self.loop_names = loops
         self.seed = seed
+        self.log = log
         MCP_SCHEMAS.update(mcp_schemas)
         self.rewards = RewardQueue(scorers, index)
         self.limiter = ConcurrencyLimiter(cfg.agent.max_concurrency)
@@ -122,6 +125,7 @@ class RolloutReplica(UsageProbe, CoreUser):
 
         Raises:
             ProcessDied: a process of the engine was killed.
+            RuntimeError: the engine did not start; the message names the reason.
         """
         kill_processes(former)
         from vllm import AsyncEngineArgs
@@ -134,7 +138,7 @@ class RolloutReplica(UsageProbe, CoreUser):
             self.loops.get(name)
         arguments = engine_args(self.cfg, self.device, self.seed)
         self.lora_request = lora_engine.request_of_policy(self.cfg)
-        with killed_engine_raises_process_died():
+        with failed_start_names_its_reason("its engine did not start", self.log):
             self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         if self.endpoint is not None:
             await self._start_endpoint(self.endpoint)

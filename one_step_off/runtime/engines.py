@@ -162,7 +162,18 @@ class RunEngines:
         loop_names = self.prepared.loop_names
         cfg = self._replica_cfg(index)
         endpoint = self.endpoint.access if self.endpoint else None
-        args = (cfg, index, self.device, self.scorers, MCP_SCHEMAS, loop_names, seed, endpoint)
+        log = f"{self.log_folder}/rollout_{index}.log"
+        args = (
+            cfg,
+            index,
+            self.device,
+            self.scorers,
+            MCP_SCHEMAS,
+            loop_names,
+            seed,
+            endpoint,
+            log,
+        )
         replica = spawn(
             RolloutReplica,
             args,
@@ -170,7 +181,7 @@ class RunEngines:
             self.device,
             self.slot_share(pool),
             engine_env(self.device, self.host),
-            f"{self.log_folder}/rollout_{index}.log",
+            log,
         )
         self.actors.append(replica)
         return replica

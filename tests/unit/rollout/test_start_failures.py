@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from one_step_off.rollout.start_failures import log_size, start_failure
+from one_step_off.cluster.errors import ProcessDied
+from one_step_off.rollout.start_failures import (
+    failed_start_names_its_reason,
+    log_size,
+    start_failure,
+)
 
 ARGUMENTS = """1 validation error for ModelConfig
   Value error, Unknown quantization method: x. Must be one of ['awq'\
@@ -50,3 +57,34 @@ def test_without_an_error_in_the_log_the_log_is_named(tmp_path: Path) -> None:
     assert start_failure(RuntimeError(CORE), str(log), 0) == expected
     log.write_text(EARLIER)
     assert start_failure(RuntimeError(CORE), str(log), log_size(str(log))) == expected
+
+
+def test_without_a_log_vllms_error_is_all_there_is() -> None:
+    assert start_failure(RuntimeError(CORE), "", 0) == CORE
+
+
+def wait_for_engine_startup(launch: Any) -> None:
+    """As vLLM's."""
+    raise RuntimeError(CORE)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "error", "message"),
+    [
+        (1, RuntimeError, "^it did not start: ValueError: no kernel for"),
+        (-9, ProcessDied, "^its engine's process 7 died"),
+    ],
+)
+def test_a_killed_engine_has_died_whatever_the_log_says(
+    tmp_path: Path, exit_code: int, error: type[Exception], message: str
+) -> None:
+    log = tmp_path / "rollout_0.log"
+    process = SimpleNamespace(pid=7, exitcode=exit_code, join=lambda limit: None)
+    with (
+        pytest.raises(error, match=message),
+        failed_start_names_its_reason("it did not start", str(log)),
+    ):
+        log.write_text(LOG)
+        wait_for_engine_startup(
+            SimpleNamespace(engine_manager=SimpleNamespace(processes=[process]))
+        )

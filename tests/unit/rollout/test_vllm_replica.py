@@ -132,12 +132,25 @@ def test_a_colocated_engine_sleeps_between_its_turns_and_wakes_for_the_sync(devi
     assert replica.stamp == (0, 1)
 
 
-def test_the_loops_of_the_data_are_made_before_the_engine(tmp_path, monkeypatch):
+@pytest.fixture
+def start_with(tmp_path, monkeypatch):
+    """A function that starts a replica, whose engine is what a function returns in vLLM's place."""
     tiny_qwen.build_tokenizer().save_pretrained(tmp_path)
-    cfg = Config()
-    cfg.model.path = str(tmp_path)
+    monkeypatch.setattr("gc.freeze", lambda: None)
+
+    def start(replica, make_engine):
+        replica.cfg.model.path = str(tmp_path)
+        llm = SimpleNamespace(AsyncLLM=SimpleNamespace(from_engine_args=make_engine))
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(AsyncEngineArgs=dict))
+        monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", llm)
+        return asyncio.run(replica.start())
+
+    return start
+
+
+def test_the_loops_of_the_data_are_made_before_the_engine(start_with):
     names = ("single_turn", "retry_with_feedback")
-    replica = RolloutReplica(cfg, 0, "cpu", [], loops=names)
+    replica = RolloutReplica(Config(), 0, "cpu", [], loops=names)
     loaded_before_engine = []
 
     def make_engine(_):
@@ -145,13 +158,25 @@ def test_the_loops_of_the_data_are_made_before_the_engine(tmp_path, monkeypatch)
         scheduler = SimpleNamespace(max_num_seqs=7)
         return SimpleNamespace(vllm_config=SimpleNamespace(scheduler_config=scheduler))
 
-    llm = SimpleNamespace(AsyncLLM=SimpleNamespace(from_engine_args=make_engine))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(AsyncEngineArgs=dict))
-    monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", llm)
-    monkeypatch.setattr("gc.freeze", lambda: None)
-    max_sequences, _ = asyncio.run(replica.start())
+    max_sequences, _ = start_with(replica, make_engine)
     assert max_sequences == 7
     assert loaded_before_engine == list(names)
+
+
+def test_an_engine_that_does_not_start_names_the_reason(start_with, tmp_path):
+    """It is in the log of the engine's process. vLLM raises only that there is one."""
+    log = tmp_path / "rollout_0.log"
+    log.write_text("ERROR 11-25 20:55:07 [core.py:15] ValueError: of an earlier start\n")
+    replica = RolloutReplica(Config(), 0, "cpu", [], log=str(log))
+
+    def make_engine(_):
+        with log.open("a") as file:
+            file.write("ERROR 11-25 20:55:08 [core.py:15] ValueError: no memory for the cache\n")
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+    reason = "^its engine did not start: ValueError: no memory for the cache$"
+    with pytest.raises(RuntimeError, match=reason):
+        start_with(replica, make_engine)
 
 
 def test_replicas_ask_no_server_for_the_schemas_that_the_driver_has(monkeypatch):
