@@ -70,7 +70,11 @@ class BoundCells:
     @torch.no_grad()
     def write(self) -> None:
         """Copy the message buffer into the parameters. A packed layer, or a packed copy, is packed
-        when all of it has been written."""
+        when all of it has been written.
+
+        Raises:
+            SyncError: it cannot be packed.
+        """
         if self.cell_views:
             torch._foreach_copy_(self.parameter_views, self.cell_views)
         for packed_copy, count in self.copied_numbers.items():
@@ -178,6 +182,7 @@ class KeptLayout:
 
         Raises:
             NotInPlace: only a part of a packed layer was written. The model must not be used.
+            SyncError: a layer cannot be packed.
         """
         for packed_layer in self.packed_layers:
             packed_layer.finish()
@@ -207,9 +212,9 @@ class KeptLayout:
         """Of embeddings and heads. A tied head shares the weight of the embedding, into which alone
         a load writes."""
         packed_copies = []
-        for layer in self.model.modules():
+        for layer_name, layer in self.model.named_modules():
             if is_packed(layer) and keeps_its_weight(layer):
-                packed_copy = PackedCopy(layer)
+                packed_copy = PackedCopy(layer, layer_name)
                 for copy in copies:
                     if packed_copy.is_of(kernel_tensor(copy.destination)):
                         packed_copy.numbers_of_load += copy.destination.block.numel

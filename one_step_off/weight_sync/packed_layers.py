@@ -21,6 +21,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from one_step_off.cluster.errors import SyncError
+from one_step_off.config.errors import first_line
 from one_step_off.weight_sync.kept_blocks import Block
 from one_step_off.weight_sync.load_recording import Destination, Loadable, NotInPlace, Recording
 
@@ -76,13 +78,19 @@ class PackedLayer:
         return destination.layer is self.layer and destination.name in self.forms
 
     def write(self, name: str, block: Block, numbers: torch.Tensor) -> None:
-        """Write a box of the weight `name`; pack the layer if it was the last one."""
+        """Write a box of the weight `name`; pack the layer if it was the last one.
+
+        Raises:
+            SyncError: it cannot be packed. The layer must not be used before another sync.
+        """
         if not self.is_in_sync:
             raise RuntimeError("a packed layer is written outside of a sync")
         if self._is_complete(block, numbers):
             self.plain = {name: numbers.view(block.shape)}
-            self.packed_from_plain()
-            self.plain = {}
+            try:
+                self.packed_from_plain()
+            finally:
+                self.plain = {}  # memory of a message, which must not be given back as our own
             return
         self.fill(name, block, numbers)
         if self.numbers_written == self.numbers_of_load:
@@ -152,7 +160,7 @@ class PackedLayer:
         try:
             for name, plain in self.plain.items():
                 setattr(self.layer, name, torch.nn.Parameter(plain, requires_grad=False))
-            method.process_weights_after_loading(self.layer)
+            _let_vllm_pack(self.layer, self.layer_name)
             return {name: self.layer._parameters[name].data for name in self.forms}
         finally:
             for name, parameter in kernel_parameters.items():
@@ -193,8 +201,9 @@ class PackedCopy:
     of a checkpoint, so its tied head is packed while the other weights still travel.
     """
 
-    def __init__(self, layer: torch.nn.Module) -> None:
+    def __init__(self, layer: torch.nn.Module, layer_name: str) -> None:
         self.layer = layer
+        self.layer_name = layer_name
         self.numbers_of_load = 0  # how many numbers a load writes into the weight
         self.numbers_written = 0
         self.is_renewed = False
@@ -209,8 +218,11 @@ class PackedCopy:
         self.is_renewed = False
 
     def note_written(self, count: int) -> None:
-        """So many numbers of the weight were written; renew the copy if they were the last
-        ones."""
+        """So many numbers of the weight were written; renew the copy if they were the last ones.
+
+        Raises:
+            SyncError: it cannot be packed. The layer packs it when it is used.
+        """
         self.numbers_written += count
         if self.numbers_written == self.numbers_of_load:
             self._renew()
@@ -221,12 +233,22 @@ class PackedCopy:
             self._renew()
 
     def _renew(self) -> None:
+        # In place of the old version, whose memory is free then. It stays if packing fails.
+        self.layer.cpu_linear = PackOnUse(self.layer)
         if isinstance(self.layer, ParallelLMHead):
-            self.layer.cpu_linear = None  # frees the memory of the old version first
-            self.layer.quant_method.process_weights_after_loading(self.layer)
-        else:
-            self.layer.cpu_linear = PackOnUse(self.layer)
+            _let_vllm_pack(self.layer, self.layer_name)
         self.is_renewed = True
+
+
+def _let_vllm_pack(layer: torch.nn.Module, layer_name: str) -> None:
+    """Pack what the layer's parameters hold, as after a load. Raises SyncError: that failed."""
+    try:
+        layer.quant_method.process_weights_after_loading(layer)
+    except Exception as error:
+        raise SyncError(
+            f"{layer_name} could not be packed for its CPU kernel: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 def is_packed(layer: torch.nn.Module) -> bool:

@@ -242,6 +242,106 @@ def test_a_tied_head_is_packed_as_soon_as_its_weight_has_come():
     assert seen == [False, True, True]
 
 
+def halves(block: Block) -> list[Block]:
+    """Its upper and its lower rows."""
+    middle = (block.start[0] + block.stop[0]) // 2
+    return [
+        Block(block.start, (middle, *block.stop[1:])),
+        Block((middle, *block.start[1:]), block.stop),
+    ]
+
+
+def count_packing_of_the_head(worker: Worker, keep_plain: bool) -> None:
+    """Two syncs, in each of which the head is packed once: with the last box of its weight."""
+    from one_step_off.weight_sync.kept_layout import KeptLayout
+
+    model = worker.model(worker.case.tensors(0), PACKED)
+    layout = KeptLayout.learn(model, shapes_of(worker.case.tensors(0)), keep_plain)
+    worker.reload(model, worker.case.tensors(0), layout.note_loaded)
+    layout.prove()
+    pack = model.lm_head.quant_method.process_weights_after_loading
+    packed = []
+
+    def pack_and_count(layer: torch.nn.Module) -> None:
+        packed.append(layer)
+        pack(layer)
+
+    model.lm_head.quant_method.process_weights_after_loading = pack_and_count
+    name = "model.embed_tokens.weight" if worker.case.tied else "lm_head.weight"
+    others = [
+        (key, block) for key, blocks in layout.kept.items() for block in blocks if key != name
+    ]
+    pairs = [halves(block) for block in layout.kept[name]]
+    for seed in (1, 2):
+        tensors = worker.case.tensors(seed)
+        packed.clear()
+        layout.start()
+        layout.bind(messages_of(others, tensors)).write()
+        layout.bind(messages_of([(name, upper) for upper, _ in pairs], tensors)).write()
+        assert not packed
+        layout.bind(messages_of([(name, lower) for _, lower in pairs], tensors)).write()
+        assert packed == [model.lm_head]
+        layout.finish(torch.bfloat16)
+        assert packed == [model.lm_head], "packed a second time"
+        assert_same_model(model, worker.model(tensors, PACKED))
+        if keep_plain:
+            assert_reads_back(layout, tensors)
+
+
+@pytest.mark.parametrize(
+    ("case", "keep_plain"),
+    [
+        pytest.param(Case("qwen2", 1, tied=True), True, id="tied, deltas"),
+        pytest.param(Case("qwen2", 1), False, id="untied"),
+        # 200 rows, padded: the second worker has fewer than the first.
+        pytest.param(Case("qwen2", 2, tied=True), False, id="tied, TP 2"),
+        pytest.param(Case("qwen2", 2), True, id="untied, TP 2, deltas"),
+    ],
+)
+def test_a_head_is_packed_once_in_each_sync(case, keep_plain):
+    run_workers(case, count_packing_of_the_head, keep_plain)
+
+
+def fail_to_pack(worker: Worker, layer_name: str) -> str:
+    """A sync in which vLLM cannot pack a layer, and the next one. Returns the error."""
+    from one_step_off.cluster.errors import SyncError
+    from one_step_off.weight_sync.kept_layout import KeptLayout
+
+    first, second = worker.case.tensors(0), worker.case.tensors(1)
+    model = worker.model(first, PACKED)
+    layout = KeptLayout.learn(model, shapes_of(first))
+    worker.reload(model, first, layout.note_loaded)
+    layout.prove()
+    method = model.get_submodule(layer_name).quant_method
+
+    def fail(layer: torch.nn.Module) -> None:
+        raise MemoryError("no memory\nfor a packed weight")
+
+    whole = [(name, block) for name, blocks in layout.kept.items() for block in blocks]
+    messages = messages_of(whole, second)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(method, "process_weights_after_loading", fail)
+        layout.start()
+        with pytest.raises(SyncError) as caught:
+            layout.bind(messages).write()
+    if layer_name == "lm_head":  # learned again, the layout still packs it
+        again = KeptLayout.learn(model, shapes_of(first)).packed_copies
+        assert len(again) == len(layout.packed_copies)
+    write_in_buckets(layout, second, random.Random(2))
+    assert_same_model(model, worker.model(second, PACKED))
+    free = [
+        tensor for tensors in layout.packed_layers[0].memory.free.values() for tensor in tensors
+    ]
+    assert not {tensor.data_ptr() for tensor in free} & {view.data_ptr() for *_, view in messages}
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layer_name", ["lm_head", "model.layers.1.self_attn.o_proj"])
+def test_a_layer_that_cannot_be_packed_fails_the_sync_and_not_the_next_one(layer_name):
+    (error,) = run_workers(Case("qwen2", 1, tied=True), fail_to_pack, layer_name)
+    assert error == f"{layer_name} could not be packed for its CPU kernel: MemoryError: no memory"
+
+
 def assert_union_is_whole(workers: list[KeptBlocks], tensors: Weights) -> None:
     for name, tensor in tensors.items():
         seen = torch.zeros(tensor.shape, dtype=torch.bool)
