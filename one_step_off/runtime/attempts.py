@@ -96,8 +96,9 @@ def run_with_restarts(prepared: Prepared, tracker: Tracker) -> None:
     """Train to the end, in as many attempts as it takes.
 
     Raises:
-        Exception: an error that a restart cannot help against; or, with no restarts left, the last
-            failure.
+        ConfigError: a start, maybe a repeated one, has found bad input, and nothing has trained.
+        Exception: an error that a restart cannot help against; or, with no restarts left, or where
+            a run that has trained cannot be started again, the last failure.
     """
     stream = prepared.data.stream
     first_position = stream.state_dict()
@@ -126,8 +127,8 @@ def _run_attempts(
             loop_runner.run(run_attempt(prepared, state, tracker, loop_runner))
             return
         except ConfigError as error:
-            if last_failure is None:
-                raise
+            if last_failure is None or not state.has_trained:
+                raise  # the input is bad, whatever process died in an earlier start
             # As where a host has failed: the cluster is now too small for a pool.
             last_failure.add_note(f"the run could not be restarted: {error}")
             raise last_failure from last_failure.__cause__

@@ -19,6 +19,7 @@ from one_step_off.cluster.errors import (
     RoleError,
     SyncError,
 )
+from one_step_off.config.command_line import exit_code
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.monitoring.tracker import Tracker
@@ -183,6 +184,22 @@ def test_an_exception_in_a_repeated_start_ends_the_run_too(start):
     raised, lines = start(DIED, RAISED)
     assert raised is RAISED
     assert len(lines) == 1
+
+
+@pytest.mark.parametrize("is_supervised", [False, True])
+def test_bad_input_in_a_repeated_start_ends_the_run_as_in_the_first(is_supervised, start, capsys):
+    """The start before has not come as far as to find it. Its death is in the log."""
+    bad_input = ConfigError("teacher.path=x: its token ids do not match those of model.path")
+    raised, lines = start(DIED, bad_input, is_supervised=is_supervised)
+    assert lines == [f"{DIED}; starting again as incarnation 1"]
+    assert raised is bad_input
+    assert not hasattr(raised, "__notes__")
+
+    def main(argv: list[str]) -> int:
+        raise raised
+
+    assert exit_code(main, []) == 2
+    assert capsys.readouterr().err == f"error: {bad_input}\n"
 
 
 @pytest.mark.parametrize("is_supervised", [False, True])
