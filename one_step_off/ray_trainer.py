@@ -238,7 +238,7 @@ class Pipeline:
         metrics |= await self._update(batch)
         self.skipped_updates.check(batch, metrics)
         self._prepare_sync(batch.step + 1)
-        # The wait until the weights were sent is no training.
+        # The wait until the weights were sent and accepted is no training.
         train_s = now() - begin - metrics.get("actor/sync_wait_s", 0.0)
         metrics["time/log_prob_s"] = log_prob_s
         metrics["time/train_s"] = train_s

@@ -57,9 +57,9 @@ def is_running(pid: int) -> bool:
 
 
 def kill_all(find: Callable[[], list[int]]) -> None:
-    """Kill the processes that `find` returns, until it returns none twice: one may start another
-    before it ends. And while a process ends, its children get another parent. `find` may look for
-    them at the new one before, and at the old one after."""
+    """Kill the processes that `find` returns, until it returns none twice in a row. A process may
+    start another before it ends. One that changes its parent during a search is found by the
+    next."""
     deadline = time.monotonic() + KILL_S
     times_none = 0
     while times_none < 2 and time.monotonic() < deadline:

@@ -51,23 +51,24 @@ def needed_columns(row: Row) -> Row:
 def exposed_sync(row: Row, following_row: Row, arm: str) -> float:
     """By how many seconds a step would have ended earlier if its weight sync had taken no time.
 
-    In a step without overlap everything waits for the sync, so it is the whole sync.
+    In a step without overlap everything waits for the sync. With weight_sync.canary_overlap the
+    optimizer may wait `sync_wait` for the canary, too.
 
     In an overlapped step the sync delays the start of generation, and the optimizer waits
     `sync_wait` for the end of the send. The step ends when the later of both ends. Take the end of
     training as 0. Then generation ends at `generation_lag`, which the waits of the next step tell.
-    Without the sync training would have ended at
-    -sync_wait, and generation at generation_lag - sync.
+    Without the waits training would have ended at -sync_wait. Without the sync generation would
+    have ended at generation_lag - sync.
     """
     sync = row["time/sync_s"] or 0.0
     overlapped = row.get("sync/overlapped")
     if overlapped is None:  # rows of an earlier version
         overlapped = arm in (OVERLAPPED, SHARED)
-    if not overlapped:
-        return sync
     sync_wait = row["actor/sync_wait_s"] or 0.0
     generation_lag = following_row["time/wait_rollout_s"] - following_row["time/wait_trainer_s"]
     end = max(0.0, generation_lag)
+    if not overlapped:
+        return sync + end - max(-sync_wait, generation_lag)
     end_without_sync = max(-sync_wait, generation_lag - sync)
     return end - end_without_sync
 

@@ -110,6 +110,12 @@ def check_engine(cfg: Config, device: str) -> None:
                 f"{location}: the engine's log-probs would not be the policy's, "
                 "or the weight sync would miss a part of the model; remove it"
             )
+        if name == "scheduler_cls" and cfg.weight_sync.in_flight == "keep":
+            raise ConfigError(
+                f"{location}: with weight_sync.in_flight=keep the run's own scheduler keeps "
+                "prompts from cached prefixes of older weights; remove it, or use "
+                "in_flight=recompute"
+            )
         if device == "cpu" and name in UNSAFE_ENGINE_FIELDS_ON_CPU and value:
             raise ConfigError(
                 f"{location}: a prompt computed in parts crashes vLLM's CPU engine; remove it"

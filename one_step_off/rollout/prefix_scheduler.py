@@ -41,6 +41,7 @@ class PrefixesPerVersion(Scheduler):
             return
         self.ended_pauses += 1
         for request in self.requests.values():
+            # A preempted one keeps its salt: the tokens that it has are of older weights.
             if request.num_computed_tokens == 0 and request.num_preemptions == 0:
                 self._salt(request)
 

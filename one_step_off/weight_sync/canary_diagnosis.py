@@ -34,6 +34,7 @@ class FailedCanary:
         trainer: the log-probs that were compared.
         replicas: replica -> the same.
         limit: of the difference of one token, in nats.
+        trainer_waits: its update may have begun, and waits for this canary. It cannot score then.
     """
 
     what: str
@@ -41,6 +42,7 @@ class FailedCanary:
     trainer: LogProbs
     replicas: dict[int, LogProbs]
     limit: float
+    trainer_waits: bool = False
 
     async def log_diagnosis(
         self, trainers: Trainers, actors: dict[int, Any], on_log: OnLog
@@ -49,7 +51,7 @@ class FailedCanary:
         it meets.
 
         Args:
-            trainers: score again, beside the replicas.
+            trainers: score again, beside the replicas, if they do not wait.
             actors: replica -> its Ray actor.
             on_log: receives the lines.
         """
@@ -80,12 +82,14 @@ class FailedCanary:
     async def _score_again(
         self, trainers: Trainers, actors: dict[int, Any]
     ) -> list[tuple[str, LogProbs, LogProbs | Exception | None]]:
-        """Who, its first log-probs, and its new ones: None if it does not answer in time."""
+        """Who, its first log-probs, and its new ones: None if it does not answer in time. Without
+        a trainer that waits for this canary."""
         calls: list[tuple[str, LogProbs, Awaitable[LogProbs]]] = [
             (f"rollout replica {number}", scores, actors[number].score.remote(self.sequences))
             for number, scores in self.replicas.items()
         ]
-        calls.append(("the trainer", self.trainer, trainers.score(self.sequences)))
+        if not self.trainer_waits:
+            calls.append(("the trainer", self.trainer, trainers.score(self.sequences)))
         limit_s = min(SCORE_AGAIN_S, canary_limit_s(trainers.cfg))
         again = await _answers([_outcome(answer) for _, _, answer in calls], limit_s)
         return [(who, first, new) for (who, first, _), new in zip(calls, again, strict=True)]

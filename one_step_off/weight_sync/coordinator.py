@@ -241,8 +241,7 @@ class WeightSync:
     async def _accept(
         self, stamp: Stamp, trainer_log_probs: LogProbs, canary: CanaryBeside
     ) -> dict[str, float]:
-        """Compare what the replicas answered; returns the canary's metrics. Errors: as
-        `verified`."""
+        """Compare the replicas' answers; returns the canary's metrics. Errors: as `verified`."""
         what = canary_name(stamp)
         scores, failed = await canary.answers(what, canary_limit_s(self.actor.cfg))
         metrics: dict[str, float] = {}
@@ -489,7 +488,8 @@ class WeightSync:
         except CanaryFailed:
             if not is_restore:  # for a restore the trainer may have newer weights by now
                 limit = self.canary_check.tolerance.largest
-                failed = FailedCanary(what, self.canary, trainer, scores, limit)
+                waits = self.canary_beside is not None  # a step trains beside it
+                failed = FailedCanary(what, self.canary, trainer, scores, limit, waits)
                 await failed.log_diagnosis(self.actor, actors, self.on_log)
             raise
 

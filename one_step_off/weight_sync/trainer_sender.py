@@ -217,8 +217,8 @@ class WeightSenderMixin:
             self.release_changed.notify_all()
 
     def before_step(self) -> None:
-        """Wait until the weights may change; they may at once where the step began after its sync.
-        Raises SyncError: they did not reach the replicas."""
+        """Wait until the weights may change: every replica has them, and its canary was accepted.
+        Raises SyncError: that did not happen."""
         sync_is_open = hasattr(self, "release_changed")
         if not sync_is_open:
             return
@@ -231,4 +231,4 @@ class WeightSenderMixin:
         if self.sync_failure:
             raise SyncError(f"{who} did not reach the replicas: {self.sync_failure}")
         if not ended:
-            raise SyncError(f"{who} was not sent in {limit_s:g} s")
+            raise SyncError(f"{who} was not sent and accepted in {limit_s:g} s")

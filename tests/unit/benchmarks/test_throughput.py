@@ -91,6 +91,9 @@ def test_a_headline_compares_only_arms_that_ran(arms) -> None:
         # Synchronous, everything waits for the sync.
         (cases.DISAGGREGATED, 0.0, 0.0, 0.4),
         (cases.ONE_STEP_OFF, -2.0, 0.0, 0.4),
+        # The optimizer waited for a canary beside the prompts, and generation ended later.
+        (cases.ONE_STEP_OFF, -2.0, 0.3, 0.7),
+        (cases.ONE_STEP_OFF, 0.5, 0.3, 0.4),
         # Generation ends last, and would have ended earlier by the whole sync.
         (cases.OVERLAPPED, 1.0, 0.0, 0.4),
         # Without the sync the trainer would have ended last.

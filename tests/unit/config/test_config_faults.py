@@ -279,6 +279,10 @@ BAD = [
     (["rollout.sampling_kwargs.ignore_eos=1"], ["ignore_eos=1", "true or false"]),
     (["rollout.engine_kwargs.model=x"], ["engine_kwargs.model=x", "use model.path"]),
     (
+        ["rollout.engine_kwargs={scheduler_cls: null}", "weight_sync.in_flight=keep"],
+        ["engine_kwargs.scheduler_cls=null", "older weights", "remove it, or use in_flight=reco"],
+    ),
+    (
         ["rollout.engine_kwargs.logits_processors=[a:B]"],
         ["logits_processors=[a:B]", "log-probs", "remove it"],
     ),

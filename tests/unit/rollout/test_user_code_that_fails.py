@@ -257,7 +257,7 @@ def test_a_greedy_sample_that_failed_is_still_the_greedy_one(monkeypatch):
 
 @pytest.mark.parametrize("on_error", POLICIES)
 def test_slow_generation_and_slow_scoring_are_not_the_loops_time(on_error):
-    """Each takes twice the limit of the loop's own code, which is that of both keys, twice."""
+    """Each takes 0.8 s. The loop's own code may take 0.4 s: twice the sum of both keys."""
     replica: Any = replica_of("fine", on_error)
     replica.cfg.agent.timeout_s = 0.1
     replica.cfg.agent.tool_timeout_s = 0.1
