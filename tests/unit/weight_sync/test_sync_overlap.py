@@ -229,7 +229,9 @@ def test_an_update_whose_weights_were_never_sent_ends_in_a_named_error(tmp_path)
     try:
         groups = form_groups([worker.weight_plan()], "sharded", 1)
         worker.open_sender(groups, [], 1 << 20, HOST, 2.0)
-        with pytest.raises(SyncError, match=r"trainer rank 0: version 0 was not sent and accepted in 2 s"):
+        with pytest.raises(
+            SyncError, match=r"trainer rank 0: version 0 was not sent and accepted in 2 s"
+        ):
             worker.update(make_batch(path))
         assert worker.version == 0
     finally:
