@@ -1,5 +1,6 @@
 """Two real engines, with vLLM's scheduler and with ours, give the same tokens and log-probs. (Which
-requests share a step is chance, and on some CPUs float32 sums differ by the size of the batch.)"""
+requests share a step is chance. On the CPUs measured the bits do not depend on it; on others they
+may.)"""
 
 from __future__ import annotations
 
