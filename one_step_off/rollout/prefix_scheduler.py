@@ -2,8 +2,8 @@
 (`weight_sync.in_flight=keep`).
 
 vLLM clears its prefix cache only together with the KV caches of unfinished requests, and `keep`
-keeps those. So a prefix is known by the version that computed it, too. The engine's process must
-see to that: whoever sends a request cannot know before or after which sync it will begin.
+keeps those. So a prefix is known by the version that computed it, too. Only the engine's process
+can tell that version: a request may wait there while the weights change.
 """
 
 from __future__ import annotations

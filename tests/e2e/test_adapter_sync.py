@@ -47,9 +47,9 @@ def assert_ratio_is_one(folder: Path) -> list[dict[str, Any]]:
     assert len(rows) == 3
     for row in rows:
         assert row["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
-        assert row["ratio/max"] == pytest.approx(1.0, abs=1e-3)
-        assert row["logprob_diff/max"] < 1e-3
-        assert row["canary/logprob_diff_max"] < 1e-3
+        assert row["ratio/max"] == pytest.approx(1.0, abs=2e-4)
+        assert row["logprob_diff/max"] < 1e-4
+        assert row["canary/logprob_diff_max"] < 1e-4
         assert row["actor/grad_norm"] > 0
     return rows
 

@@ -134,4 +134,4 @@ def test_every_form_of_request_of_the_real_packages_is_served(tmp_path):
     assert row["samples"] > 20  # segments of the four episodes
     # The trainer's log-probs of all turns are those of the engine.
     assert row["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
-    assert row["ratio/max"] == pytest.approx(1.0, abs=1e-3)
+    assert row["ratio/max"] == pytest.approx(1.0, abs=3e-4)

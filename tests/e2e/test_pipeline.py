@@ -85,9 +85,9 @@ def test_synchronous_ratio_is_one(models, tmp_path, kind, tied, temperature, est
         assert row["staleness/min"] == 0
         assert row["staleness/max"] == 0
         assert row["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
-        assert row["ratio/max"] == pytest.approx(1.0, abs=1e-3)
+        assert row["ratio/max"] == pytest.approx(1.0, abs=2e-4)
         assert row["actor/grad_norm"] > 0
-        assert row["canary/logprob_diff_max"] < 1e-3
+        assert row["canary/logprob_diff_max"] < 1e-4
     samples = read_rows(tmp_path, "samples/step_000001.jsonl")
     assert len({sample["advantage/mean"] for sample in samples}) > 4
 

@@ -25,10 +25,13 @@ from tests.e2e.run_folder import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-ROUNDING = 1e-3
-"""Nats between two engines' float32 log-probs of a token by the same weights, at most. It grows as
-a policy gets sure of other tokens: single ones of 12,000 came to 3e-4. Another step's weights
-differ by 0.6 in the mean."""
+ROUNDING = 2e-4
+"""Nats between the float32 log-probs of a token by engine and trainer, at most."""
+
+ROUNDING_OF_LORA = 1e-3
+"""The same at a high learning rate, which makes the policy sure of few tokens. The log-probs of the
+others differed by up to 3.2e-4 in 12,000 tokens. With the weights of another step log-probs differ
+by 0.6 in the mean."""
 
 
 @dataclass
@@ -95,14 +98,14 @@ ADAPTERS_APART = {"model.lora_rank": 4, "weight_sync.lora": "adapter", "actor.lr
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "rounding"),
     [
-        pytest.param({}, id="all weights", marks=[pytest.mark.slow, pytest.mark.ci]),
-        pytest.param(ADAPTERS_APART, id="adapters apart", marks=pytest.mark.slow),
+        pytest.param({}, ROUNDING, id="all weights", marks=[pytest.mark.slow, pytest.mark.ci]),
+        pytest.param(ADAPTERS_APART, ROUNDING_OF_LORA, id="adapters apart", marks=pytest.mark.slow),
     ],
 )
 def test_interrupted_samples_continue_with_the_new_weights_and_none_is_dropped(
-    models, tmp_path, scored_batches, changes
+    models, tmp_path, scored_batches, changes, rounding
 ):
     """Random models end after any number of tokens. The trainer scores each batch by its newest
     weights. The log-probs of tokens that the engine made with these weights must be alike, also
@@ -130,8 +133,8 @@ def test_interrupted_samples_continue_with_the_new_weights_and_none_is_dropped(
     assert differences.newest_after_interruption > 50, (
         "too few tokens after an interruption to tell anything"
     )
-    assert max(differences.newest) < ROUNDING
-    assert np.mean(differences.older) > 5 * ROUNDING
+    assert max(differences.newest) < rounding
+    assert np.mean(differences.older) > 5e-3
     assert len(used_prompts(tmp_path)) == 8 * 4
     metrics = read_rows(tmp_path, "metrics.jsonl")
     assert max(row["carry/interrupted"] for row in metrics) > 0
@@ -186,7 +189,7 @@ def test_kept_caches_are_of_older_weights_and_new_requests_do_not_find_them(
     assert len(begun_by_newest) > 50
     assert len(after_pause) > 50
     assert max(begun_by_newest) < ROUNDING
-    assert np.mean(after_pause) > ROUNDING
+    assert np.mean(after_pause) > 1e-3
     assert len(used_prompts(tmp_path / "run")) == 8 * 4
     for row in read_rows(tmp_path / "run", "metrics.jsonl"):
         assert row["staleness/max"] <= 2
@@ -279,7 +282,7 @@ def test_an_agents_episode_that_spans_syncs_is_recorded_per_token(models, tmp_pa
         "too few tokens after a sync to tell anything"
     )
     assert max(differences.newest) < ROUNDING
-    assert np.mean(differences.older) > 5 * ROUNDING
+    assert np.mean(differences.older) > 5e-3
     assert len(used_prompts(tmp_path)) == 8 * 4
     metrics = read_rows(tmp_path, "metrics.jsonl")
     assert max(row["carry/interrupted"] for row in metrics) > 0
