@@ -154,8 +154,7 @@ def test_kept_caches_are_of_older_weights_and_new_requests_do_not_find_them(
     the newest weights began have exactly their log-probs, though older weights have computed the
     same prompts; the tail of a paused sample has not, because its KV cache is of older weights.
     Recomputed log-probs and a correction make up for that. The engine works on few samples at once,
-    so that it takes longer than training, and a sync comes in the middle of a step's samples. Two
-    more wait in the engine: they begin with the new weights, though they came before."""
+    so that it takes longer than training, and a sync comes in the middle of a step's samples."""
     from one_step_off.runtime import launch
 
     words = "one two three four five six seven eight nine ten eleven twelve"
@@ -168,8 +167,7 @@ def test_kept_caches_are_of_older_weights_and_new_requests_do_not_find_them(
         "data.max_prompt_length": 256,
         "pipeline.staleness": 2,
         "weight_sync.in_flight": "keep",
-        "agent.max_concurrency": 6,
-        "rollout.engine_kwargs": {"max_num_seqs": 4},
+        "agent.max_concurrency": 4,
         "data.max_response_length": 384,
         "algorithm.old_log_probs": "recompute",
         "algorithm.rollout_correction": "tis",
