@@ -197,11 +197,12 @@ def test_a_guess_that_answers_for_its_environment_is_a_lost_step(line):
 
 
 def test_many_confined_episodes_at_once_are_in_time(monkeypatch):
-    """Resets that take a quarter of a second of a core each: two at once, each within its three
-    seconds. All at once would take the two cores as long."""
+    """Resets that take a quarter of a second of a core each: two at once, each within its two
+    seconds. All at once would take two cores three seconds."""
+    # A container may show more cores than it may use.
     cores = min(2, len(os.sched_getaffinity(0)))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
-    loop = environment_loop("Busy", tool_timeout_s=3.0)
+    loop = environment_loop("Busy", tool_timeout_s=2.0)
     prompt = make_prompt(loop.tokenizer)
 
     async def main() -> list[Trajectory]:
