@@ -30,12 +30,12 @@ class PrefixesPerVersion(Scheduler):
         self.ended_pauses = 0
 
     def add_request(self, request: Any) -> None:
-        """See vLLM's."""
+        """Take a request, which begins with the weights of now unless it has to wait."""
         self._salt(request)
         super().add_request(request)
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """See vLLM's."""
+        """Pause or resume. What begins after a pause has other weights than what began before."""
         super().set_pause_state(pause_state)
         if pause_state is not PauseState.UNPAUSED:
             return
