@@ -5,8 +5,10 @@ format is one more parser beside `_parse_question` and `_parse_messages`.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from one_step_off.config.data_checks import ENVIRONMENT_SOURCE, FILE_ENDINGS
 from one_step_off.config.errors import ConfigError, first_line
 from one_step_off.config.schema import DataConfig
 from one_step_off.data.environment_rows import no_environment
-from one_step_off.data.plain_numbers import plain_number
+from one_step_off.data.plain_numbers import number_text, plain_number
 from one_step_off.data.samples import Prompt
 from one_step_off.data.word_problems import GENERATORS, default_test_size
 
@@ -199,17 +201,17 @@ def read_source(
 
 def final_number(answer: str) -> str:
     """The number after the last `####` of a GSM8K answer, without commas and `$`: "1,234" ->
-    "1234".
+    "1234". Commas may only group thousands.
 
     Raises BadRow: there is no such marker, or no number after it.
     """
     _, marker, rest = answer.rpartition("####")
     if not marker:
         raise BadRow("the answer has no '#### NUMBER'")
-    number = rest.strip().replace("$", "").removesuffix(".")
+    number = rest.strip().strip("$").removesuffix(".")
     if plain_number(number) is None:
         raise BadRow(f"after '####' comes {rest.strip()[:40]!r}, not a number")
-    return number.replace(",", "")
+    return number.replace(",", "").replace("$", "")
 
 
 def _text_column(columns: dict[str, Any], name: str) -> str:
@@ -242,10 +244,8 @@ def _parse_messages(columns: dict[str, Any]) -> dict[str, Any]:
         raise BadRow("all messages of 'prompt' are empty")
     reward_model = columns.get("reward_model")
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    if not _is_truth(truth):
-        raise BadRow("column 'reward_model' has no 'ground_truth' that is text or a number")
     messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
-    return {"messages": messages, "ground_truth": str(truth), "chat": True}
+    return {"messages": messages, "ground_truth": _truth_text(truth), "chat": True}
 
 
 def _is_message(message: Any) -> bool:
@@ -254,10 +254,17 @@ def _is_message(message: Any) -> bool:
     return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
 
 
-def _is_truth(truth: Any) -> bool:
-    if isinstance(truth, bool) or not isinstance(truth, (str, int, float)):
-        return False
-    return bool(str(truth).strip())
+def _truth_text(truth: Any) -> str:
+    """The ground truth as text. Raises BadRow: it is none, or one that no answer can equal."""
+    is_number = isinstance(truth, (int, float, Decimal, np.number)) and not isinstance(truth, bool)
+    if is_number and math.isfinite(truth):
+        return number_text(truth)
+    # Of a missing value a table of numbers makes NaN, and a table of texts its name.
+    if is_number or (isinstance(truth, str) and truth.strip().lower() == "nan"):
+        raise BadRow(f"'ground_truth' holds {truth}, which no answer can equal")
+    if isinstance(truth, str) and truth.strip():
+        return truth
+    raise BadRow("column 'reward_model' has no 'ground_truth' that is text or a number")
 
 
 def _extra_columns(columns: dict[str, Any], is_chat: bool) -> dict[str, Any]:

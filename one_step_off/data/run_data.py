@@ -4,13 +4,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from one_step_off.config.data_checks import EXTERNAL_LOOP
 from one_step_off.config.data_sections import SourceConfig
-from one_step_off.config.errors import located_config_error
+from one_step_off.config.errors import ConfigError, located_config_error
 from one_step_off.config.schema import Config
-from one_step_off.config.sources import curriculum, difficulty_filter, source_of, train_sources
+from one_step_off.config.sources import (
+    curriculum,
+    difficulty_filter,
+    source_of,
+    source_rewards,
+    train_sources,
+)
 from one_step_off.data.environment_rows import read_tasks
 from one_step_off.data.evaluation import MAIN_SET, set_epoch
 from one_step_off.data.mixture import DrawRules, MixedStream, PromptSource
+from one_step_off.data.plain_numbers import looks_like_number, plain_number
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.rows import DataReport, Row, load_rows
 from one_step_off.data.samples import Prompt, PromptId
@@ -19,6 +27,8 @@ from one_step_off.data.tokenization import ToolsOfLoop, no_tools, tokenize_rows
 # Generated held-out problems do not depend on trainer.seed, so that runs with different seeds are
 # evaluated on the same problems.
 HELD_OUT_SEED = 0
+# What these return may hold the reward.
+LOOPS_WITH_REWARD = (EXTERNAL_LOOP, "environment")
 
 
 @dataclass
@@ -82,6 +92,7 @@ def load_run_data(cfg: Config, tokenizer: Any, tools_of_loop: ToolsOfLoop = no_t
                 partial(read_tasks, cfg),
             )
             rows = _rows_of_source(rows, source_of(cfg, name))
+            rows = _rows_with_labels(rows, cfg, set_report)
             set_prompts = tokenize_rows(
                 rows, tokenizer, cfg.data, set_epoch(index), set_report, tools_of_loop
             )
@@ -119,6 +130,7 @@ def _training_sources(
         )
         rows = [replace(row, id=(0, first_row + row.id[1])) for row in rows]
         rows = _rows_of_source(rows, source)
+        rows = _rows_with_labels(rows, cfg, report)
         prompts = tokenize_rows(rows, tokenizer, cfg.data, 0, report, tools_of_loop)
         sources.append(PromptSource(source.name, prompts, source.weight))
         reports.append(report)
@@ -134,6 +146,30 @@ def _rows_of_source(rows: list[Row], source: SourceConfig) -> list[Row]:
         replace(row, source=source.name, agent_loop=row.agent_loop or source.agent_loop)
         for row in rows
     ]
+
+
+def _rows_with_labels(rows: list[Row], cfg: Config, report: DataReport) -> list[Row]:
+    """The rows whose ground truth some answer can equal. `gsm8k` compares numbers, and reads none
+    in `12,5`.
+
+    Raises ConfigError: there are others, and `data.bad_rows` is "fail" or no row is left.
+    """
+    functions = source_rewards(cfg)
+    good = []
+    for row in rows:
+        default = cfg.reward.functions.get(row.data_source, cfg.reward.function)
+        is_judged = (row.agent_loop or cfg.agent.loop) not in LOOPS_WITH_REWARD
+        is_number = is_judged and functions.get(row.source, default) == "gsm8k"
+        truth = row.ground_truth.strip()
+        if is_number and looks_like_number(truth) and plain_number(truth) is None:
+            reason = f"'ground_truth' holds {truth[:40]!r}, not a number that gsm8k reads"
+            report.skip(row.where, reason, cfg.data)
+        else:
+            good.append(row)
+    if rows and not good:
+        location, reason = report.bad[-1]
+        raise ConfigError(f"{report.name}: all rows are malformed; fix {location}: {reason}")
+    return good
 
 
 def _training_stream(cfg: Config, sources: list[PromptSource]) -> PromptStream | MixedStream:

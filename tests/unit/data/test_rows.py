@@ -6,15 +6,19 @@ import dataclasses
 import json
 import os
 import time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import DataConfig
+from one_step_off.data.plain_numbers import number_text
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.rows import DataReport, final_number, load_rows
 from one_step_off.data.run_data import load_run_data
@@ -40,6 +44,10 @@ from tests.unit.data.data_helpers import (
         ("#### 5\n#### 6", "6"),
         ("####8", "8"),
         ("#### 1/2", "1/2"),
+        ("#### $72$", "72"),
+        ("#### 1,234,567.5", "1234567.5"),
+        ("#### 1e-5", "1e-5"),
+        ("#### 37.0", "37.0"),
     ],
 )
 def test_final_number(answer: str, number: str) -> None:
@@ -59,6 +67,12 @@ BAD_GSM8K = [
     ({"question": "a", "answer": "2"}, "no '#### NUMBER'"),
     ({"question": "a", "answer": "#### two"}, "comes 'two', not a number"),
     ({"question": "a", "answer": "####"}, "comes '', not a number"),
+    ({"question": "a", "answer": "#### 12,5"}, "comes '12,5', not a number"),
+    ({"question": "a", "answer": "#### 1,23,456"}, "comes '1,23,456', not a number"),
+    ({"question": "a", "answer": "#### 0,123"}, "comes '0,123', not a number"),
+    ({"question": "a", "answer": "#### 1$2"}, "comes '1$2', not a number"),
+    ({"question": "a", "answer": "#### 0x1A"}, "comes '0x1A', not a number"),
+    ({"question": "a", "answer": "#### nan"}, "comes 'nan', not a number"),
 ]
 
 
@@ -92,6 +106,9 @@ BAD_CHAT = [
     ({"reward_model": {"ground_truth": ""}}, "'ground_truth'"),
     ({"reward_model": {"ground_truth": [1]}}, "'ground_truth'"),
     ({"reward_model": {"ground_truth": True}}, "'ground_truth'"),
+    ({"reward_model": {"ground_truth": float("nan")}}, "holds nan, which no answer can equal"),
+    ({"reward_model": {"ground_truth": float("-inf")}}, "holds -inf, which no answer can equal"),
+    ({"reward_model": {"ground_truth": " NaN"}}, "which no answer can equal"),
     ({"agent_loop": 5}, "column 'agent_loop' holds 5, not a text"),
     ({"agent_loop": ["tool"]}, "column 'agent_loop' holds ['tool']"),
 ]
@@ -104,6 +121,56 @@ def test_bad_chat_rows(tmp_path: Path, changes: dict[str, Any], reason: str) -> 
     assert len(load_rows(path, "train", DataConfig(), 0, report)) == 1
     assert report.bad[0][0] == f"{path}:2"
     assert reason in report.bad[0][1]
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        (
+            pa.array([1e-5, 1e16, 37.0, 0.1 + 0.2, -0.0]),
+            ["0.00001", "1" + 16 * "0", "37", "0.3", "0"],
+        ),
+        (pa.array([0.1, 3.14, 2.5], pa.float32()), ["0.1", "3.14", "2.5"]),
+        (pa.array([2**53 + 1, 5]), ["9007199254740993", "5"]),
+        (pa.array([Decimal("1.50"), Decimal("1000")]), ["1.5", "1000"]),
+        (pa.array(["37.0", " 1,5"]), ["37.0", " 1,5"]),
+    ],
+)
+def test_numeric_ground_truths_are_written_as_people_write_them(
+    tmp_path: Path, values: pa.Array, texts: list[str]
+) -> None:
+    reward_model = pa.StructArray.from_arrays([values], ["ground_truth"])
+    prompt = pa.array([[{"role": "user", "content": "?"}]] * len(values))
+    path = str(tmp_path / "d.parquet")
+    pq.write_table(pa.table({"prompt": prompt, "reward_model": reward_model}), path)
+    rows = load_rows(path, "train", DataConfig(), 0, DataReport("data"))
+    assert [row.ground_truth for row in rows] == texts
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_float_keeps_its_value_as_text(value: float) -> None:
+    assert float(number_text(value)) == pytest.approx(value, rel=2e-7)
+    assert "e" not in number_text(value)
+
+
+@given(st.integers(-(10**14), 10**14), st.integers(0, 14))
+def test_a_float_is_written_with_the_digits_that_were_typed(digits: int, decimals: int) -> None:
+    typed = Decimal(digits).scaleb(-decimals)
+    assert Decimal(number_text(float(typed))) == typed
+
+
+def test_labels_that_gsm8k_cannot_read_are_malformed_rows(tmp_path: Path) -> None:
+    """`math` and the user's functions may compare such texts."""
+    labels = ["18", "1,8", "12,5", "1_000", "1,234", "\\frac{1}{2}", "Paris"]
+    rows = [chat_row(reward_model={"ground_truth": label}) for label in labels]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    cfg = run_config(path, train_batch_size=1)
+    data = load_run_data(cfg, make_tokenizer(TEMPLATE))
+    assert [p.ground_truth for p in data.stream.prompts] == ["18", *labels[-3:]]
+    assert [where.rpartition(":")[2] for where, _ in data.reports[0].bad] == ["2", "3", "4"]
+    assert "holds '1,8', not a number that gsm8k reads" in data.reports[0].bad[0][1]
+    cfg.reward.function = "math"
+    assert len(load_run_data(cfg, make_tokenizer(TEMPLATE)).stream.prompts) == len(labels)
 
 
 def test_the_other_columns_of_a_row(tmp_path: Path) -> None:
