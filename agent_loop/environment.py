@@ -15,6 +15,7 @@ then has the limits of the tool `python`.
 import asyncio
 import contextlib
 import json
+import math
 from typing import Any
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
@@ -23,6 +24,7 @@ from one_step_off.config import registry
 from one_step_off.config.errors import as_config_error
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import find_user_line
+from one_step_off.data.rounding import reaches
 from one_step_off.data.samples import Prompt
 from one_step_off.rewards.reward import MAX_REWARD
 
@@ -64,7 +66,7 @@ class Puzzle:
         self.best_score += gain
         self.guesses_left -= 1
         observation = f"That is not right (score {score:.2f}). Guess again."
-        return observation, gain, score >= 1.0 or self.guesses_left == 0
+        return observation, gain, reaches(score, 1.0) or self.guesses_left == 0
 
 
 @LOOPS.register("environment")
@@ -109,6 +111,7 @@ class EnvironmentLoop(AgentLoop):
             await self._call(streams, "reset", prompt.ground_truth)
             # The trajectory's clock begins here, so that there is a first turn.
             trajectory = Trajectory(prompt.ids, limits, reward=0.0)
+            rewards = []
             while turn := await trajectory.generate(generate):
                 trajectory.count("steps")
                 # A step may wait for a core as long as it may take itself, even at the end of the
@@ -121,7 +124,8 @@ class EnvironmentLoop(AgentLoop):
                 except NoAnswer:  # the model's text may have caused it
                     trajectory.count("lost_steps")
                     break
-                trajectory.reward += reward
+                rewards.append(reward)
+                trajectory.reward = math.fsum(rewards)
                 if done:
                     break
                 messages = [{"role": "user", "content": observation}]

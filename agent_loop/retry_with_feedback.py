@@ -4,6 +4,7 @@ from typing import Any
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
 from one_step_off.config.schema import Config
+from one_step_off.data.rounding import reaches
 from one_step_off.data.samples import Prompt
 from one_step_off.rewards.reward import Reward
 
@@ -49,7 +50,7 @@ class RetryWithFeedback(AgentLoop):
             if reward is None:
                 reward = Reward(0.0)
             trajectory.reward = reward.scaled(self.discount ** (trajectory.turns - 1))
-            if reward.total >= self.passes_at or trajectory.turns >= limits.turns:
+            if reaches(reward.total, self.passes_at) or trajectory.turns >= limits.turns:
                 break
             if not trajectory.observe("user", self.encode_messages(self.feedback, turn.ids)):
                 break

@@ -16,6 +16,7 @@ Settings stand behind `#`, as in `http://HOST:8000#action=message&observation=te
 
 import asyncio
 import json
+import math
 import os
 import sys
 import time
@@ -229,7 +230,7 @@ async def run(row: dict[str, Any], base_url: str, api_key: str) -> float:
     timeout = ClientTimeout(total=None)  # the run limits the time of an episode
     async with ClientSession(timeout=timeout) as session, _session(session) as ws:
         result = await _ask(ws, "reset", _reset_data(int(row["extra"]["task"])))
-        reward = 0.0
+        rewards: list[float] = []
         messages: list[dict[str, str]] = []
         while not result.get("done"):
             messages.append({"role": "user", "content": SERVER.text_of(result["observation"])})
@@ -242,9 +243,9 @@ async def run(row: dict[str, Any], base_url: str, api_key: str) -> float:
             except ValueError:
                 break  # what the policy wrote is no action
             result = await _ask(ws, "step", action)
-            reward += float(result.get("reward") or 0.0)
-            await _post_reward(session, base_url, api_key, reward)
-    return reward
+            rewards.append(float(result.get("reward") or 0.0))
+            await _post_reward(session, base_url, api_key, math.fsum(rewards))
+    return math.fsum(rewards)
 
 
 try:

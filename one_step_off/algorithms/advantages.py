@@ -35,6 +35,7 @@ from one_step_off.algorithms.trajectories import (
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.registry import Entry, Registry
 from one_step_off.data.arrays import chunks, split_by_lengths
+from one_step_off.data.rounding import ROUNDING, all_equal, differences
 
 EPS = 1e-6
 
@@ -162,9 +163,12 @@ def standardize(x: np.ndarray, scale: bool = True) -> np.ndarray:
     Equal values, and a single one, give exact zeros: a rounding error in the mean must not be
     multiplied by 1 / eps.
     """
-    if len(x) < 2 or (x == x[0]).all():
+    if all_equal(x):
         return np.zeros(len(x))
-    centered = x - x.sum() / len(x)
+    mean = x.sum() / len(x)
+    if abs(mean) <= ROUNDING * np.abs(x).max():
+        mean = 0.0  # zeros among the values stay zeros
+    centered = x - mean
     if not scale:
         return centered
     std = np.sqrt((centered * centered).sum() / (len(x) - 1))
@@ -264,7 +268,7 @@ def gpg(t: Trajectories, o: Options) -> np.ndarray:
     """
 
     def has_variance(r: np.ndarray) -> np.ndarray:
-        return np.full(len(r), r.max() > r.min())
+        return np.full(len(r), not all_equal(r))
 
     centered = t.per_group(subtract_mean, t.totals)
     useful_samples = t.per_group(has_variance, t.totals).sum()
@@ -289,7 +293,7 @@ def grpo_passk(t: Trajectories, o: Options, *, pass_k: int | None = None) -> np.
 
     def advantages_of_group(r: np.ndarray) -> np.ndarray:
         n = len(r)
-        if n < 2 or r.max() == r.min():
+        if all_equal(r):
             return np.zeros(n)
         k = min(pass_k or n, n)
         order = np.argsort(r, kind="stable")
@@ -340,7 +344,7 @@ def remax(t: Trajectories, o: Options) -> TokenArrays:
     A_t = reward-to-go of the token - reward of the greedy response
     """
     baselines = np.asarray(t.baselines, dtype=np.float64)
-    return t.per_token(discounted_sums(t.step_rewards(), 1.0) - baselines[:, None])
+    return t.per_token(differences(discounted_sums(t.step_rewards(), 1.0), baselines[:, None]))
 
 
 @register("optimal_token_baseline", needs=("log_probs", "prob_squares"), grouped=True)
@@ -367,8 +371,9 @@ def optimal_token_baseline(t: Trajectories, o: Options) -> TokenArrays:
     alive_counts = np.add.reduceat(t.alive.astype(int)[order], starts)
     has_baseline = (alive_counts > 1) & (weights > 0)
     baselines = np.divide(weighted_sums, weights, out=np.zeros(weights.shape), where=has_baseline)
-    rewards_to_go[order] -= np.repeat(baselines, sizes, axis=0)
-    return t.per_token(rewards_to_go)
+    advantages = np.empty(rewards_to_go.shape)
+    advantages[order] = differences(rewards_to_go[order], np.repeat(baselines, sizes, axis=0))
+    return t.per_token(advantages)
 
 
 @register("none")
@@ -410,14 +415,14 @@ def mask_overlong(masks: TokenArrays, cut: Sequence[bool]) -> TokenArrays:
 def zero_variance_groups(
     rewards: Sequence[float] | np.ndarray, groups: Sequence[Hashable]
 ) -> list[Hashable]:
-    """The groups whose samples all have the same reward, in order. An episode may have several
-    samples: with one reward they count as one.
+    """The groups whose samples all have the same reward, up to rounding (`data.rounding`), in
+    order. An episode may have several samples: with one reward they count as one.
 
     Dynamic sampling replaces them (DAPO, arXiv:2503.14476, eq. 11).
     """
     members = Trajectories(np.zeros(0), groups, []).members
     result = []
     for indices in members:
-        if len({float(rewards[i]) for i in indices}) == 1:
+        if all_equal(np.array([rewards[i] for i in indices], np.float64)):
             result.append(groups[indices[0]])
     return result

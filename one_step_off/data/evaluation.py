@@ -6,6 +6,7 @@ from math import comb
 from statistics import fmean
 
 from one_step_off.data.episodes import one_per_episode
+from one_step_off.data.rounding import reaches
 from one_step_off.data.samples import Sample
 
 MAIN_SET = "val"  # the set of data.val_files; its metrics carry no set name
@@ -85,7 +86,7 @@ def _set_metrics(samples: Sequence[Sample], prefix: str, passes_at: float) -> di
     if n == 1:
         return metrics
     metrics[f"{prefix}/avg@{n}"] = mean_reward
-    passed = Counter(e.prompt_id for e in episodes if e.reward >= passes_at)
+    passed = Counter(e.prompt_id for e in episodes if reaches(e.reward, passes_at))
     powers_of_two = {1 << exponent for exponent in range(n.bit_length())}
     for k in sorted(powers_of_two | {n}):
         chances = [pass_at_k(size, passed[prompt_id], k) for prompt_id, size in sizes.items()]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from one_step_off.data.rounding import reaches
 from one_step_off.data.samples import PromptId, Sample
 
 Visit = list[int]
@@ -29,7 +30,7 @@ def visits_of(samples: Sequence[Sample], solved_at: float) -> list[Visit]:
     """
     visits = []
     for (epoch, row), rewards in sample_rewards(samples).items():
-        solved = sum(reward >= solved_at for reward in rewards.values())
+        solved = sum(reaches(reward, solved_at) for reward in rewards.values())
         visits.append([epoch, row, len(rewards), solved])
     return visits
 

@@ -52,7 +52,7 @@ class Reward(float):
         if score is None:
             return None
         if isinstance(score, dict):
-            return cls(sum(score.values()), score)
+            return cls(math.fsum(score.values()), score)
         return cls(score)
 
     def scaled(self, factor: float) -> "Reward":
@@ -144,6 +144,6 @@ def _parts(result: dict) -> dict[str, float] | None:
         if number is None or not isinstance(name, str):
             return None
         parts[name] = number
-    if abs(sum(parts.values())) > MAX_REWARD:
+    if abs(math.fsum(parts.values())) > MAX_REWARD:
         return None
     return parts

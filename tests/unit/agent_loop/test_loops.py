@@ -66,6 +66,15 @@ def test_tries_until_the_answer_is_right(tokenizer):
     assert observations(trajectory, tokenizer) == ["\nQuestion: No.\nAnswer:"] * 2
 
 
+def test_an_answer_is_right_up_to_the_rounding_of_its_parts(tokenizer):
+    async def score(response: str) -> Reward | None:
+        return Reward(0.7 + 0.2 + 0.1)
+
+    cfg = make_config(loop="retry_with_feedback", loop_kwargs={})
+    trajectory = run_loop(cfg, tokenizer, ScriptedEngine(tokenizer, " 1", " 2"), score)
+    assert trajectory.turns == 1
+
+
 def test_the_last_try_counts_where_none_is_right(tokenizer):
     cfg = make_config(loop="retry_with_feedback", loop_kwargs={})
     engine = ScriptedEngine(tokenizer, " 1", " 2")

@@ -160,6 +160,47 @@ def test_token_rewards_count_in_the_outcome():
     np.testing.assert_allclose(first(t, "dr_grpo"), [0.5, -0.5])
 
 
+SUMS = [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6, 0.2 + 0.1 + 0.3]
+
+
+@pytest.mark.parametrize("scale", [1.0, -1.0, 1e3, 1e16])
+@pytest.mark.parametrize("name", [*GROUPED, "remax"])
+def test_rewards_that_differ_by_rounding_alone_give_exact_zeros(name, scale):
+    """And the other groups get what they would get beside exactly equal rewards."""
+    equal = np.array([0.6] * 4 + [1.0, 0.0, 0.0, 1.0])
+    groups = [0] * 4 + [1] * 4
+    more = {
+        "log_probs": [np.array([-1.0, -2.0])] * 8,
+        "prob_squares": [np.array([0.5, 0.7])] * 8,
+        "baselines": equal[[0] * 8] * scale,
+    }
+    rounded = np.array([*SUMS, *equal[4:]])
+    results = []
+    for rewards in (rounded * scale, equal * scale):
+        t = outcome(rewards, groups, [2] * 8, parts={"all": rewards}, **more)
+        results.append(estimate_advantages(name, t)[0])
+    assert len(set(SUMS)) > 1
+    assert all((a == 0).all() for a in results[0][:4])
+    np.testing.assert_allclose(results[0][4:], results[1][4:], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_that_cancel_each_other_are_zero(name):
+    rewards = np.array([0.1 + 0.2 - 0.3, 0.0, 0.3 - 0.2 - 0.1])
+    more = {"log_probs": [np.array([-1.0])] * 3, "prob_squares": [np.array([0.5])] * 3}
+    t = outcome(rewards, [0] * 3, parts={"all": rewards}, baselines=np.zeros(3), **more)
+    if name != "gae":
+        t = Trajectories(**vars_of(t) | {"values": [np.zeros(1)] * 3})
+        assert np.abs(first(t, name)).max() <= 1e-16
+    assert adv.zero_variance_groups(rewards, [0] * 3) == [0]
+
+
+def test_small_differences_that_are_no_rounding_count():
+    for rewards in ([1.0, 1.0 + 1e-9], [1e-9, 0.0], [1e16, 1e16 + 1e6]):
+        assert adv.zero_variance_groups(rewards, [0, 0]) == []
+        assert first(outcome(rewards, [0, 0]), "dr_grpo")[0] != 0
+
+
 def test_errors():
     with pytest.raises(ValueError, match="sample 1 is not finite"):
         estimate_advantages("grpo", outcome([1.0, float("nan")], [0, 0]))
@@ -218,6 +259,11 @@ def test_overlong_filtering_leaves_the_groups_mean_alone():
     assert [m.tolist() for m in masks] == [[False, False], [True, True]]
     actual = estimate_advantages("dr_grpo", Trajectories(t.rewards, t.groups, masks))[0]
     assert [a.tolist() for a in actual] == [[0, 0], [0.5, 0.5]]
+
+
+def test_groups_that_differ_by_rounding_are_uninformative():
+    assert adv.zero_variance_groups([*SUMS, 1.0], ["a"] * 4 + ["b"]) == ["a", "b"]
+    assert adv.zero_variance_groups([*SUMS, 0.7], ["a"] * 5) == []
 
 
 def test_uninformative_groups():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from one_step_off.data.evaluation import evaluation_metrics, pass_at_k, set_epoch
 from one_step_off.data.samples import Sample
+from one_step_off.data.visits import visits_of
 from one_step_off.monitoring.summary import evaluation_text
 
 
@@ -38,6 +39,16 @@ def test_pass_at_k_by_a_threshold():
         for at in (0.3, 0.5, 0.6, 1.0)
     ]
     assert passed == [1.0, 0.75, 0.5, 0.0]
+
+
+def test_a_reward_reaches_its_threshold_up_to_rounding():
+    almost = 0.7 + 0.2 + 0.1
+    assert almost < 1.0
+    rewards = [[almost, 0.3], [1.0, 0.999999]]
+    result = samples(0, rewards)
+    assert evaluation_metrics(result, ["val"], 1.0)["val/pass@1"] == 0.5
+    assert [solved for *_, solved in visits_of(result, 1.0)] == [1, 1]
+    assert [solved for *_, solved in visits_of(result, 0.1 + 0.2)] == [2, 2]
 
 
 def test_parts_of_rewards_stand_beside_them():

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 
 import numpy as np
 
 from one_step_off.rewards.reward import Reward
+
+
+def test_parts_sum_to_the_same_in_every_order():
+    parts = {"accuracy": 0.7, "format": 0.2, "language": 0.1}
+    for order in itertools.permutations(parts):
+        assert Reward.of({name: parts[name] for name in order}).total == 1.0
+    assert Reward.of({"a": 1e16, "b": 1.0, "c": -1e16}).total == 1.0
 
 
 def test_a_reward_is_a_number_with_its_parts():
