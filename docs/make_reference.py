@@ -18,7 +18,7 @@ PAGE = Path(__file__).parent / "reference" / "config.md"
 # Pages with tables of other trainers' keys.
 TABLED = [Path(__file__).parents[1] / page for page in PAGES.values()]
 TABLE = re.compile(r"(<!-- table: (\w+), ([\w ]+) -->\n\n).*?(\n\n<!-- end of table -->)", re.S)
-HEAD = """# Configuration reference
+HEAD = r"""# Configuration reference
 
 <!-- Written by docs/make_reference.py from one_step_off/config/schema.py.
 Change it there and run the script again. -->
@@ -32,10 +32,16 @@ Every key has a default. A run must set `model.path`, `data.train_files`, and on
 
 - A mapping replaces the whole default. `section.key.name=value` changes one entry of it.
 - `null` means "not set". It is allowed where the type says so or the default is empty.
-- `1e-6` is a number.
-- `${oc.env:NAME}` is the value of an environment variable, `${section.key}` that of another key.
-- A leading `~` is the home directory in `model.path`, `data.train_files`, `data.val_files`, `trainer.output_dir` and
-  `trainer.resume`.
+- `1e-6` and `1_000` are numbers. `010` is 10; `0x10`, `0o10` and `0b10` name their base.
+- Where a key takes text, an unquoted `010`, `no` or `1:30` is that text. So are the names in a mapping. Where a key takes
+  anything, as in `rollout.engine_kwargs`, an unquoted `yes`, `no`, `on` or `off` is refused: write `true` or `false`, or
+  quote the word.
+- `${oc.env:NAME}` is the value of an environment variable, `${section.key}` that of another key. `\${` is the text `${`.
+  On the command line it must be within single quotes of the shell. Within double quotes of YAML write `\\${`.
+- A leading `~` is the home directory in each path, such as `model.path` and `trainer.output_dir`. A path stays as typed,
+  with its blanks and commas.
+- Files of data, as in `data.train_files`, are separated by commas, or written as a list: `[a.jsonl, b.jsonl]`. If the
+  whole text is the name of a file, it is that file. In a list with commas, `\,` is a comma in a name.
 """  # noqa: E501
 
 

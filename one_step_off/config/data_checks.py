@@ -8,6 +8,7 @@ from one_step_off.config import packages
 from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.schema import Config, RewardConfig
 from one_step_off.config.source_checks import check_sources
+from one_step_off.config.sources import split_files
 from one_step_off.config.text import did_you_mean, format_value
 from one_step_off.config.user_code import is_user_spec
 
@@ -39,8 +40,8 @@ def check_data(cfg: Config) -> None:
     for name, files in cfg.data.val_sets.items():
         files_by_key[f"val_sets.{name}"] = files
     for key, files in files_by_key.items():
-        for source in files.split(","):
-            check_source(f"data.{key}", source.strip())
+        for source in split_files(files):
+            check_source(f"data.{key}", source)
     _check_rewards(cfg)
     check_sources(cfg, check_source, _check_loop, _check_reward)
 

@@ -7,14 +7,14 @@ gives them as the types of this module.
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from one_step_off.config.keys import config_key, path_key
+from one_step_off.config.keys import config_key, files_key
 
 
 @dataclass(frozen=True)
 class SourceConfig:
     """One source of training prompts. What it leaves out is as in the rest of the config."""
 
-    files: str = path_key("", "files (comma-separated), hub id or generator:NAME of this source")
+    files: str = files_key("", "files (comma-separated), hub id or generator:NAME of this source")
     name: str = config_key("", "its name in metrics; empty: made of its files")
     weight: float = config_key(1.0, "its share of the prompts, relative to the others", above=0.0)
     agent_loop: str = config_key("", "its agent loop; empty: agent.loop")

@@ -17,7 +17,8 @@ def config_key(default: Any, help: str, *, choices: str = "", **metadata: Any) -
             low, high: inclusive bounds.
             above: an exclusive lower bound.
             also: one more allowed value outside the bounds.
-            path: True where the value names files, so that ~ means the home directory.
+            path: True where the value is one path, so that ~ means the home directory.
+            files: the same where it is a list of files, see `sources.split_files`.
             entries: a dataclass of such keys: those of a mapping, or of each mapping in a list.
             shared: True where other roles take the actor's value unless they set their own.
     """
@@ -28,6 +29,7 @@ def config_key(default: Any, help: str, *, choices: str = "", **metadata: Any) -
 
 
 path_key = partial(config_key, path=True)
+files_key = partial(config_key, files=True)
 shared_key = partial(config_key, shared=True)
 
 

@@ -21,7 +21,15 @@ from one_step_off.config.errors import ConfigError, located_config_error
 from one_step_off.config.old_keys import replace_old_keys
 from one_step_off.config.schema import Config
 from one_step_off.config.shipped import find_config_file, shipped_names
+from one_step_off.config.sources import join_files, split_files
 from one_step_off.config.text import did_you_mean, format_value
+from one_step_off.config.typed_scalars import (
+    item_type,
+    retag,
+    retag_key,
+    takes_text,
+    text_retagger,
+)
 from one_step_off.config.unknown_keys import hint
 from one_step_off.config.yaml_io import YAML_ERRORS, parse_yaml, yaml_error_text
 
@@ -138,7 +146,7 @@ def _parse_file(path: str) -> tuple[dict, yaml.MappingNode]:
     """The mapping that a file holds, and its node tree. Raises ConfigError."""
     try:
         with open(find_config_file(path), encoding="utf-8") as file:
-            content, root = parse_yaml(file.read())
+            content, root = parse_yaml(file.read(), lambda root: _retag_file(path, root))
     except OSError as error:
         raise ConfigError(
             f"config={path}: {error.strerror} (working directory {os.getcwd()}); check the path, "
@@ -151,6 +159,27 @@ def _parse_file(path: str) -> tuple[dict, yaml.MappingNode]:
             f"config={path}: must contain a mapping of sections, such as model: {{path: ...}}"
         )
     return content, root
+
+
+def _retag_file(path: str, root: yaml.Node) -> None:
+    """Make texts of the keys of a file and of what its keys take as text. Raises ConfigError."""
+    if not isinstance(root, yaml.MappingNode):
+        return
+    for section, body in root.value:
+        retag_key(section)
+        if not isinstance(body, yaml.MappingNode):
+            continue
+        for name, value in body.value:
+            retag_key(name)
+            key = KEYS.get(f"{section.value}.{name.value}")
+            if key is not None:
+                with located_config_error(f"{path}:{name.start_mark.line + 1}: "):
+                    retag(value, key.type, key.dotted, _entry_types(key))
+
+
+def _entry_types(key: ConfigKey) -> dict[str, Any] | None:
+    """The types of the entries of a key's mappings; None: they are free."""
+    return {entry.name: entry.type for entry in entry_keys(key)} or None
 
 
 def _line_numbers(root: yaml.MappingNode) -> dict[str, int]:
@@ -177,20 +206,35 @@ def _check_section(section: Any, keys: Any) -> None:
 def _read_argument(argument: str) -> _Assignment:
     """The key that an argument `section.key=value` sets."""
     dotted, _, text = argument.partition("=")
-    is_text_key = dotted in KEYS and KEYS[dotted].type in (str, str | list[dict[str, Any]])
+    value_type, entries = _type_of(dotted)
+    is_text_key = takes_text(value_type)
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     is_null = text in ("null", "~")
     if is_text_key and not is_quoted and not is_null:
         # Not read as YAML, which would cut "... end with #### number" at its comment sign.
         return _Assignment(dotted, text)
     try:
-        value, _ = parse_yaml(text)
+        value, _ = parse_yaml(text, text_retagger(value_type, dotted, entries))
     except YAML_ERRORS as error:
         raise ConfigError(
             f"{format_value(dotted)}={format_value(text)}: {yaml_error_text(error)}; "
             "quote the value"
         ) from None
     return _Assignment(dotted, value)
+
+
+def _type_of(dotted: str) -> tuple[Any, dict[str, Any] | None]:
+    """The type of a key, or of an entry of its mapping, and the types of its entries."""
+    parts = dotted.split(".")
+    key = KEYS.get(".".join(parts[:2]))
+    if key is None:
+        return Any, None
+    value_type = key.type
+    entries = _entry_types(key)
+    for entry_name in parts[2:]:
+        value_type = item_type(value_type, entries, entry_name)
+        entries = None
+    return value_type, entries
 
 
 def _assign(tree: dict, dotted: str, value: Any) -> str:
@@ -241,7 +285,7 @@ def _convert(location: str, target_type: Any, value: Any, type_text: str | None 
     if isinstance(value, str) and target_type not in (str, Any):
         # Environment variables arrive as text.
         with contextlib.suppress(*YAML_ERRORS):
-            value, _ = parse_yaml(value)
+            value, _ = parse_yaml(value, text_retagger(target_type, location))
     origin = get_origin(target_type)
     if origin is list and isinstance(value, list):
         (item_type,) = get_args(target_type)
@@ -275,30 +319,62 @@ def checked_value(key: ConfigKey, value: Any) -> Any:
     if value is None and key.default in (None, ""):
         return key.default
     value_type = key.type
+    if "files" in key.metadata:
+        value = _file_names(key, value)
     if "entries" in key.metadata:
         value = _checked_entries(key, value)
         if not isinstance(value, str):
             return value
         value_type = str
     choices = key.metadata["choices"]
-    if isinstance(value, bool) and choices:
+    if choices and value not in choices:
         value = _choice_of_boolean(value, choices)
     value = _convert(key.dotted, value_type, value, key.type_text)
     if choices and value not in choices:
         raise ConfigError(f"{key.dotted}={format_value(value)}: must be {key.type_text}")
-    if key.metadata.get("path"):
-        # The libraries that open the files do not know ~.
-        return ",".join(os.path.expanduser(part.strip()) for part in value.split(","))
     if type(value) in (int, float):
         _check_bounds(key, value)
+    return _expanded(key, value)
+
+
+def _file_names(key: ConfigKey, value: Any) -> Any:
+    """The value of a key with `files`, with each list of names as one text."""
+    if isinstance(value, dict):
+        return {name: _file_names(key, files) for name, files in value.items()}
+    if isinstance(value, str) and re.fullmatch(r"\s*\[.*\]\s*", value, re.S):
+        value = _parsed_text(key, value)
+    if isinstance(value, list) and value and all(isinstance(name, str) for name in value):
+        return join_files(value)
     return value
 
 
-def _choice_of_boolean(value: bool, choices: tuple[str, ...]) -> str:
-    """The choice that YAML has read as a boolean: it does so with a bare on, off, true or false."""
-    if "true" in choices:
-        return "true" if value else "false"
-    return "on" if value else "off"
+def _expanded(key: ConfigKey, value: Any) -> Any:
+    """The value with the home directory for ~, which the libraries that open files do not know."""
+    if "path" in key.metadata:
+        return os.path.expanduser(value)
+    if "files" not in key.metadata:
+        return value
+    if isinstance(value, dict):
+        return {name: _expanded_files(files) for name, files in value.items()}
+    return _expanded_files(value)
+
+
+def _expanded_files(text: str) -> str:
+    """A text of files with the home directory for ~. A file whose name has commas is one file."""
+    whole = os.path.expanduser(text.strip())
+    names = [whole] if os.path.isfile(whole) else split_files(text)
+    return join_files([os.path.expanduser(name) for name in names])
+
+
+def _choice_of_boolean(value: Any, choices: tuple[str, ...]) -> Any:
+    """The choice that a truth value means: `yes` is "on" or "true", whichever there is."""
+    words = {"true": ("true", "on"), "false": ("false", "off")}
+    word = str(value).lower()
+    meaning = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(word, word)
+    for choice in words.get(meaning, ()):
+        if choice in choices:
+            return choice
+    return value
 
 
 def _checked_entries(key: ConfigKey, value: Any) -> Any:
@@ -323,7 +399,7 @@ def _checked_entries(key: ConfigKey, value: Any) -> Any:
 
 def _parsed_text(key: ConfigKey, text: str) -> Any:
     try:
-        value, _ = parse_yaml(text)
+        value, _ = parse_yaml(text, text_retagger(key.type, key.dotted, _entry_types(key)))
     except YAML_ERRORS as error:
         problem = f"{yaml_error_text(error)}; quote names with a colon or a comma"
         raise ConfigError(f"{key.dotted}={format_value(text)}: {problem}") from None
@@ -437,7 +513,8 @@ def _resolve_interpolations(tree: dict, locations: dict[str, str]) -> dict:
         name = getattr(error, "full_key", None) or "config"
         reason = " ".join(str(error).split("full_key")[0].split())
         location = locations.get(".".join(name.split(".")[:2]), "")
+        form = r"within double quotes \\${" if location else "within single quotes of the shell"
         raise ConfigError(
             f"{location}{format_value(name)}: cannot be resolved: {reason}; "
-            "quote it, or write the value itself"
+            rf"write the value itself, or \${{ ({form}) for a text with ${{"
         ) from None

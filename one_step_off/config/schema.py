@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 from one_step_off.config.agent_section import AgentConfig
 from one_step_off.config.data_sections import Curriculum, DifficultyFilter, SourceConfig
-from one_step_off.config.keys import config_key, path_key
+from one_step_off.config.keys import config_key, files_key, path_key
 from one_step_off.config.pipeline_sections import PipelineConfig, WeightSyncConfig
 from one_step_off.config.role_sections import (
     LOSS_AGGREGATIONS,
@@ -62,17 +62,17 @@ class ModelConfig:
 class DataConfig:
     """Prompts."""
 
-    train_files: str | list[dict[str, Any]] = path_key(
+    train_files: str | list[dict[str, Any]] = files_key(
         "",
-        "jsonl or parquet files (comma-separated), hub id, generator:NAME, or environment: the "
-        "tasks of agent.environment; or a list of sources with weights "
+        "jsonl or parquet files (comma-separated, or a list), hub id, generator:NAME, or "
+        "environment: the tasks of agent.environment; or a list of sources with weights "
         "(docs/tutorials/reward_and_data.md)",
         entries=SourceConfig,
     )
-    val_files: str = path_key(
+    val_files: str = files_key(
         "", "held-out set, in the same forms as train_files; empty: no evaluation"
     )
-    val_sets: dict[str, str] = config_key(
+    val_sets: dict[str, str] = files_key(
         {}, "further held-out sets, in addition to val_files, as a mapping {name: files}"
     )
     chat_template: str = config_key(

@@ -3,19 +3,19 @@
 from dataclasses import dataclass
 from typing import Optional
 
-from one_step_off.config.keys import config_key, path_key
+from one_step_off.config.keys import config_key, files_key
 
 
 @dataclass
 class SftConfig:
     """Supervised fine-tuning: python -m one_step_off.main_sft, or trainer.sft_steps before RL."""
 
-    train_files: str = path_key(
+    train_files: str = files_key(
         "",
         "rows with answers (messages, question + answer, prompt + completion): files, hub id or "
         "generator:NAME; empty: data.train_files",
     )
-    val_files: str = path_key(
+    val_files: str = files_key(
         "",
         "held-out rows with answers; empty: data.val_files, where train_files is empty too",
     )

@@ -6,7 +6,12 @@ from collections.abc import Callable
 from one_step_off.config.data_sections import SourceConfig
 from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.schema import Config
-from one_step_off.config.sources import difficulty_filter, source_rewards, train_sources
+from one_step_off.config.sources import (
+    difficulty_filter,
+    source_rewards,
+    split_files,
+    train_sources,
+)
 from one_step_off.config.text import did_you_mean, format_value
 
 DROPS = ("always", "never")
@@ -34,8 +39,8 @@ def check_sources(
         key = f"data.train_files[{i}]"
         _check_name(key, source, seen)
         seen[source.name] = key
-        for file in source.files.split(","):
-            check_file(f"{key}.files", file.strip())
+        for file in split_files(source.files):
+            check_file(f"{key}.files", file)
         if source.agent_loop:
             check_loop(f"{key}.agent_loop", source.agent_loop)
         if source.reward:

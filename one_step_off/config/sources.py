@@ -7,9 +7,22 @@ from pathlib import PurePath
 from one_step_off.config.data_sections import Curriculum, DifficultyFilter, Entry, SourceConfig
 from one_step_off.config.schema import Config
 
+_FREE_COMMA = re.compile(r"(?<!\\),")
+
 NO_SOURCE = SourceConfig()
 """The settings of a prompt that belongs to no source of a list: all as in the rest of the
 config."""
+
+
+def split_files(text: str) -> list[str]:
+    """The files, hub ids and generators of a comma-separated text. `\\,` is a comma in a name."""
+    names = [part.strip().replace("\\,", ",") for part in _FREE_COMMA.split(text)]
+    return [name for name in names if name]
+
+
+def join_files(names: Sequence[str]) -> str:
+    """The text that `split_files` takes apart again."""
+    return ",".join(name.replace(",", "\\,") for name in names)
 
 
 def train_sources(train_files: str | Sequence[Entry]) -> list[SourceConfig]:
@@ -25,7 +38,7 @@ def train_sources(train_files: str | Sequence[Entry]) -> list[SourceConfig]:
 
 def _default_name(files: str) -> str:
     """The last part of the first file, hub id or generator, without its ending."""
-    first = files.split(",")[0].strip()
+    first = next(iter(split_files(files)), "")
     if first.startswith("generator:"):
         name = first.removeprefix("generator:")
     elif first.endswith((".jsonl", ".json", ".parquet")):

@@ -7,6 +7,7 @@ from one_step_off.config.optimizer_checks import check_optimizers
 from one_step_off.config.pool_checks import check_batch, check_layouts, check_pools
 from one_step_off.config.role_checks import check_roles, check_run
 from one_step_off.config.schema import Config
+from one_step_off.config.sources import split_files
 from one_step_off.config.supervised import (
     files_key,
     supervised_files,
@@ -44,8 +45,8 @@ def check_supervised_files(cfg: Config) -> None:
     """Check the names of the rows with answers, by the keys that the user set. Raises
     ConfigError."""
     for name in ("train_files", "val_files"):
-        for source in supervised_files(cfg, name).split(","):
-            check_source(files_key(cfg, name), source.strip())
+        for source in split_files(supervised_files(cfg, name)):
+            check_source(files_key(cfg, name), source)
 
 
 def check_supervised(supervised: Config, device: str) -> None:

@@ -1,10 +1,13 @@
-"""YAML in and out: reading with the rules of OmegaConf, and writing a config that reads back
-equal.
+"""YAML in and out: reading what a person typed, and writing a config that reads back equal.
+
+YAML 1.1, which PyYAML reads, takes 010 for 8, 1:30 for 90 and a mapping's key `no` for False. Here
+010 is 10, 1:30 is text, and keys are text.
 """
 
 import dataclasses
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -13,8 +16,47 @@ from omegaconf._yaml import get_yaml_loader
 from one_step_off.config.schema import Config
 from one_step_off.config.text import mask_secrets
 
-# OmegaConf's loader reads 1e-6 as a number and refuses duplicate keys.
-_Loader = get_yaml_loader()
+_TAG = "tag:yaml.org,2002:"
+TEXT_TAG = _TAG + "str"
+BOOLEAN_TAG = _TAG + "bool"
+PLAIN_TAGS = [_TAG + name for name in ("int", "float", "bool", "null", "value")]
+"""What an unquoted scalar may be resolved to beside text."""
+_INT = re.compile(
+    r"[-+]?(?:[0-9]+(?:_[0-9]+)*|0b[01]+(?:_[01]+)*|0o[0-7]+(?:_[0-7]+)*"
+    r"|0x[0-9a-fA-F]+(?:_[0-9a-fA-F]+)*)$"
+)
+_FLOAT = re.compile(
+    r"[-+]?(?:[0-9]+(?:_[0-9]+)*(?:\.[0-9]*(?:_[0-9]+)*)?|\.[0-9]+(?:_[0-9]+)*)(?:[eE][-+]?[0-9]+)?$"
+    r"|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
+)
+
+# OmegaConf's loader refuses duplicate keys.
+_OmegaConfLoader = get_yaml_loader()
+
+
+class _Loader(_OmegaConfLoader):  # type: ignore[misc,valid-type]
+    """Reads numbers as people write them."""
+
+    yaml_implicit_resolvers = {
+        letter: [
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if tag.removeprefix(_TAG) not in ("int", "float", "value")
+        ]
+        for letter, resolvers in _OmegaConfLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def _construct_int(loader: Any, node: yaml.ScalarNode) -> int:
+    text = loader.construct_scalar(node)
+    digits = text.lstrip("+-")
+    base = 0 if digits[:1] == "0" and digits[1:2].isalpha() else 10
+    return int(text, base)
+
+
+_Loader.add_implicit_resolver(_TAG + "int", _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
+_Loader.add_constructor(_TAG + "int", _construct_int)
 # Without a limit, or a number of 5,000 digits could not be shown in the error message about it.
 sys.set_int_max_str_digits(0)
 
@@ -22,9 +64,25 @@ YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, TypeError)
 """What `parse_yaml` raises where the text is not valid."""
 
 
-def parse_yaml(text: str) -> tuple[Any, Any]:
-    """The content of a YAML text, and its node tree. Raises one of YAML_ERRORS."""
-    return yaml.load(text, _Loader), yaml.compose(text, _Loader)
+def parse_yaml(text: str, prepare: Callable[[Any], None] | None = None) -> tuple[Any, Any]:
+    """The content of a YAML text, and its node tree.
+
+    Args:
+        prepare: changes the tags of the tree before the content is made of it.
+
+    Raises one of YAML_ERRORS, or what `prepare` raises.
+    """
+    yaml.load(text, _Loader)  # refuses aliases of themselves and without end
+    loader = _Loader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None, None
+        if prepare is not None:
+            prepare(root)
+        return loader.construct_document(root), root
+    finally:
+        loader.dispose()
 
 
 def yaml_error_text(error: Exception) -> str:
@@ -58,8 +116,14 @@ def _represent_dict(dumper: yaml.SafeDumper, mapping: dict) -> yaml.Node:
     return dumper.represent_dict(escaped)
 
 
-# The loader's resolvers, so that texts that it would read as numbers are quoted.
-_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+# The loaders' resolvers, so that texts that these or another YAML reader would read as numbers are
+# quoted.
+_Dumper.yaml_implicit_resolvers = {
+    letter: resolvers + _Loader.yaml_implicit_resolvers.get(letter, [])
+    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for letter, resolvers in _Loader.yaml_implicit_resolvers.items():
+    _Dumper.yaml_implicit_resolvers.setdefault(letter, resolvers)
 _Dumper.add_representer(list, _represent_list)
 _Dumper.add_representer(dict, _represent_dict)
 

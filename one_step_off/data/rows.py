@@ -16,6 +16,7 @@ import numpy as np
 from one_step_off.config.data_checks import ENVIRONMENT_SOURCE, FILE_ENDINGS
 from one_step_off.config.errors import ConfigError, first_line
 from one_step_off.config.schema import DataConfig
+from one_step_off.config.sources import split_files
 from one_step_off.data.environment_rows import no_environment
 from one_step_off.data.plain_numbers import number_text, plain_number
 from one_step_off.data.samples import Prompt
@@ -338,7 +339,7 @@ def load_rows(
 
     Args:
         spec: files, `generator:NAME`, `environment` or hub ids (`owner/name[:config]`),
-            comma-separated.
+            comma-separated, see `split_files`.
         split: "train" or "test"; chooses among the rows of generators and hub sets.
         seed: of generators.
         report: receives the counts and the bad rows.
@@ -349,7 +350,7 @@ def load_rows(
         ConfigError: a source cannot be read, is empty or has only bad rows; or it has a bad row and
             `data.bad_rows` is "fail".
     """
-    sources = [source.strip() for source in spec.split(",") if source.strip()]
+    sources = split_files(spec)
     if not sources:
         raise ConfigError(
             f"data: {spec!r} names no data; give a file, a hub id or generator:word_problems"

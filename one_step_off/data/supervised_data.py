@@ -12,6 +12,7 @@ import numpy as np
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
+from one_step_off.config.sources import split_files
 from one_step_off.config.supervised import longest_row
 from one_step_off.data.answer_masks import (
     Chat,
@@ -146,9 +147,7 @@ class _Loader:
         starts_with_blank = not data.instruction[:1].strip()
         instruction = data.instruction if starts_with_blank else f" {data.instruction}"
         chats = []
-        for source in (name.strip() for name in files.split(",")):
-            if not source:
-                continue
+        for source in split_files(files):
             raw_rows = read_source(source, split, data, seed)
             if split == "test" and data.val_size >= 0:
                 raw_rows = raw_rows[: max(0, data.val_size - report.rows)]

@@ -69,7 +69,7 @@ FILES = [
     ("a set", "reward: {kwargs: {a: !!set {b, c}}}\n", ["x.yaml:1:", "reward.kwargs"]),
     ("bytes", "model: {path: !!binary aGVsbG8=}\n", ["x.yaml:1:", "model.path", "must be text"]),
     ("key that is a list", "actor: {? [a, b] : 1}\n", ["x.yaml", "fix the file"]),
-    ("key that is null", "actor: {null: 1}\n", ["x.yaml:1:", "actor.None", "unknown key"]),
+    ("key that is null", "actor: {null: 1}\n", ["x.yaml:1:", "actor.null", "unknown key"]),
     ("section that is null", "null: {a: 1}\n", ["x.yaml:1:", "unknown key"]),
     ("section that is a number", "1: {a: 1}\n", ["x.yaml:1:", "1: unknown key"]),
     ("section that is a list", "actor: [lr]\n", ["x.yaml:1:", "actor=[lr]", "must be a mapping"]),

@@ -8,6 +8,7 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +19,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.help import help_text
 from one_step_off.config.loading import KEYS, load_config
 from one_step_off.config.placement import guest_cores, placement_text, process_cores
+from one_step_off.config.sources import split_files, train_sources
 from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.data import word_problems
 from one_step_off.runtime.validation import validate, validate_supervised
@@ -50,6 +52,179 @@ def test_values_are_read_as_meant(tmp_path: Path) -> None:
     assert good("data.instruction='  a'").data.instruction == "  a"
     assert good("rollout.seed_samples=off").rollout.seed_samples == "off"
     assert good("trainer.output_dir=2026-01-01").trainer.output_dir == "2026-01-01"
+
+
+# What is typed, and what it means where a whole number, a number and anything is wanted.
+# None: it is refused.
+SCALARS = [
+    ("010", 10, 10.0, 10),
+    ("08", 8, 8.0, 8),
+    ("0o10", 8, 8.0, 8),
+    ("0x10", 16, 16.0, 16),
+    ("0b11", 3, 3.0, 3),
+    ("1_000", 1000, 1000.0, 1000),
+    ("+5", 5, 5.0, 5),
+    ("+010", 10, 10.0, 10),
+    ("1e5", 100000, 1e5, 1e5),
+    ("012.5", None, 12.5, 12.5),
+    ("1.5e-3", None, 0.0015, 0.0015),
+    (".5", None, 0.5, 0.5),
+    ("1:30", None, None, "1:30"),
+    ("190:20:30.5", None, None, "190:20:30.5"),
+    ("1__0", None, None, "1__0"),
+    ("1,000", None, None, "1,000"),
+    ("2024-01-02", None, None, "2024-01-02"),
+    ("0x", None, None, "0x"),
+    ("\u0661", None, None, "\u0661"),
+    ("=", None, None, "="),
+    ("y", None, None, "y"),
+    ("no", None, None, None),
+    ("on", None, None, None),
+    (".inf", None, None, float("inf")),
+]
+
+
+@pytest.mark.parametrize(("typed", "whole", "number", "free"), SCALARS)
+def test_a_scalar_means_what_a_person_typed(
+    tmp_path: Path, typed: str, whole: int | None, number: float | None, free: Any
+) -> None:
+    """In a file and as an argument, and the written config holds the same."""
+    path = tmp_path / "x.yaml"
+    meanings = {"trainer.seed": whole, "actor.eps": number, "rollout.engine_kwargs.x": free}
+    for dotted, value in meanings.items():
+        section, name, *entry = dotted.split(".")
+        written = f"\n    x: {typed}" if entry else f" {typed}"
+        write(path, f"{section}:\n  {name}:{written}\n")
+        for argv in ([f"config={path}"], [f"{dotted}={typed}"]):
+            if value is None:
+                with pytest.raises(ConfigError, match="must be|write (true|false), or quote"):
+                    load_config(argv)
+                continue
+            cfg = load_config(argv)
+            loaded = getattr(getattr(cfg, section), name)
+            loaded = loaded["x"] if entry else loaded
+            assert (loaded, type(loaded)) == (value, type(value))
+            assert load_text(resolved_yaml(cfg)) == cfg
+
+
+TYPED_TEXTS = ["010", "1_000", "1:30", "no", "on", "1e5", "1.10", "0x10", "y", "2024-01-02", "+5"]
+
+
+@pytest.mark.parametrize("typed", TYPED_TEXTS)
+def test_where_text_is_wanted_it_stays_as_typed(tmp_path: Path, typed: str) -> None:
+    text = (
+        f"data:\n  instruction: {typed}\n  val_sets: {{{typed}: {typed}}}\n"
+        f"  train_files: [{{files: {typed}, name: {typed}}}]\n"
+        f"placement: {{roles: {{actor: {typed}}}, pools: {{{typed}: [01]}}}}\n"
+        f"rollout: {{engine_kwargs: {{{typed}: {{{typed}: '{typed}'}}}}}}\n"
+    )
+    of_file = load_config([f"config={write(tmp_path / 'x.yaml', text)}"])
+    of_arguments = load_config(
+        [
+            f"data.instruction={typed}",
+            f"data.val_sets={{{typed}: {typed}}}",
+            f"data.train_files=[{{files: {typed}, name: {typed}}}]",
+            f"placement.roles.actor={typed}",
+            f"placement.pools={{{typed}: [01]}}",
+            f"rollout.engine_kwargs={{{typed}: {{{typed}: '{typed}'}}}}",
+        ]
+    )
+    for cfg in (of_file, of_arguments):
+        assert cfg.data.instruction == typed
+        assert cfg.data.val_sets == {typed: typed}
+        assert cfg.data.train_files == [{"files": typed, "name": typed}]
+        assert cfg.placement.roles["actor"] == typed
+        assert cfg.placement.pools == {typed: [1]}
+        outer = cfg.rollout.engine_kwargs
+        assert list(outer) == [typed]
+        assert list(outer[typed].values()) == [typed]
+        assert load_text(resolved_yaml(cfg)) == cfg
+
+
+def test_truth_values_where_they_are_wanted(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.yaml", "trainer: {val_only: yes}\nrollout: {seed_samples: no}\n")
+    cfg = load_config([f"config={path}", "algorithm.kl_in_reward=on"])
+    assert cfg.trainer.val_only is True
+    assert cfg.algorithm.kl_in_reward is True
+    assert cfg.rollout.seed_samples == "off"
+    assert good("rollout.seed_samples=true").rollout.seed_samples == "on"
+    with pytest.raises(ConfigError, match=r"reward.kwargs.a.b\[1\]=no: may be false or a text"):
+        load_config(["reward.kwargs={a: {b: [1, no]}}"])
+    assert load_config(["reward.kwargs={a: 'no', b: false}"]).reward.kwargs == {
+        "a": "no",
+        "b": False,
+    }
+
+
+SINGLE_PATHS = [key.dotted for key in KEYS.values() if "path" in key.metadata]
+
+
+@pytest.mark.parametrize("dotted", SINGLE_PATHS)
+def test_a_single_path_stays_as_typed(tmp_path: Path, dotted: str) -> None:
+    section, name = dotted.split(".")
+    text = "/data/lr=1e-6, seed=1 , x"
+    path = write(tmp_path / "x.yaml", f'{section}: {{{name}: "{text}"}}\n')
+    for argv in ([f"config={path}"], [f"{dotted}={text}"]):
+        cfg = load_config(argv)
+        assert getattr(getattr(cfg, section), name) == text
+        assert load_text(resolved_yaml(cfg)) == cfg
+
+
+def test_single_paths_and_files_are_told_apart() -> None:
+    assert {"trainer.output_dir", "trainer.resume", "model.path"} < set(SINGLE_PATHS)
+    files = {key.dotted for key in KEYS.values() if "files" in key.metadata}
+    expected = {"data.train_files", "data.val_files", "data.val_sets"}
+    assert files == expected | {"sft.train_files", "sft.val_files"}
+
+
+def test_a_data_file_may_have_a_comma_in_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("a, b.jsonl", "c.jsonl"):
+        write(tmp_path / name, "")
+    forms = {
+        "a, b.jsonl": ["a, b.jsonl"],
+        " a, b.jsonl": ["a, b.jsonl"],
+        "~/a, b.jsonl": [f"{tmp_path}/a, b.jsonl"],
+        r"a\, b.jsonl, c.jsonl": ["a, b.jsonl", "c.jsonl"],
+        "['a, b.jsonl', c.jsonl]": ["a, b.jsonl", "c.jsonl"],
+        "c.jsonl, d.jsonl": ["c.jsonl", "d.jsonl"],
+    }
+    for text, files in forms.items():
+        for key in ("data.train_files", "data.val_files", "sft.train_files", "data.val_sets.x"):
+            cfg = load_config([f"{key}={text}"])
+            section, name, *_ = key.split(".")
+            value = getattr(getattr(cfg, section), name)
+            value = value["x"] if name == "val_sets" else value
+            assert split_files(value) == files
+            assert load_text(resolved_yaml(cfg)) == cfg
+        source = load_config([f'data.train_files=[{{files: "{text}"}}]'.replace("\\", "\\\\")])
+        assert split_files(train_sources(source.data.train_files)[0].files) == files
+    content = "data: {val_files: ['a, b.jsonl', c.jsonl]}\n"
+    cfg = load_config([f"config={write(tmp_path / 'x.yaml', content)}"])
+    assert split_files(cfg.data.val_files) == ["a, b.jsonl", "c.jsonl"]
+
+
+def test_the_advice_for_a_dollar_brace_works_as_it_is_printed(tmp_path: Path) -> None:
+    """The line names the spelling; here it is followed to the letter."""
+    argument = "data.instruction=Put ${a} in ${b}"
+    with pytest.raises(ConfigError, match=r"or \\\$\{ \(within single quotes of the shell\)"):
+        load_config([argument])
+    escaped = argument.replace("${", r"\${")
+    printed = subprocess.run(f"printf %s '{escaped}'", shell=True, capture_output=True, text=True)
+    assert load_config([printed.stdout]).data.instruction == "Put ${a} in ${b}"
+
+    path = tmp_path / "x.yaml"
+    write(path, "data:\n  instruction: Put ${a}\n")
+    with pytest.raises(ConfigError, match=r"x.yaml:2: .*\(within double quotes \\\\\$\{\)"):
+        load_config([f"config={path}"])
+    for spelling in (r"Put \${a}", r"'Put \${a}'", r'"Put \\${a}"'):
+        write(path, f"data:\n  instruction: {spelling}\n")
+        cfg = load_config([f"config={path}"])
+        assert cfg.data.instruction == "Put ${a}"
+        assert load_text(resolved_yaml(cfg)) == cfg
 
 
 def test_arguments_go_over_the_file_in_any_order(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ SOURCES = [
         "{files: 'generator:addition', max_response_length: 2000}",
         "data.train_files[0].max_response_length=2000: more than data.max_response_length=1024",
     ),
-    ("generator:addition", "data.train_files=[generator:addition]: must be text, or a list"),
+    ("generator:addition, 3", "data.train_files=[generator:addition, 3]: must be text, or a list"),
     ("", "data.train_files=[]: must be text, or a list"),
     ("{files: ]", "data.train_files=[{files: ]]: not valid YAML"),
 ]
