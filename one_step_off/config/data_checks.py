@@ -28,11 +28,12 @@ EXTERNAL_LOOP = "external"  # agents in processes of their own
 def check_data(cfg: Config) -> None:
     """Check the data sources, and the reward functions that score them. Raises ConfigError."""
     for name, files in cfg.data.val_sets.items():
-        is_name = name != "val" and re.fullmatch(r"[A-Za-z0-9_.-]+", name)
+        # The metrics of a set "reward" would have the names of parts of the main set's reward.
+        is_name = name not in ("val", "reward") and re.fullmatch(r"[A-Za-z0-9_.-]+", name)
         if not is_name or not files.strip(" ,"):
             raise ConfigError(
                 f"data.val_sets.{format_value(name)}={format_value(files)}: "
-                "must have a name of letters, digits, _.- (not val), and files"
+                "must have a name of letters, digits, _.- (not val or reward), and files"
             )
     files_by_key = {"val_files": cfg.data.val_files}
     if isinstance(cfg.data.train_files, str):

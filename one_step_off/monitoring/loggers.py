@@ -3,13 +3,14 @@
 All of it happens in one thread beside the pipeline. A logger that fails is named once and disabled:
 a broken dashboard must not end a run that has worked for days."""
 
+import hashlib
 import json
 import math
 import queue
 import re
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -149,6 +150,41 @@ class Wandb:
         self.run.finish(exit_code=int(failed))
 
 
+class GaugeNames:
+    """The name of each metric at Prometheus: no two metrics share one, and none changes its own.
+
+    "reward/mean" is one_step_off_reward_mean: / @ . and - become _. Another character becomes its
+    code, "a b" is a_x20_b. A metric whose name is taken by then gets a checksum behind it.
+    """
+
+    def __init__(self) -> None:
+        self._of_metrics: dict[str, str] = {}
+
+    def add(self, metrics: Iterable[str]) -> None:
+        """Name new metrics. Of those for one name, the one that is most like ours gets it: of
+        letters and underscores, and with levels, though few."""
+        new = [metric for metric in metrics if metric not in self._of_metrics]
+        for metric in sorted(new, key=_likeness):
+            name = _gauge_name(metric)
+            while name in self._of_metrics.values():
+                name += "_" + hashlib.sha256(metric.encode("utf-8", "replace")).hexdigest()[:8]
+            self._of_metrics[metric] = name
+
+    def __getitem__(self, metric: str) -> str:
+        return self._of_metrics[metric]
+
+
+def _likeness(metric: str) -> tuple[int, int, bool, int, str]:
+    """Sorts names of metrics by how little they are like ours."""
+    other_characters = len(re.sub("[A-Za-z0-9_/]", "", metric))
+    return -len(metric), other_characters, "/" not in metric, metric.count("/"), metric
+
+
+def _gauge_name(metric: str) -> str:
+    escaped = re.sub(r"[^A-Za-z0-9_/@.-]", lambda match: f"_x{ord(match[0]):x}_", metric)
+    return "one_step_off_" + re.sub(r"[^A-Za-z0-9_]", "_", escaped)
+
+
 class Prometheus:
     """The newest figures as gauges at http://127.0.0.1:PORT/metrics: "reward/mean" is
     one_step_off_reward_mean."""
@@ -158,6 +194,7 @@ class Prometheus:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self.newest_figures: dict[str, float] = {}
+        self.names = GaugeNames()
         registry = CollectorRegistry()
         registry.register(self)
         with as_config_error(f"logging.prometheus_port={port}", "name another port", OSError):
@@ -168,8 +205,8 @@ class Prometheus:
         from prometheus_client.core import GaugeMetricFamily
 
         return [
-            GaugeMetricFamily("one_step_off_" + re.sub(r"\W", "_", name), name, value)
-            for name, value in self.newest_figures.items()
+            GaugeMetricFamily(self.names[metric], metric, value)
+            for metric, value in self.newest_figures.items()
         ]
 
     def write(self, entry: LogEntry) -> None:
@@ -177,6 +214,7 @@ class Prometheus:
         figures = self.newest_figures | entry.figures
         if not entry.is_evaluation:
             figures["step"] = entry.step
+        self.names.add(figures)
         # Replaced as a whole: the server reads it from another thread.
         self.newest_figures = figures
 

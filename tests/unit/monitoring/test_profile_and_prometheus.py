@@ -22,6 +22,7 @@ import ray
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
@@ -178,6 +179,54 @@ def test_the_newest_figures_replace_the_older():
         "one_step_off_val_pass_4": 0.5,
     }
     server.close(False)
+
+
+def test_no_two_metrics_share_a_gauge():
+    """Whatever their names, also where the second comes later, and none changes its gauge."""
+    server = loggers.Prometheus(port := free_port())
+    names = [
+        "reward/a_b/mean",
+        "reward/a b/mean",
+        "reward/a-b/mean",
+        "reward/a/b/mean",
+        "reward/a_x20_b/mean",
+        "reward_x",
+        "reward/x",
+        "reward/\u6b63\u78ba\u7387/mean",
+        "reward/\u901f\u5ea6\u5feb/mean",
+        "reward/1/mean",
+        "reward/x_total",
+        "reward/x_created",
+        "reward/\n/mean",
+        "reward//mean",
+    ]
+    server.write(LogEntry({"reward/a b/mean": 1.0}, 1, False, []))
+    assert gauges(port)["one_step_off_reward_a_x20_b_mean"] == 1.0
+    for entry in (names[:6], names[6:]):
+        server.write(LogEntry({name: names.index(name) for name in entry}, 2, False, []))
+    values = gauges(port)
+    server.write(LogEntry({name: names.index(name) for name in names}, 2, False, []))
+    assert gauges(port) == values
+    assert sorted(values.values()) == sorted([*range(len(names)), 2])
+    plain = {"a_b_mean": 0, "a_x20_b_mean": 1, "x": 5, "1_mean": 9, "x_total": 10, "x_created": 11}
+    for name, value in plain.items():
+        assert values[f"one_step_off_reward_{name}"] == value
+    page = urllib.request.Request(
+        f"http://127.0.0.1:{port}/metrics",
+        headers={"Accept": "application/openmetrics-text; version=1.0.0"},
+    )
+    with urllib.request.urlopen(page, timeout=5) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    assert {family.documentation for family in families} == {*names, "step"}
+    server.close(False)
+
+
+def test_of_metrics_that_come_at_once_the_one_like_ours_keeps_its_name():
+    names = loggers.GaugeNames()
+    names.add(["reward_x", "reward/x", "reward/x y", "reward/x-y", "reward/x_y"])
+    assert names["reward/x"] == "one_step_off_reward_x"
+    assert names["reward_x"].startswith("one_step_off_reward_x_")
+    assert names["reward/x y"] == "one_step_off_reward_x_x20_y"
 
 
 def test_the_dashboards_panels_lie_side_by_side():
