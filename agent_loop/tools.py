@@ -17,15 +17,17 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import ipaddress
 import json
 import operator
 import shutil
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any
+from urllib.parse import urlsplit
 
 from agent_loop.processes import ForkServer, reserve_core, run_to_completion
 from agent_loop.sandbox import END
@@ -140,15 +142,47 @@ BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": p
 
 # --- MCP servers ----------------------------------------------------------------------------------
 
+MCP_TIMEOUT_S = 30.0
+MCP_READ_TIMEOUT_S = 300.0
+"""As the defaults of the MCP client."""
+
 MCP_SCHEMAS: dict[str, list[Schema]] = {}
 """The schemas of each MCP server's tools, by URL. The driver asks the servers, and its replicas
 receive the answers."""
 
 
-async def _list_mcp_tools(url: str) -> list[Schema]:
+@contextlib.asynccontextmanager
+async def _mcp_client(url: str) -> AsyncIterator[Any]:
+    """A session of an MCP server. One of this machine is reached without the proxy of the
+    environment, which does not know it."""
+    import httpx2
     from mcp import Client
+    from mcp.client.streamable_http import streamable_http_client
 
-    async with Client(url) as client:
+    if not _is_loopback(url):
+        async with Client(url) as client:
+            yield client
+        return
+    timeout = httpx2.Timeout(MCP_TIMEOUT_S, read=MCP_READ_TIMEOUT_S)
+    certificates = httpx2.create_ssl_context()
+    async with (
+        httpx2.AsyncClient(timeout=timeout, verify=certificates, trust_env=False) as http_client,
+        Client(streamable_http_client(url, http_client=http_client)) as client,
+    ):
+        yield client
+
+
+def _is_loopback(url: str) -> bool:
+    """Whether a URL names this machine by a loopback address."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+async def _list_mcp_tools(url: str) -> list[Schema]:
+    async with _mcp_client(url) as client:
         page = await client.list_tools()
         tools = list(page.tools)
         while page.next_cursor:
@@ -165,9 +199,7 @@ async def _list_mcp_tools(url: str) -> list[Schema]:
 
 
 async def _call_mcp_tool(url: str, name: str, /, **arguments: Any) -> str:
-    from mcp import Client
-
-    async with Client(url) as client:
+    async with _mcp_client(url) as client:
         answer = await client.call_tool(name, arguments)
     text = "\n".join(block.text for block in answer.content if block.type == "text")
     if answer.is_error:

@@ -12,6 +12,7 @@ MAX_MESSAGE_BYTES = 1 << 28
 MAX_RESULT_CHARS = 1 << 20
 MAX_ROW_VARIABLE = 100_000  # bytes; Linux refuses a variable of 128 KiB
 MAX_ERROR_CHARS = 1000
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 MAX_TRACEBACK_CHARS = 10_000
 
 
@@ -38,6 +39,19 @@ def outcome(value: Any) -> dict[str, Any]:
     return {"value": json.loads(text)}
 
 
+def no_proxy_variables(host: str = "") -> dict[str, str]:
+    """The variables by which HTTP clients reach this machine, and `host`, without a proxy: another
+    machine's proxy does not know what listens here.
+
+    Both spellings get what either holds, because some clients read one of them alone.
+    """
+    listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if "*" not in names:
+        names += [name for name in (*LOOPBACK_HOSTS, host) if name and name not in names]
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(names))
+
+
 def agent_environment(base_url: str, api_key: str, row: str) -> dict[str, str]:
     """The variables that an agent's process gets beside those of the run.
 
@@ -51,10 +65,7 @@ def agent_environment(base_url: str, api_key: str, row: str) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": api_key,
     }
-    # An HTTP proxy of the machine does not know the endpoint.
-    for name in ("NO_PROXY", "no_proxy"):
-        hosts = [os.environ.get(name, ""), urlsplit(base_url).hostname or ""]
-        variables[name] = ",".join(filter(None, hosts))
+    variables |= no_proxy_variables(urlsplit(base_url).hostname or "")
     if len(row.encode()) <= MAX_ROW_VARIABLE:
         variables["EPISODE_ROW"] = row
     return variables

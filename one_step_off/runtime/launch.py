@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from agent_loop.host.messages import no_proxy_variables
 from one_step_off import checkpoint
 from one_step_off.algorithms import schedule
 from one_step_off.cluster.ray_cluster import cleanup_after_run, require_cluster, start_ray
@@ -60,6 +61,7 @@ def run(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> int:
         KeyboardInterrupt: by Ctrl-C or SIGTERM; all processes have ended by then.
     """
     quiet_libraries()
+    os.environ.update(no_proxy_variables())
     begin = time.perf_counter()
     run_folder.require(cfg)
     with RunConsole() as console:
@@ -79,6 +81,7 @@ def run_supervised(cfg: Config) -> int:
     """A whole run of supervised steps. `cfg`: of `validate_supervised`. Returns the exit code, and
     raises as `run`."""
     quiet_libraries()
+    os.environ.update(no_proxy_variables())
     begin = time.perf_counter()
     run_folder.require(cfg)
     with RunConsole() as console:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from agent_loop import tools
+from agent_loop.host.messages import no_proxy_variables
 from agent_loop.tools import Toolbox
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import AgentConfig
@@ -275,6 +280,47 @@ def test_tools_of_an_mcp_server(mcp_url):
     assert not unfit[1]
     assert not late[1]
     assert re.fullmatch(r"error: slow took longer than 0\.\d+ s", late[0])
+
+
+@pytest.fixture
+def proxy(monkeypatch):
+    """A proxy that the environment names, and the first lines of what it was asked."""
+    asked: list[str] = []
+
+    class Refuse(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            asked.append(self.rfile.readline().decode().strip())
+            self.wfile.write(b"HTTP/1.1 503 No\r\nContent-Length: 0\r\n\r\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Refuse) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_address[1]}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        yield asked
+        server.shutdown()
+
+
+def test_a_proxy_is_asked_for_servers_of_other_machines_alone(mcp_url, proxy, monkeypatch):
+    for host in ("127.0.0.1", "localhost"):
+        url = mcp_url.replace("127.0.0.1", host)
+        toolbox = Toolbox(AgentConfig(tools=f"mcp:{url}", tool_timeout_s=5.0))
+        assert asyncio.run(toolbox.call("double", {"number": 4}, 9.0)) == ("8", True)
+    assert not proxy
+    with pytest.raises(ConfigError, match="lists no tools"):
+        Toolbox(AgentConfig(tools="mcp:http://tools.invalid/mcp", tool_timeout_s=5.0))
+    assert proxy[0].startswith("POST http://tools.invalid/mcp")
+    # Other clients read the variables that a run sets for its processes and its agents.
+    monkeypatch.setenv("NO_PROXY", "corp.example, 10.0.0.1")
+    for name, value in no_proxy_variables("10.0.0.7").items():
+        monkeypatch.setenv(name, value)
+    hosts = ["127.0.0.1", "localhost", "::1", "10.0.0.7", "corp.example", "a.corp.example"]
+    assert all(urllib.request.proxy_bypass(host) for host in hosts)
+    assert not urllib.request.proxy_bypass("pypi.example")
+    assert no_proxy_variables("10.0.0.7")["NO_PROXY"] == os.environ["no_proxy"], "once each"
+    monkeypatch.setenv("no_proxy", "*")
+    assert no_proxy_variables() == {"NO_PROXY": "*", "no_proxy": "*"}
 
 
 def test_faults_of_mcp_servers_are_refused_before_engines_start(mcp_url):

@@ -3,6 +3,7 @@ failures are reported."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
@@ -31,6 +32,23 @@ def test_the_first_line_waits_for_no_slow_import():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_run_asks_no_proxy_for_this_machine(monkeypatch):
+    """From its first step on, so that reward functions and environments inherit it."""
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "corp.example")
+
+    def stop(cfg: Config) -> None:
+        raise ConfigError("here")
+
+    monkeypatch.setattr(run_folder, "require", stop)
+    for program in (launch.run, launch.run_supervised):
+        with pytest.raises(ConfigError, match="here"):
+            program(Config())
+        for name in ("NO_PROXY", "no_proxy"):
+            assert os.environ[name] == "corp.example,localhost,127.0.0.1,::1"
+            monkeypatch.setenv(name, "corp.example")
 
 
 # --- what is prepared ---
