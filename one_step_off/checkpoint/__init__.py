@@ -11,6 +11,7 @@ from one_step_off.checkpoint.finding import (
     finished,
     fixed_keys,
     folder_of,
+    loaded_roles,
     put_aside,
 )
 from one_step_off.checkpoint.manifest import empty_models
@@ -30,6 +31,7 @@ __all__ = [
     "finished",
     "fixed_keys",
     "folder_of",
+    "loaded_roles",
     "put_aside",
     "read_batch",
     "read_samples",

@@ -34,15 +34,25 @@ FIXED_KEYS = (
 frozen weights, and the reference, are those of the warm-up. Keys that may change (lr, total_steps,
 save_freq) are not here."""
 
+MODEL_KEYS = (
+    "model.dtype",
+    "model.lora_rank",
+    "model.lora_alpha",
+    "model.lora_target_modules",
+    "trainer.sft_steps",
+)
+"""Those of FIXED_KEYS that an evaluation alone must share: they make the model."""
+
 
 def fixed_keys(cfg: Config) -> dict[str, Any]:
-    """The values that a resumed run must share with its checkpoint.
+    """The values that a resumed run, or an evaluation alone, must share with its checkpoint.
 
     They include the back ends and the optimizers, which cannot read each other's checkpoints, and
     the size of the blocks of adamw_8bit, by which its state has its shape.
     """
-    values = {key: attrgetter(key)(cfg) for key in FIXED_KEYS}
-    for role in TRAINED_ROLES:
+    keys = MODEL_KEYS if cfg.trainer.val_only else FIXED_KEYS
+    values = {key: attrgetter(key)(cfg) for key in keys}
+    for role in loaded_roles(cfg):
         if role in cfg.placement.roles:
             settings = role_settings(cfg, role)
             values[f"{role}.backend"] = settings.backend
@@ -51,6 +61,11 @@ def fixed_keys(cfg: Config) -> dict[str, Any]:
                 block_size = settings.optimizer_kwargs.get("block_size", BLOCK_SIZE)
                 values[f"{role}.optimizer_kwargs.block_size"] = block_size
     return values
+
+
+def loaded_roles(cfg: Config) -> tuple[str, ...]:
+    """The roles whose state is loaded from a checkpoint: an evaluation alone needs the actor's."""
+    return ("actor",) if cfg.trainer.val_only else TRAINED_ROLES
 
 
 def folder_of(cfg: Config) -> Path:
@@ -111,7 +126,7 @@ def find(cfg: Config, announce: Callable[[str], None] = lambda line: None) -> Pa
         return None
     shapes = parameter_shapes(cfg)
     for path in candidates:
-        fault = find_fault(path, shapes)
+        fault = find_fault(path, shapes, loaded_roles(cfg))
         if fault is None:
             _check_fixed_keys(cfg, path)
             return path
@@ -139,9 +154,11 @@ def _check_fixed_keys(cfg: Config, path: Path) -> None:
     for key, value in fixed_keys(cfg).items():
         made_with_value = made_with.get(key, _value_before_it_was_named(key))
         if made_with_value != value:
+            fix = f"resume with it, or {_how_to_restart(cfg)}"
+            if cfg.trainer.val_only:
+                fix = "evaluate with it"
             raise ConfigError(
-                f"{key}={value}: checkpoint {path} was written with {made_with_value}; "
-                f"resume with it, or {_how_to_restart(cfg)}"
+                f"{key}={value}: checkpoint {path} was written with {made_with_value}; {fix}"
             )
 
 

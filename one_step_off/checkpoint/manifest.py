@@ -7,7 +7,7 @@ resumes. Pickles are checked too: they may contain only the few classes that a c
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -88,12 +88,13 @@ def write_manifest(folder: Path, shapes: Shapes, known: FileFacts | None = None)
     return manifest
 
 
-def find_fault(folder: Path, shapes: Shapes) -> str | None:
+def find_fault(folder: Path, shapes: Shapes, roles: Sequence[str] = TRAINED_ROLES) -> str | None:
     """What is wrong with a checkpoint, whatever the settings of the run; None: nothing.
 
     Args:
         shapes: the parameters of the run's models, see `parameter_shapes`; {} where they are not
             known.
+        roles: whose parameters are compared.
 
     Returns:
         One line that names a file that differs from the manifest, a parameter of another shape, or
@@ -107,13 +108,15 @@ def find_fault(folder: Path, shapes: Shapes) -> str | None:
         written = manifest["format"]
         if written != FORMAT:
             return f"it has format {written}, and this version of one_step_off reads {FORMAT}"
-        difference = next(_differences(folder, manifest, shapes), None)
+        difference = next(_differences(folder, manifest, shapes, roles), None)
     except Exception as e:
         return _as_line("its files", e)
     return difference or _pickle_fault(folder, manifest)
 
 
-def _differences(folder: Path, manifest: dict[str, Any], shapes: Shapes) -> Iterator[str]:
+def _differences(
+    folder: Path, manifest: dict[str, Any], shapes: Shapes, roles: Sequence[str]
+) -> Iterator[str]:
     """What differs from the manifest, one line each."""
     current_facts: dict[str, dict[str, Any]] = file_facts(folder)
     if manifest["shape"] and shapes:  # else one of the two sides is not known
@@ -121,6 +124,8 @@ def _differences(folder: Path, manifest: dict[str, Any], shapes: Shapes) -> Iter
     for kind, current in current_facts.items():
         written = manifest[kind]
         for name in sorted(current.keys() | written.keys()):
+            if kind == "shape" and name.partition(": ")[0] not in roles:
+                continue
             if current.get(name) != written.get(name):
                 is_now = current.get(name, "none")
                 was_then = written.get(name, "none")

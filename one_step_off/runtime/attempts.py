@@ -163,10 +163,10 @@ def _prepare_restart(
     newest = checkpoint.find(cfg_with_auto, tracker.log)
     if newest is not None:
         state.resume_point = load_resume_point(newest)
-    if state.resume_point is not None:
-        prepared.data.stream.load_state_dict(state.resume_point.state["stream"])
-    else:
-        prepared.data.stream.load_state_dict(first_position)
+    position = first_position
+    if state.resume_point is not None and not cfg.trainer.val_only:
+        position = state.resume_point.state["stream"]
+    prepared.data.stream.load_state_dict(position)
     state.incarnation += 1
 
 
@@ -371,6 +371,8 @@ async def load_checkpoint(
     path = resume_point.path
     state = resume_point.state
     await load_weights(prepared, resume_point, processes, tracker)
+    if prepared.cfg.trainer.val_only:  # trains on nothing, so that the samples are not needed
+        return Resumed(step=resume_point.step)
     samples = checkpoint.read_samples(path) if state["has_samples"] else []
     return Resumed(
         step=resume_point.step,

@@ -142,13 +142,14 @@ def find_models(cfg: Config, show_progress: ShowProgress) -> dict[str, str]:
 def find_resume_point(
     cfg: Config, data: run_data.RunData, print_line: PrintLine
 ) -> ResumePoint | None:
-    """The checkpoint that trainer.resume means, with the data at its position. Raises
-    ConfigError."""
+    """The checkpoint that trainer.resume means, with the data at its position. An evaluation alone
+    trains on no data, so its own may be others. Raises ConfigError."""
     resume_path = checkpoint.find(cfg, print_line)
     if resume_path is None:
         return None
     resume_point = load_resume_point(resume_path)
-    data.stream.load_state_dict(resume_point.state["stream"])
+    if not cfg.trainer.val_only:
+        data.stream.load_state_dict(resume_point.state["stream"])
     return resume_point
 
 

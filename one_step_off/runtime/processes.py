@@ -4,7 +4,7 @@ import asyncio
 import functools
 from typing import Any
 
-from one_step_off.checkpoint import TRAINED_ROLES
+from one_step_off.checkpoint import TRAINED_ROLES, loaded_roles
 from one_step_off.cluster.core_sharing import ROLLOUT, TRAINER, CoreSharing
 from one_step_off.cluster.errors import (
     CanaryFailed,
@@ -343,9 +343,12 @@ class RunProcesses:
         return asyncio.gather(*writes)
 
     async def load_state(self, folder: str) -> None:
-        """Load a checkpoint's state into every role that learns; after `setup`."""
+        """Load a checkpoint's state into every role that learns, or that of the actor alone to
+        evaluate it; after `setup`."""
         loads = [
-            self.groups[role].load_state(folder) for role in TRAINED_ROLES if role in self.groups
+            self.groups[role].load_state(folder)
+            for role in loaded_roles(self.cfg)
+            if role in self.groups
         ]
         await asyncio.gather(*loads)
 

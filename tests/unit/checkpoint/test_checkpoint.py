@@ -162,6 +162,39 @@ def test_a_checkpoint_knows_whether_it_began_with_a_warm_up(tmp_path, monkeypatc
     finding._check_fixed_keys(cfg, tmp_path)
 
 
+OTHERS = {
+    "pipeline.staleness": 3,
+    "weight_sync.in_flight": "keep",
+    "rollout.n": 99,
+    "trainer.seed": 99,
+    "data.train_batch_size": 99,
+    "agent.loop": "tool",
+    "model.dtype": "float32",
+    "model.lora_rank": 99,
+    "model.lora_alpha": 99,
+    "model.lora_target_modules": "q_proj",
+    "trainer.sft_steps": 99,
+    "actor.optimizer": "muon",
+}
+
+
+@pytest.mark.parametrize("key", [*finding.FIXED_KEYS, "actor.optimizer"])
+def test_an_evaluation_alone_needs_the_same_model_and_nothing_of_the_training(tmp_path, key):
+    cfg = run_config(tmp_path)
+    path = save(cfg, 5)
+    section, name = key.split(".")
+    assert getattr(getattr(cfg, section), name) != OTHERS[key]
+    setattr(getattr(cfg, section), name, OTHERS[key])
+    with pytest.raises(ConfigError, match=rf"^{key}={OTHERS[key]}: .*; resume with it, or"):
+        checkpoint.find(cfg)
+    cfg.trainer.val_only = True
+    if section == "model" or key in ("trainer.sft_steps", "actor.optimizer"):
+        with pytest.raises(ConfigError, match=rf"^{key}={OTHERS[key]}: .*; evaluate with it$"):
+            checkpoint.find(cfg)
+    else:
+        assert checkpoint.find(cfg) == path
+
+
 def test_blocks_of_another_size_are_refused(tmp_path, monkeypatch):
     cfg = run_config(tmp_path)
     cfg.actor.optimizer = "adamw_8bit"

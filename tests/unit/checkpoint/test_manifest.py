@@ -105,13 +105,18 @@ def test_another_model_is_named(run, model_folders):
         checkpoint.find(cfg)
 
 
-def test_a_role_that_the_checkpoint_lacks_is_named(run):
+def test_a_role_that_the_checkpoint_lacks_is_named(run, model_folders):
     cfg, path = run
     cfg.placement.roles["critic"] = "actor"
     cfg.critic.path = cfg.model.path
     with pytest.raises(
         ConfigError, match=r"critic: model.embed_tokens.weight: its shape: .*, but none when"
     ):
+        checkpoint.find(cfg)
+    cfg.trainer.val_only = True
+    assert checkpoint.find(cfg) == path, "the actor alone is evaluated"
+    cfg.model.path = model_folders["untied"]
+    with pytest.raises(ConfigError, match="actor: lm_head.weight: its shape"):
         checkpoint.find(cfg)
 
 

@@ -16,6 +16,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.monitoring import loggers
 from one_step_off.runtime import launch, run_folder
+from one_step_off.runtime import prepare as prepare_module
 from one_step_off.runtime.failure_report import report_failure
 from one_step_off.runtime.prepare import CANARY_TOKENS, ResumePoint, prepare
 from tests.conftest import tiny_config
@@ -52,6 +53,19 @@ def test_a_run_asks_no_proxy_for_this_machine(monkeypatch):
 
 
 # --- what is prepared ---
+
+
+def test_an_evaluation_alone_may_have_other_training_data(models, tmp_path, monkeypatch):
+    trained = prepare(tiny_config(models(), str(tmp_path)), lambda line: None)
+    state = {"step": 2, "stream": trained.data.stream.state_dict()}
+    point = ResumePoint(tmp_path / "checkpoints" / "step_000002", state)
+    monkeypatch.setattr(prepare_module, "load_resume_point", lambda path: point)
+    monkeypatch.setattr(prepare_module.checkpoint, "find", lambda cfg, print_line: point.path)
+    cfg = tiny_config(models(), str(tmp_path), **{"trainer.seed": 7, "trainer.val_only": True})
+    assert prepare(cfg, lambda line: None).resume_point is point
+    cfg.trainer.val_only = False
+    with pytest.raises(ConfigError, match="the checkpoint has other prompts or another order"):
+        prepare(cfg, lambda line: None)
 
 
 def test_a_prepared_run_has_its_canary_and_its_data(models, tmp_path):
