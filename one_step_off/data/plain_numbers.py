@@ -11,14 +11,14 @@ MAX_NUMBER_CHARS = 200
 # Digits, which commas may group by thousands: `1,234`, but neither `12,5` nor `0,123`.
 _DIGITS = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9,])|[0-9]+(?!,[0-9]))"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
-# With four digits an exponent covers all floats, and the number still fits into memory.
-_EXPONENT = r"[eE][-+]?[0-9]{1,4}(?![0-9])"
+# With three digits an exponent covers all floats, and the number stays small.
+_EXPONENT = r"[eE][-+]?[0-9]{1,3}(?![0-9])"
 _NUMBER = re.compile(
     r"([-+]?)\$?([-+]?)"  # a sign before or after the dollar
     r"(?!0[xX][0-9A-Fa-f])"  # 0x1A is not 0 with a unit
     rf"({_DECIMAL}(?:{_EXPONENT})?)"
     r"(?:/([0-9]+))?"  # denominator
-    r"\s?%?\s?(?:[A-Za-z]+ ?){0,4}\.?"  # percent, a unit of up to four words, a final period
+    r"\s?%?\s?(?:[A-Za-z]++ ?){0,4}\.?"  # percent, a unit of up to four words, a final period
 )
 _NUMBER_LIKE = re.compile(r"[-+$]*[0-9][0-9.,_' ]*%?")
 _WITH_EXPONENT = re.compile(rf"(?<![\w.,]){_DECIMAL}{_EXPONENT}(?!\w)")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from one_step_off.data.plain_numbers import plain_number
 from one_step_off.rewards.verifiers import gsm8k, math
 
 GSM8K_RIGHT = [
@@ -120,6 +121,21 @@ def test_gsm8k_is_fast() -> None:
     for _ in range(2000):
         gsm8k("7 + 2 = 9\n#### 9", "9")
     assert (time.process_time() - start) / 2000 < 50e-6
+
+
+def test_a_long_unit_takes_no_time() -> None:
+    start = time.process_time()
+    assert plain_number("1" + "a" * 190 + "!") is None
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("response", ["1e999 " * 600, "1e-999+" * 600])
+def test_many_exponents_take_no_time(response: str) -> None:
+    math("\\boxed{1+1}", "5")  # imports math-verify
+    start = time.process_time()
+    for text in (f"#### {response}", f"\\boxed{{{response}}}", response):
+        assert gsm8k(text, "5") == math(text, "5") == 0.0
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(
