@@ -24,6 +24,7 @@ from one_step_off.config.shipped import find_config_file, shipped_names
 from one_step_off.config.sources import join_files, split_files
 from one_step_off.config.text import did_you_mean, format_value
 from one_step_off.config.typed_scalars import (
+    MERGE_TAG,
     item_type,
     retag,
     retag_key,
@@ -167,14 +168,20 @@ def _retag_file(path: str, root: yaml.Node) -> None:
         return
     for section, body in root.value:
         retag_key(section)
-        if not isinstance(body, yaml.MappingNode):
-            continue
-        for name, value in body.value:
-            retag_key(name)
-            key = KEYS.get(f"{section.value}.{name.value}")
-            if key is not None:
-                with located_config_error(f"{path}:{name.start_mark.line + 1}: "):
-                    retag(value, key.type, key.dotted, _entry_types(key))
+        _retag_section(path, section.value, body)
+
+
+def _retag_section(path: str, section: str, body: yaml.Node) -> None:
+    if not isinstance(body, yaml.MappingNode):
+        return
+    for name, value in body.value:
+        retag_key(name)
+        key = KEYS.get(f"{section}.{name.value}")
+        if name.tag == MERGE_TAG:  # the keys of a mapping elsewhere
+            _retag_section(path, section, value)
+        elif key is not None:
+            with located_config_error(f"{path}:{name.start_mark.line + 1}: "):
+                retag(value, key.type, key.dotted, _entry_types(key))
 
 
 def _entry_types(key: ConfigKey) -> dict[str, Any] | None:

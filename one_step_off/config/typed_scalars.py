@@ -15,6 +15,7 @@ from one_step_off.config.yaml_io import BOOLEAN_TAG, PLAIN_TAGS, TEXT_TAG
 EntryTypes = Mapping[str, Any]
 """The types of a mapping's known keys."""
 
+MERGE_TAG = "tag:yaml.org,2002:merge"
 NULLS = ("null", "Null", "NULL", "~", "")
 # What YAML takes for true and false, and people also for words.
 AMBIGUOUS_WORDS = ("yes", "no", "on", "off")
@@ -72,7 +73,7 @@ def retag(
             retag(item, item_type(value_type), f"{name}[{i}]", entries, visited)
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
+            if key.tag == MERGE_TAG:
                 retag(value, value_type, name, entries, visited)
                 continue
             retag_key(key)

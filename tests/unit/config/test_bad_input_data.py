@@ -198,6 +198,8 @@ SETS = [
      ["data.val_sets.", "must have a name"]),
     ("held-out set named val", {}, ["data.val_sets={val: generator:word_problems}"],
      ["data.val_sets.val", "must have a name"]),
+    ("held-out set named reward", {}, ["data.val_sets={reward: generator:word_problems}"],
+     ["data.val_sets.reward", "must have a name"]),
     ("held-out set with a slash", {}, ["data.val_sets={a/b: generator:word_problems}"],
      ["data.val_sets.a/b", "must have a name"]),
     ("held-out set without files", {}, ["data.val_sets={hard: ''}"],

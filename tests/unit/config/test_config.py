@@ -156,6 +156,20 @@ def test_truth_values_where_they_are_wanted(tmp_path: Path) -> None:
     }
 
 
+def test_merged_mappings_are_read_alike(tmp_path: Path) -> None:
+    text = (
+        "trainer: &common {output_dir: 010, seed: 010}\n"
+        "data:\n  val_sets: &sets {no: 08}\n"
+        "teacher:\n  by_source: {<<: *sets, on: 09}\n"
+    )
+    cfg = load_config([f"config={write(tmp_path / 'x.yaml', text)}"])
+    assert (cfg.trainer.output_dir, cfg.trainer.seed) == ("010", 10)
+    assert cfg.teacher.by_source == {"no": "08", "on": "09"}
+    write(tmp_path / "y.yaml", "actor: &a {optimizer: no, lr: 1}\ncritic: {<<: *a, lr: 010}\n")
+    cfg = load_config([f"config={tmp_path / 'y.yaml'}"])
+    assert (cfg.critic.optimizer, cfg.critic.lr) == ("no", 10.0)
+
+
 SINGLE_PATHS = [key.dotted for key in KEYS.values() if "path" in key.metadata]
 
 
