@@ -39,9 +39,9 @@ MODEL_KEYS = (
     "model.lora_rank",
     "model.lora_alpha",
     "model.lora_target_modules",
-    "trainer.sft_steps",
 )
-"""Those of FIXED_KEYS that an evaluation alone must share: they make the model."""
+"""Those of FIXED_KEYS that an evaluation alone must share: they make the model. With adapters
+trainer.sft_steps does too."""
 
 
 def fixed_keys(cfg: Config) -> dict[str, Any]:
@@ -50,7 +50,9 @@ def fixed_keys(cfg: Config) -> dict[str, Any]:
     They include the back ends and the optimizers, which cannot read each other's checkpoints, and
     the size of the blocks of adamw_8bit, by which its state has its shape.
     """
-    keys = MODEL_KEYS if cfg.trainer.val_only else FIXED_KEYS
+    keys = FIXED_KEYS
+    if cfg.trainer.val_only:
+        keys = (*MODEL_KEYS, "trainer.sft_steps") if cfg.model.lora_rank else MODEL_KEYS
     values = {key: attrgetter(key)(cfg) for key in keys}
     for role in loaded_roles(cfg):
         if role in cfg.placement.roles:
