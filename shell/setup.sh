@@ -148,8 +148,8 @@ pip_install() {
         --constraint "$root/constraints/$extra.txt" "$@"
 }
 
-# The "+cpu" in the version keeps pip from fetching the CUDA build, which is gigabytes. PyTorch's index has not all versions
-# of what torch asks for: that comes with the other packages.
+# The "+cpu" in the version keeps pip from fetching the CUDA build, which is gigabytes. What torch asks for comes with the
+# other packages: PyTorch's index need not have it in the versions of the constraints.
 install_cpu_torch() {
     pip_install --no-deps "torch==$torch_version+cpu" && return
     echo "pip's own sources have no CPU build of torch; trying PyTorch's index"
