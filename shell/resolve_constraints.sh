@@ -55,8 +55,10 @@ resolve() {
         # torch asks for.
         gpu) wanted+=("$work/source[gpu,dev,transformer_engine]" "cuda-toolkit[nvcc,cccl]") ;;
     esac
-    unconfigured_pip install --dry-run -qq --use-feature=fast-deps --report "$work/$version.json" "$@" \
-        "${wanted[@]}" || die "Python $version: pip finds no versions that fit together"
+    unconfigured_pip install --dry-run -qq --use-feature=fast-deps --report "$work/$version.json" "$@" "${wanted[@]}" || {
+        (($? != 124)) || die "Python $version: pip has not resolved the versions within $limit_s s"
+        die "Python $version: pip finds no versions that fit together"
+    }
     echo "resolve_constraints: Python $version, $extra: resolved in $SECONDS s"
 }
 
