@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,26 +28,32 @@ def requirements(extra: str) -> list[Requirement]:
     sections = options["options.extras_require"]
     lines = options["options"]["install_requires"] + sections[extra] + sections["dev"]
     lines += sections["megatron"]
+    if extra == "gpu":
+        lines += sections["transformer_engine"]
     stripped = (line.strip() for line in lines.splitlines())
     return [Requirement(line) for line in stripped if line and not line.startswith("#")]
 
 
-def constraints(extra: str) -> dict[str, str]:
-    """Package -> exact version, of constraints/EXTRA.txt."""
-    versions = {}
-    for line in (ROOT / f"constraints/{extra}.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            name, _, version = line.partition("==")
-            versions[name.lower().replace("_", "-")] = version
-    return versions
+def constraints(extra: str) -> dict[str, Requirement]:
+    """Package -> its line for this Python, of constraints/EXTRA.txt."""
+    lines = (ROOT / f"constraints/{extra}.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(p.name): p for p in pins if not p.marker or p.marker.evaluate()}
+
+
+def version_of(pin: Requirement) -> str:
+    """The exact version that a line names."""
+    (version,) = [part.version for part in pin.specifier if part.operator == "=="]
+    return version
 
 
 @pytest.mark.parametrize("extra", ["cpu", "gpu"])
 def test_every_requirement_has_a_tested_version_in_its_range(extra: str) -> None:
-    versions = constraints(extra)
+    pins = constraints(extra)
     for requirement in requirements(extra):
-        version = versions.get(requirement.name.lower().replace("_", "-"))
-        assert version, f"constraints/{extra}.txt has no {requirement.name}"
+        pin = pins.get(canonicalize_name(requirement.name))
+        assert pin, f"constraints/{extra}.txt has no {requirement.name}"
+        version = version_of(pin)
         assert requirement.specifier.contains(version, prereleases=True), (
             f"constraints/{extra}.txt: {requirement.name}=={version} is not in {requirement}"
         )
@@ -54,12 +62,44 @@ def test_every_requirement_has_a_tested_version_in_its_range(extra: str) -> None
 def test_the_versions_in_the_setup_script_are_those_of_the_constraints() -> None:
     script = (ROOT / "shell/setup.sh").read_text()
     for extra in ("cpu", "gpu"):
-        versions = constraints(extra)
+        versions = {name: version_of(pin) for name, pin in constraints(extra).items()}
         assert f"torch_version={versions['torch'].partition('+')[0]}\n" in script
         assert f"megatron_version={versions['megatron-core']}\n" in script
-    versions = constraints("gpu")
-    for name in ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch"):
-        assert Requirement("x>=2.9,<3").specifier.contains(versions[name])
+    versions = {name: version_of(pin) for name, pin in constraints("gpu").items()}
+    halves = ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
+    assert len({versions[name] for name in halves}) == 1
+
+
+def test_the_gpu_versions_are_those_of_one_cuda() -> None:
+    """A compiler of a newer CUDA than the runtime of torch cannot compile with its headers, and a
+    user's own sources may offer torch's CPU build as the same version.
+    """
+    pins = constraints("gpu")
+    assert not pins["torch"].specifier.contains("2.13.0+cpu")
+    assert pins["torch"].specifier.contains("2.13.0")
+    cuda = version_of(pins["cuda-toolkit"]).rsplit(".", 2)[0]
+    for name in ("nvcc", "crt", "cccl", "nvrtc", "runtime", "cupti"):
+        assert version_of(pins[f"nvidia-cuda-{name}"]).startswith(f"{cuda}."), name
+    assert version_of(pins["nvidia-nvvm"]).startswith(f"{cuda}.")
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("extra", ["cpu", "gpu"])
+def test_pip_resolves_the_constraints(extra: str, version: str) -> None:
+    """As the pip of a user without any configuration. Needs the network, as the set-up itself."""
+    python = sys.executable
+    if version != f"{sys.version_info.major}.{sys.version_info.minor}":
+        python = f"python{version}"
+        if not shutil.which(python) or subprocess.run([python, "--version"]).returncode:
+            pytest.skip(f"there is no {python}")
+    command = ["bash", str(ROOT / "shell/resolve_constraints.sh"), "--check", extra, python]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1400)
+    if done.returncode == 75:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")

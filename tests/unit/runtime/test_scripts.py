@@ -6,8 +6,10 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -139,7 +141,7 @@ def test_setup_waits_for_another_one_only_so_long(checkout: Path) -> None:
     [
         (["--printvenv"], {"EXTRA": "cpu"}, "unknown argument --printvenv"),
         ([], {"EXTRA": "tpu"}, "must be cpu or gpu"),
-        ([], {"PYTHON": "/nowhere/python"}, "needs Python 3.11 or newer"),
+        ([], {"PYTHON": "/nowhere/python"}, "needs Python 3.11 to 3.14"),
     ],
 )
 def test_setup_refuses(checkout: Path, argv: list[str], env: dict[str, str], part: str) -> None:
@@ -147,6 +149,153 @@ def test_setup_refuses(checkout: Path, argv: list[str], env: dict[str, str], par
     assert done.returncode == (2 if "must be" in part else 1)
     assert part in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+# A python whose pip says $PIP_SAYS and fails where $FAILS is among its arguments.
+FAILING_PYTHON = FAKE_PYTHON.replace(
+    'case "$*" in',
+    """[[ "$*" != *"$FAILS"* ]] || { printf '%s\\n' "$PIP_SAYS"; exit 1; }
+case "$*" in""",
+)
+
+
+@pytest.mark.parametrize(
+    ("says", "part"),
+    [
+        ("ERROR: Could not install packages: [Errno 28] No space left on device", "is full; they"),
+        ("WARNING: Retrying after connection broken by 'ProxyError(...)'", "HTTPS_PROXY"),
+        ("WARNING: Retrying after connection broken by 'SSLError(...)'", "PIP_CERT=FILE"),
+        ("t.c:1:10: fatal error: Python.h: No such file or directory", "python3-dev"),
+        ("error: command 'gcc' failed: No such file or directory", "install a C compiler"),
+        ("ERROR: No matching distribution found for ray==2.60.0", "(ERROR: No matching"),
+        ("Killed", "failed after 0 s: Killed"),
+    ],
+)
+def test_a_failed_setup_says_why_in_one_line(checkout: Path, says: str, part: str) -> None:
+    python = str(script(checkout / "bin" / "some-python", FAILING_PYTHON))
+    failing = {"PYTHON": python, "FAILS": ".[cpu,dev]", "PIP_SAYS": says}
+    done = shell(checkout, "setup.sh", EXTRA="cpu", **failing)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert part in line
+    assert line.endswith(f"all of it is in {checkout}/.venv/setup.log")
+    again = shell(checkout, "setup.sh", EXTRA="cpu", **failing | {"FAILS": "nothing"})
+    assert "is incomplete; creating it again" in again.stdout
+    assert "setup: ready" in again.stdout
+
+
+@pytest.mark.parametrize("fails", ["megatron-core", "triton", "import torch, ray"])
+def test_a_setup_stops_at_each_failed_step(checkout: Path, fails: str) -> None:
+    python = str(script(checkout / "bin" / "some-python", FAILING_PYTHON))
+    failing = {"PYTHON": python, "FAILS": fails, "PIP_SAYS": "no", "MEGATRON": "1"}
+    done = shell(checkout, "setup.sh", EXTRA="cpu", **failing)
+    assert done.returncode == 1, done.stdout
+    assert not (checkout / ".venv" / ".setup-done").exists()
+
+
+@pytest.fixture(scope="module")
+def empty_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real one, with its pip."""
+    venv = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, timeout=120)
+    return venv
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"PIP_INDEX_URL": "http://127.0.0.1:9/simple"}, "does not reach its package index"),
+        ({"HTTPS_PROXY": "http://127.0.0.1:9"}, "HTTPS_PROXY where there is a proxy"),
+        ({"PIP_NO_INDEX": "1"}, "pip is configured here ("),
+    ],
+)
+def test_real_pip_without_its_index(
+    checkout: Path, empty_venv: Path, settings: dict[str, str], part: str
+) -> None:
+    (checkout / "mine.txt").write_text("ray==1.0\n")
+    alone = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
+    alone |= {"PIP_RETRIES": "1", "PIP_CONSTRAINT": str(checkout / "mine.txt")}
+    (checkout / ".venv-gpu").symlink_to(empty_venv)
+    done = shell(checkout, "setup.sh", EXTRA="gpu", **alone | settings)
+    (empty_venv / ".setup-unfinished").unlink()
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert part in line
+
+
+def test_no_cpu_build_of_torch(checkout: Path, empty_venv: Path) -> None:
+    """Neither at pip's own sources nor at PyTorch's index, which no test may reach."""
+    setup = checkout / "shell/setup.sh"
+    setup.write_text(setup.read_text().replace("https://download", "http://127.0.0.1:9/download"))
+    (checkout / ".venv").symlink_to(empty_venv)
+    settings = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_RETRIES": "1"}
+    settings |= {"PIP_INDEX_URL": (checkout / "no_index").as_uri(), "PIP_EXTRA_INDEX_URL": ""}
+    done = shell(checkout, "setup.sh", EXTRA="cpu", **settings)
+    (empty_venv / ".setup-unfinished").unlink()
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "no CPU build of torch 2.13.0 at pip's own sources, nor at http" in line
+
+
+def test_setup_needs_space(checkout: Path) -> None:
+    free = f"$(case $2 in {checkout}) echo 4900000;; *) echo 90000000; esac)"
+    script(checkout / "bin" / "df", f"#!/bin/sh\necho; echo disk 9 9 {free} 1% /\n")
+    done = shell(checkout, "setup.sh", EXTRA="cpu", PYTHON=sys.executable)
+    assert done.returncode == 1
+    assert done.stderr == f"setup: error: {checkout} has 4 GB free, and setup needs 5 there\n"
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
+def test_setup_in_a_folder_that_cannot_be_written(checkout: Path) -> None:
+    checkout.chmod(0o555)
+    without = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"]
+    command = [*without, "bash", f"{checkout}/shell/setup.sh"]
+    if os.geteuid() != 0:
+        command = command[3:]
+    env = os.environ | {"EXTRA": "cpu", "PYTHON": sys.executable}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    checkout.chmod(0o755)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert f"{checkout} cannot be written" in line
+
+
+def test_an_interrupted_setup_says_so_and_starts_again(checkout: Path) -> None:
+    slow = FAKE_PYTHON.replace("esac", '    *"$SLOW"*) touch "$0.slow"; sleep 30 ;;\nesac')
+    python = str(script(checkout / "bin" / "some-python", slow))
+    env = os.environ | {"EXTRA": "cpu", "PYTHON": python, "SLOW": ".[cpu,dev]"}
+    command = ["bash", f"{checkout}/shell/setup.sh"]
+    setup = subprocess.Popen(
+        command,
+        env=env,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A background job ignores the signal, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline = time.monotonic() + 30
+    while not (checkout / ".venv/bin/python.slow").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(setup.pid, signal.SIGINT)
+    _, said = setup.communicate(timeout=30)
+    assert setup.returncode == 1
+    assert said == "setup: error: interrupted; the same command starts again\n"
+    again = shell(checkout, "setup.sh", EXTRA="cpu", PYTHON=python, SLOW="nothing")
+    assert "is incomplete; creating it again" in again.stdout
+    assert "setup: ready" in again.stdout
+
+
+def test_packages_on_other_paths_do_not_count_as_installed(checkout: Path) -> None:
+    said = FAKE_PYTHON.replace(
+        "esac", '    *"pip install"*) echo "$PYTHONPATH$PIP_TARGET" ;;\nesac'
+    )
+    python = str(script(checkout / "bin" / "some-python", said))
+    done = shell(checkout, "setup.sh", EXTRA="cpu", PYTHON=python, PYTHONPATH="/x", PIP_TARGET="/x")
+    assert done.returncode == 0, done.stderr
+    assert "/x" not in (checkout / ".venv/setup.log").read_text()
 
 
 def would_train(
