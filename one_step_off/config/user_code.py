@@ -12,6 +12,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+from one_step_off.config.console_streams import UnfailingStream
 from one_step_off.config.text import mask_secrets
 
 LOG_FOLDER = "logs"  # folder in the run folder with the output of reward workers and replicas
@@ -139,5 +140,6 @@ def redirect_output(path: str) -> None:
     os.close(log)
     # Line-buffered, because the process may be killed at any moment.
     options = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
-    sys.stdout = open(1, "w", **options)
-    sys.stderr = open(2, "w", **options)
+    # A full disk must not end a run by what its processes print.
+    sys.stdout = UnfailingStream(open(1, "w", **options))
+    sys.stderr = UnfailingStream(open(2, "w", **options))

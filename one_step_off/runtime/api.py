@@ -15,6 +15,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.config.type_checks import checked_copy
 from one_step_off.monitoring.callbacks import StepCallback
+from one_step_off.runtime.run_folder import locked
 from one_step_off.runtime.validation import validate
 
 
@@ -124,17 +125,18 @@ def train(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> RunResult:
     from one_step_off.runtime import launch
     from one_step_off.runtime.failure_report import as_config_fault, report_failure
 
-    try:
-        launch.run(cfg, callbacks)
-    except ConfigError:
-        raise
-    except Exception as error:
-        config_fault = as_config_fault(cfg, error)
-        if config_fault is not None:
-            raise config_fault from error
-        report_failure(cfg, error)
-        raise
-    return read_result(cfg)
+    with locked(cfg):
+        try:
+            launch.run(cfg, callbacks)
+        except ConfigError:
+            raise
+        except Exception as error:
+            config_fault = as_config_fault(cfg, error)
+            if config_fault is not None:
+                raise config_fault from error
+            report_failure(cfg, error)
+            raise
+        return read_result(cfg)
 
 
 def _check_callbacks(callbacks: Sequence[StepCallback]) -> None:
