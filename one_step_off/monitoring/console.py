@@ -147,18 +147,20 @@ class RunConsole(progress.Progress):
         on the other stream. Any thread calls this."""
         if self.log_file is None:
             return
+        note = ""
         if stream not in self.log_reasons:
             self.log_reasons[stream] = reason
-            text = f"{stream}: {reason}; what it does not take is written here\n{text}"
+            note = f"{stream}: {reason}; what it does not take is written here\n"
             warning = f"warning: {stream}: {reason}; its lines go to {self.log_file}\n"
             self.other_streams[stream].write(warning)
         text = STYLES.sub("", text)
-        if ESCAPE in text:  # it moves the cursor: the bar, and not a line
-            return
+        is_bar = ESCAPE in text or (stream == "stdout" and not self.disable)
+        if is_bar:
+            text = ""
         with contextlib.suppress(OSError):
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
             with open(self.log_file, "a", encoding="utf-8", errors="replace") as file:
-                file.write(text)
+                file.write(note + text)
 
     def _end_bar_that_nobody_sees(self) -> None:
         if "stdout" in self.log_reasons and not self.disable:
