@@ -26,6 +26,7 @@ from one_step_off.config.placement import (
     processes_per_node,
 )
 from one_step_off.config.schema import Config
+from one_step_off.config.console_streams import never_fail
 from one_step_off.config.user_code import redirect_output
 
 RESERVE_TIMEOUT_S = 60.0
@@ -234,6 +235,7 @@ def _pinned_class(cls: type, cores: tuple[int, ...], guests: tuple[int, ...], lo
             pin_process(cores, guests)
             if log:
                 redirect_output(log)
+            never_fail()
             super().__init__(*args)
 
     Pinned.__name__ = cls.__name__

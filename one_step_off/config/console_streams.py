@@ -85,6 +85,13 @@ class UnfailingStream:
         return getattr(self.stream, name)
 
 
+def never_fail() -> None:
+    """In a process of a run, whose output goes to a file: a full disk must not end the run by what
+    its processes print."""
+    sys.stdout = UnfailingStream(sys.stdout)
+    sys.stderr = UnfailingStream(sys.stderr)
+
+
 class ConsoleStream(UnfailingStream):
     """stdout or stderr of a command.
 

@@ -12,7 +12,6 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from one_step_off.config.console_streams import UnfailingStream
 from one_step_off.config.text import mask_secrets
 
 LOG_FOLDER = "logs"  # folder in the run folder with the output of reward workers and replicas
@@ -140,6 +139,5 @@ def redirect_output(path: str) -> None:
     os.close(log)
     # Line-buffered, because the process may be killed at any moment.
     options = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
-    # A full disk must not end a run by what its processes print.
-    sys.stdout = UnfailingStream(open(1, "w", **options))
-    sys.stderr = UnfailingStream(open(2, "w", **options))
+    sys.stdout = open(1, "w", **options)
+    sys.stderr = open(2, "w", **options)

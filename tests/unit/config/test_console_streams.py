@@ -359,9 +359,11 @@ def test_what_a_users_function_prints_to_a_full_disk_is_dropped(tmp_path: Path) 
     """In the processes of a run, whose output goes to files of the run folder."""
     code = """
         import sys
+        from one_step_off.config.console_streams import never_fail
         from one_step_off.config.user_code import log_traceback, redirect_output
 
         redirect_output("/dev/full")
+        never_fail()
         print("from a reward function", flush=True)
         log_traceback("a failure", "Traceback ...")
         open(sys.argv[1] + "/done", "w").close()
