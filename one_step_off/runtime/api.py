@@ -104,8 +104,9 @@ def _as_yaml(dotted: str, value: Any) -> str:
 def train(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> RunResult:
     """Run the training that a config describes, to its end.
 
-    Ctrl-C, SIGTERM and the interrupt of a notebook's cell stop the run at the next step with a
-    checkpoint; the second one aborts it. Outside the main thread no signal is handled.
+    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and the interrupt of a notebook's cell stop the run at the next
+    step with a checkpoint; a second Ctrl-C aborts it. SIGHUP and SIGUSR1 are left alone where they
+    are ignored or have a handler. Outside the main thread no signal is handled.
 
     Args:
         cfg: of `load_config`, or a `Config` built in Python. It is checked, and not changed.
