@@ -18,7 +18,7 @@ def exit_code(command: Callable[[list[str]], int], argv: list[str]) -> int:
     Returns its exit code, or that of bad input (after printing one line), Ctrl-C or a stdout that
     takes no output. A reader that needs no more, as in `--help | head -1`, is no failure: 0.
     """
-    with console_streams():
+    with console_streams(ends_process=True):
         try:
             return command(argv)
         except ConfigError as error:

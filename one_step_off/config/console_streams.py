@@ -32,6 +32,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 MAX_PENDING_TEXTS = 100_000
 PIECE_BYTES = 4096
+NOT_READ = "its reader does not read it"
 READER_GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
 LOSSY_ERRORS = ("replace", "backslashreplace", "ignore", "xmlcharrefreplace", "namereplace")
 """Ways of `str.encode` to write characters that an encoding does not have."""
@@ -99,6 +100,8 @@ class ConsoleStream(UnfailingStream):
         descriptor: that of the process, which gets bytes: a buffer of Python's could fail when the
             process ends. None: a stand-in of a notebook or test, which gets text.
         writer: writes for a run; None: each write waits.
+        failure: why a run's text was not taken for the first time; "": all was.
+        on_failure: see `OnFailure`; None: nobody is told.
     """
 
     def __init__(self, name: str, stream: Any) -> None:
@@ -106,6 +109,8 @@ class ConsoleStream(UnfailingStream):
         self.name = name
         self.descriptor = _descriptor(stream)
         self.writer: ConsoleWriter | None = None
+        self.failure = ""
+        self.on_failure: OnFailure | None = None
         encoding = getattr(stream, "encoding", None) or "utf-8"
         errors = getattr(stream, "errors", None)
         lossy = errors if errors in LOSSY_ERRORS else "replace"
@@ -130,6 +135,12 @@ class ConsoleStream(UnfailingStream):
             if writer is None and self.name == "stdout":
                 raise ConsoleFailed(self.name, error) from None
         return len(text)
+
+    def leave_out(self, reason: str, text: str) -> None:
+        """Note that a run's text was not taken."""
+        self.failure = self.failure or reason
+        if self.on_failure is not None:
+            self.on_failure(self.name, reason, text)
 
     def flush(self) -> None:
         """Nothing: no text is buffered."""
@@ -176,18 +187,15 @@ def _wait_until_writable(descriptor: int) -> None:
 
 
 class ConsoleWriter:
-    """Writes to both streams, in order, on a thread of its own.
+    """Writes to one file, on a thread of its own: to both streams in order, where they lead to one.
 
     Attributes:
         process: whose thread it is.
-        failures: stream name -> why it did not take a text for the first time.
-        on_failure: see `OnFailure`; None: nobody.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, streams: list[ConsoleStream]) -> None:
+        self.streams = streams
         self.process = os.getpid()
-        self.failures: dict[str, str] = {}
-        self.on_failure: OnFailure | None = None
         # A finalizer may print in the middle of a print; this queue allows that.
         self.texts: queue.SimpleQueue[tuple[ConsoleStream, str] | None] = queue.SimpleQueue()
         self.waiting_since: float | None = None
@@ -207,7 +215,7 @@ class ConsoleWriter:
     def put(self, stream: ConsoleStream, text: str) -> None:
         """Write a text soon; returns at once."""
         if self.is_stalled or self.texts.qsize() >= MAX_PENDING_TEXTS:
-            self._fail(stream, "its reader does not read it", text)
+            stream.leave_out(NOT_READ, text)
             return
         self.texts.put((stream, text))
 
@@ -217,6 +225,9 @@ class ConsoleWriter:
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         while self.thread.is_alive() and not self.is_stalled and time.monotonic() < deadline:
             self.thread.join(0.1)
+        if self.thread.is_alive():
+            for stream in self.streams:
+                stream.leave_out(NOT_READ, "")
 
     def _work(self) -> None:
         for stream, text in iter(self.texts.get, None):
@@ -224,16 +235,11 @@ class ConsoleWriter:
             try:
                 stream.write_now(text, self._begin_piece)
             except Exception as error:
-                self._fail(stream, reason_of(error), text)
+                stream.leave_out(reason_of(error), text)
             self.waiting_since = None
 
     def _begin_piece(self) -> None:
         self.waiting_since = time.monotonic()
-
-    def _fail(self, stream: ConsoleStream, reason: str, text: str) -> None:
-        self.failures.setdefault(stream.name, reason)
-        if self.on_failure is not None:
-            self.on_failure(stream.name, reason, text)
 
 
 _replaced: list[ConsoleStream] = []
@@ -241,9 +247,12 @@ _replaced: list[ConsoleStream] = []
 
 
 @contextlib.contextmanager
-def console_streams() -> Iterator[None]:
+def console_streams(ends_process: bool = False) -> Iterator[None]:
     """Put a `ConsoleStream` in the place of sys.stdout and of sys.stderr while the block runs.
-    Inside another such block it is that one's."""
+    Inside another such block it is that one's.
+
+    `ends_process`: whether the process ends after the block. Then a stream that failed leads
+    nowhere: what libraries print at the end could change the exit code, or hang."""
     if _replaced:
         yield
         return
@@ -257,21 +266,32 @@ def console_streams() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
-        writer = _replaced[0].writer
-        if writer is not None:
-            writer.close()
-        for stream in _replaced:  # libraries that keep one write to it as before
-            stream.writer = None
+        for stream in _replaced:
+            if stream.writer is not None and stream is stream.writer.streams[0]:
+                stream.writer.close()
+        for stream in _replaced:
+            stream.writer = None  # libraries that keep one write to it as before
+            if ends_process and stream.failure:
+                _lead_nowhere(stream.descriptor)
         _replaced.clear()
 
 
-def never_wait() -> ConsoleWriter:
-    """From now on, to the end of the block of `console_streams`, no write waits or raises."""
-    if _replaced[0].writer is None:
-        writer = ConsoleWriter()
-        for stream in _replaced:
-            stream.writer = writer
-    return _replaced[0].writer
+def never_wait() -> list[ConsoleStream]:
+    """From now on, to the end of the block of `console_streams`, no write waits or raises. Returns
+    stdout and stderr."""
+    out, err = _replaced
+    if out.writer is None:
+        out.writer = err.writer = ConsoleWriter([out, err])
+        if not _lead_to_one_file(out, err):  # one that is not read must not hold up the other
+            out.writer.streams.remove(err)
+            err.writer = ConsoleWriter([err])
+    return [out, err]
+
+
+def _lead_to_one_file(out: ConsoleStream, err: ConsoleStream) -> bool:
+    if out.descriptor is None or err.descriptor is None:
+        return True
+    return os.path.sameopenfile(out.descriptor, err.descriptor)
 
 
 def _open_missing_descriptors() -> None:
@@ -281,8 +301,14 @@ def _open_missing_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number
-            if null != descriptor:
-                os.dup2(null, descriptor)
-                os.close(null)
-            os.set_inheritable(descriptor, True)
+            _lead_nowhere(descriptor)
+
+
+def _lead_nowhere(descriptor: int | None) -> None:
+    if descriptor is None:
+        return
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != descriptor:  # it is the lowest free number
+        os.dup2(null, descriptor)
+        os.close(null)
+    os.set_inheritable(descriptor, True)

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import Task
 from rich.text import Text
 
-from one_step_off.config.console_streams import console_streams, never_wait
+from one_step_off.config.console_streams import ConsoleStream, console_streams, never_wait
 from one_step_off.config.text import mask_secrets
 from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.monitoring.summary import parts_text, reward_parts, sources_text
@@ -96,7 +96,7 @@ class RunConsole(progress.Progress):
         self.figures = ""
         self.log_file = log_file
         self.log_reasons: dict[str, str] = {}
-        self.other_streams: dict[str, TextIO] = {}
+        self.other_streams: dict[str, ConsoleStream] = {}
         self.uses_stdout = out is None
         self.streams = contextlib.ExitStack()
         self.steps_task: Task | None = None
@@ -128,13 +128,14 @@ class RunConsole(progress.Progress):
     def __enter__(self) -> "RunConsole":
         if self.uses_stdout:
             self.streams.enter_context(console_streams())
-            writer = never_wait()
-            self.streams.callback(setattr, writer, "on_failure", None)
+            out, err = never_wait()
             # Not those of rich, which lead both to stdout while the bar is shown.
-            self.other_streams = {"stdout": sys.stderr, "stderr": sys.stdout}
-            writer.on_failure = self._log_unwritten
-            for name, reason in list(writer.failures.items()):
-                self._log_unwritten(name, reason, "")
+            self.other_streams = {"stdout": err, "stderr": out}
+            for stream in (out, err):
+                stream.on_failure = self._log_unwritten
+                self.streams.callback(setattr, stream, "on_failure", None)
+                if stream.failure:  # before this began
+                    self._log_unwritten(stream.name, stream.failure, "")
         self.start()
         return self
 

@@ -266,7 +266,8 @@ def write_config_and_versions(cfg: Config, named_models: dict[str, str], device:
     sections_as_named = {
         section: replace(getattr(cfg, section), path=path) for section, path in named_models.items()
     }
-    (folder / "config.yaml").write_text(resolved_yaml(replace(cfg, **sections_as_named)))
+    text = resolved_yaml(replace(cfg, **sections_as_named))
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
     versions = {"python": sys.version.split()[0], "device": device}
     for package in VERSIONED_PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -113,7 +113,7 @@ def _require_same_settings(prepared: Prepared, supervised: Config, folder: Path)
     config_file = folder / "config.yaml"
     if not config_file.is_file():
         return
-    made_with: Any = parse_yaml(config_file.read_text())[0]
+    made_with: Any = parse_yaml(config_file.read_text(encoding="utf-8"))[0]
     wanted: Any = parse_yaml(resolved_yaml(supervised))[0]
     wanted["model"]["path"] = prepared.named_models["model"]
     for section in COMPARED_SECTIONS:

@@ -229,6 +229,64 @@ def test_an_encoding_without_the_characters(encoding: str, shown: str, tmp_path:
     assert not (tmp_path / "logs").exists(), "a console that takes everything needs no log"
 
 
+@pytest.mark.parametrize("ending", ["closed", "unread"])
+def test_what_a_library_prints_at_the_end_of_the_process_changes_nothing(
+    ending: str, tmp_path: Path
+) -> None:
+    """As in an atexit handler. Python's own flush at the end would make the exit code 120, and a
+    print to a pipe that nobody reads would wait for ever."""
+    code = """
+        import atexit, sys
+        from one_step_off.config import console_streams
+        from one_step_off.config.command_line import exit_code
+
+        console_streams.STALL_S = console_streams.CLOSE_TIMEOUT_S = 0.5
+        atexit.register(lambda: print("x" * 100_000))
+
+        def command(argv):
+            console_streams.never_wait()
+            print("y" * 100_000)
+            open(sys.argv[1] + "/done", "w").close()
+            return 0
+
+        sys.exit(exit_code(command, sys.argv))
+    """
+    reader, writer = os.pipe()
+    if ending == "closed":
+        os.close(reader)
+    process = started(code, tmp_path, stdout=writer)
+    os.close(writer)
+    assert process.wait(60) == 0
+    assert (tmp_path / "done").exists()
+
+
+def test_files_of_a_run_do_not_depend_on_the_locale(tmp_path: Path) -> None:
+    code = r"""
+        import sys
+        from one_step_off.config.loading import load_config
+        from one_step_off.runtime.failure_report import report_failure
+        from one_step_off.runtime.run_folder import write_config_and_versions
+
+        cfg = load_config([f"trainer.output_dir={sys.argv[1]}"])
+        cfg.data.instruction = "\u8bf7"
+        write_config_and_versions(cfg, {}, "cpu")
+        report_failure(cfg, ValueError("\u8bf7 \udc80"))
+    """
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert started(code, tmp_path, env=locale).wait(60) == 0
+    for name in ("config.yaml", "error.log"):
+        assert "请" in (tmp_path / name).read_text(encoding="utf-8")
+
+
+def test_a_stream_that_is_read_does_not_wait_for_one_that_is_not(tmp_path: Path) -> None:
+    with open(tmp_path / "errors", "w") as errors:
+        process = started(RUN, tmp_path, stdout=subprocess.PIPE, stderr=errors)
+    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    assert_went_on(process, tmp_path)
+    process.stdout.close()
+    assert (tmp_path / "errors").read_text().endswith("\nerror: the run ended by a test\n")
+
+
 def test_streams_keep_their_order_and_lose_nothing(tmp_path: Path) -> None:
     """The reader is slow, and gets more at once than a pipe holds."""
     code = """
