@@ -17,6 +17,7 @@ from typing import Any
 
 from agent_loop.host.messages import MAX_MESSAGE_BYTES, encode
 from one_step_off.cluster.core_binding import usable_cores
+from one_step_off.cluster.remote_calls import observed
 
 PROGRAM = Path(__file__).with_name("host") / "__main__.py"
 LONGEST_START_S = 600.0  # for the imports of large libraries
@@ -256,7 +257,7 @@ class AgentHosts:
     async def _host(self) -> HostProcess:
         """The program, started if there is none. All that wait for a start share it."""
         if self.starting is None or (self.starting.done() and not self._is_usable()):
-            self.starting = asyncio.create_task(self._start())
+            self.starting = observed(self._start())
         return await asyncio.shield(self.starting)
 
     def _is_usable(self) -> bool:

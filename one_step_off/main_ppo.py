@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from one_step_off.config.command_line import exit_code
+from one_step_off.config.console_streams import never_wait
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.help import USAGE, help_text
 from one_step_off.config.loading import load_config
@@ -16,7 +17,7 @@ from one_step_off.config.schema import Config
 from one_step_off.config.text import mask_secrets
 from one_step_off.config.validation import missing_hardware
 from one_step_off.config.yaml_io import resolved_yaml
-from one_step_off.runtime.run_folder import replaced_by
+from one_step_off.runtime.run_folder import locked, replaced_by
 from one_step_off.runtime.validation import validate
 
 FLAGS = ("--dry-run", "--help", "-h", "--replay", "--profile")
@@ -70,6 +71,8 @@ def _main(argv: list[str]) -> int:
         print(help_text(), end="", flush=True)
         return 0
     arguments = parse(argv)
+    if not arguments.dry_run:
+        never_wait()
     cfg = load_config(arguments.settings)
     validate(cfg, machine=not arguments.dry_run)
     if arguments.dry_run:
@@ -90,30 +93,34 @@ def print_plan(cfg: Config) -> None:
 
 
 def _run(cfg: Config, replay_folder: str | None) -> int:
-    # The slow imports only now: a wrong config is refused before them.
-    from one_step_off.runtime.launch import run
-    from one_step_off.runtime.replay import replay
+    def program() -> int:
+        # The slow imports only now: a wrong config, or a folder in use, is refused before them.
+        from one_step_off.runtime.launch import run
+        from one_step_off.runtime.replay import replay
 
-    if replay_folder is not None:
-        return run_or_report(cfg, lambda: replay(cfg, replay_folder))
-    return run_or_report(cfg, lambda: run(cfg))
+        if replay_folder is not None:
+            return replay(cfg, replay_folder)
+        return run(cfg)
+
+    return run_or_report(cfg, program)
 
 
 def run_or_report(cfg: Config, program: Callable[[], int]) -> int:
-    """Run a program; a failure is reported in the run folder. Returns the exit code. Raises
-    ConfigError."""
+    """Run a program as the owner of its run folder, where a failure is reported. Returns the exit
+    code. Raises ConfigError."""
     from one_step_off.runtime.failure_report import as_config_fault, report_failure
 
-    try:
-        return program()
-    except ConfigError:
-        raise
-    except Exception as error:
-        config_fault = as_config_fault(cfg, error)
-        if config_fault is not None:
-            raise config_fault from error
-        print(report_failure(cfg, error), file=sys.stderr)
-        return 1
+    with locked(cfg):
+        try:
+            return program()
+        except ConfigError:
+            raise
+        except Exception as error:
+            config_fault = as_config_fault(cfg, error)
+            if config_fault is not None:
+                raise config_fault from error
+            print(report_failure(cfg, error), file=sys.stderr)
+            return 1
 
 
 if __name__ == "__main__":

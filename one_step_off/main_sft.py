@@ -6,6 +6,7 @@ a model.path for RL."""
 import sys
 
 from one_step_off.config.command_line import exit_code
+from one_step_off.config.console_streams import never_wait
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.help import SUPERVISED_USAGE, supervised_help_text
 from one_step_off.config.loading import load_config
@@ -30,6 +31,8 @@ def _main(argv: list[str]) -> int:
     arguments = parse(argv)
     if arguments.replay_folder is not None:
         raise ConfigError("--replay: repeats updates of RL; run one_step_off.main_ppo with it")
+    if not arguments.dry_run:
+        never_wait()
     cfg = load_config(arguments.settings)
     supervised = validate_supervised(cfg, machine=not arguments.dry_run)
     if arguments.dry_run:
@@ -42,10 +45,13 @@ def _main(argv: list[str]) -> int:
 
 
 def _run(cfg: Config) -> int:
-    # The slow imports only now: a wrong config is refused before them.
-    from one_step_off.runtime.launch import run_supervised
+    def program() -> int:
+        # The slow imports only now: a wrong config, or a folder in use, is refused before them.
+        from one_step_off.runtime.launch import run_supervised
 
-    return run_or_report(cfg, lambda: run_supervised(cfg))
+        return run_supervised(cfg)
+
+    return run_or_report(cfg, program)
 
 
 if __name__ == "__main__":

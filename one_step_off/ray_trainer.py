@@ -13,6 +13,7 @@ it did.
 import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -380,7 +381,7 @@ class Pipeline:
     def _start_evaluation(self, version: int) -> None:
         """Evaluate the replicas' weights beside training; the next sync waits for the end."""
         if self.val:
-            work = self.batches.or_fail(self._evaluate(version))
+            work = self.batches.or_fail(partial(self._evaluate, version))
             self.evaluation = self.background.create_task(work)
 
     async def _evaluate(self, version: int) -> tuple[list[Sample], float]:

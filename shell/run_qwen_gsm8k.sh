@@ -23,7 +23,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 say() {
-    echo "run_qwen_gsm8k: $*"
+    echo "run_qwen_gsm8k: $*" || true # a console that fails ends no run
 }
 
 die() {

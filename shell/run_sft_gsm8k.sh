@@ -23,7 +23,7 @@ EXTRA="$on" "$root/shell/setup.sh"
 # -P: a folder in the working directory that is named like one of our packages must not shadow it.
 gpus="$("$venv/bin/python" -P -c 'from one_step_off.config.hardware import count_gpus; print(count_gpus())')"
 if [[ "$on" == cpu ]]; then
-    echo "run_sft_gsm8k: training a tiny model on the CPU (config/sft_tiny_cpu.yaml)"
+    echo "run_sft_gsm8k: training a tiny model on the CPU (config/sft_tiny_cpu.yaml)" || true
     args=("config=$root/config/sft_tiny_cpu.yaml")
 elif ((gpus < 1)); then
     echo "run_sft_gsm8k: error: EXTRA=gpu: found no GPU. Without EXTRA a tiny model is trained on the CPU" >&2

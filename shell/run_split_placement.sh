@@ -30,7 +30,7 @@ elif [[ "$on" == gpu ]]; then
     echo "run_split_placement: error: found $gpus GPUs, needs 4; EXTRA=cpu trains a tiny model on the CPU" >&2
     exit 2
 else
-    echo "run_split_placement: training a tiny model on the CPU (config/ppo_gae.yaml, actor and critic split)"
+    echo "run_split_placement: training a tiny model on the CPU (config/ppo_gae.yaml, actor and critic split)" || true
     args=("config=$root/config/ppo_gae.yaml" "trainer.output_dir=outputs/split_placement_cpu")
     args+=("placement.pools={rollout: [1], actor: [1], critic: [1]}")
     args+=("placement.roles={rollout: rollout, actor: actor, ref: actor, critic: critic}")

@@ -6,6 +6,7 @@
 #SBATCH --cpus-per-task=32
 #SBATCH --time=04:00:00
 #SBATCH --output=one_step_off-%j.log
+#SBATCH --signal=B:USR1@180
 #
 # Qwen2.5-0.5B-Instruct on GSM8K under Slurm: a Ray cluster over the job's nodes, then the run on it, with the config
 # config/qwen_gsm8k_fsdp.yaml.
@@ -19,6 +20,11 @@
 # when it is requeued before its first checkpoint. It is not added here, since only you know whose the folder is.
 #
 #   sbatch --requeue shell/slurm_qwen_gsm8k.sh trainer.output_dir=outputs/my_job trainer.save_freq=10 trainer.overwrite=true
+#
+# 180 s before its time is up the job gets SIGUSR1, and the run ends its step, writes a checkpoint and ends; submitted again,
+# the same command resumes. Give more time for longer steps, and set trainer.grace_s to it:
+#
+#   sbatch --signal=B:USR1@600 shell/slurm_qwen_gsm8k.sh trainer.grace_s=570
 #
 #   CONFIG=FILE       another config
 #   POOLS=MAPPING     other pools (default: the first half of the nodes generates; on one node, half of its GPUs)
@@ -72,6 +78,14 @@ export RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d
 # A wrong config is reported here, before any cluster is started.
 .venv-gpu/bin/python -m one_step_off.main_ppo "${args[@]}" "$@" --dry-run >/dev/null
 
+run=
+forward() { # forward SIGNAL: to the run; before there is one the job just ends
+    [[ -n "$run" ]] || exit 1
+    kill -s "$1" "$run" 2>/dev/null || true
+}
+trap 'forward USR1' USR1
+trap 'forward TERM' TERM
+
 started=()
 stop() {
     if ((${#started[@]})); then kill "${started[@]}" 2>/dev/null || true; fi
@@ -87,7 +101,7 @@ start_ray() { # start_ray NODE ARGUMENT...: in a job step that lives as long as 
         .venv-gpu/bin/ray start "$@" --num-gpus="$gpus" --disable-usage-stats --block &
     started+=($!)
 }
-echo "slurm_qwen_gsm8k: Ray on $count node(s) of $gpus GPU(s), head $head at $RAY_ADDRESS"
+echo "slurm_qwen_gsm8k: Ray on $count node(s) of $gpus GPU(s), head $head at $RAY_ADDRESS" || true
 start_ray "$head" --head --node-ip-address="$ip" --port="${RAY_PORT:-6379}"
 sleep 5
 for node in "${nodes[@]:1}"; do
@@ -122,4 +136,13 @@ while (found := int(ray.cluster_resources().get("GPU", 0))) < wanted:
     within_limit(f"{found} of {wanted} GPUs")
 PYTHON
 
-.venv-gpu/bin/python -m one_step_off.main_ppo "${args[@]}" "$@"
+# In the background: bash handles no signal while it waits for a program in the foreground.
+.venv-gpu/bin/python -m one_step_off.main_ppo "${args[@]}" "$@" &
+run=$!
+code=0
+wait "$run" || code=$?
+while kill -0 "$run" 2>/dev/null; do # a signal has ended the wait, and not yet the run
+    code=0
+    wait "$run" || code=$?
+done
+exit "$code"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import io
 import sys
@@ -39,7 +40,8 @@ class Log:
             with open(self.path, "ab") as file:
                 file.write(data)
         except OSError as e:  # a full disk must not end the agents
-            print(f"agent_host.py: {self.path}: {e}", file=sys.__stderr__, flush=True)
+            with contextlib.suppress(OSError):  # the replica's log may be on that disk
+                print(f"agent_host.py: {self.path}: {e}", file=sys.__stderr__, flush=True)
 
     def close(self) -> str:
         """Write the end, if anything was left out. Returns the last lines."""
@@ -78,11 +80,14 @@ class EpisodeStream(io.TextIOBase):
         """Write to the log of the current task's episode."""
         log = CURRENT_LOG.get()
         if log is None:
-            return self.stream.write(text)
-        log.write(text.encode(errors="backslashreplace"))
+            with contextlib.suppress(OSError):
+                self.stream.write(text)
+        else:
+            log.write(text.encode(errors="backslashreplace"))
         return len(text)
 
     def flush(self) -> None:
         """Logs are not buffered."""
         if CURRENT_LOG.get() is None:
-            self.stream.flush()
+            with contextlib.suppress(OSError):
+                self.stream.flush()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from one_step_off.checkpoint.checkpointer import Checkpointer
-from one_step_off.cluster.remote_calls import now, with_time_limit
+from one_step_off.cluster.remote_calls import now, observed, with_time_limit
 from one_step_off.data.samples import Sample
 
 Contents = tuple[list[Sample] | None, dict[str, Any]]
@@ -56,10 +56,11 @@ class BackgroundWrites:
         samples, state = contents()
         # Common to all runs.
         state |= {"evaluations": self.tracker.evaluations, "unwritten": self.tracker.unwritten}
-        writing = await checkpointer.save(step, samples, state)
+        writing = observed(await checkpointer.save(step, samples, state))
         stall_s = now() - begin
         self.tracker.spans["checkpoint/stall_s"] = stall_s
         self.writing = tasks.create_task(self._finish(step, begin, stall_s, writing))
+        self.writing.add_done_callback(lambda _: writing.cancel())  # a task that never began
 
     async def _finish(
         self, step: int, begin: float, stall_s: float, writing: Awaitable[tuple[Path, int]]

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import (
 
 from one_step_off.cluster.core_binding import pin_process
 from one_step_off.config import hardware
+from one_step_off.config.console_streams import never_fail
 from one_step_off.config.device_shares import device_share, shared_devices, shares_device
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.hardware import CoresPerProcess
@@ -234,6 +235,7 @@ def _pinned_class(cls: type, cores: tuple[int, ...], guests: tuple[int, ...], lo
             pin_process(cores, guests)
             if log:
                 redirect_output(log)
+            never_fail()
             super().__init__(*args)
 
     Pinned.__name__ = cls.__name__

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -93,4 +94,7 @@ def _remove_shared_memory(start_time: float) -> None:
 
 
 if __name__ == "__main__":
+    # Slurm may send them to all processes, and the driver then takes its time for a checkpoint.
+    for number in (signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     clean_up(sys.argv[1], float(sys.argv[2]))

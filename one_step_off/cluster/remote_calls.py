@@ -31,6 +31,20 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
+def observed(work: Awaitable[T]) -> asyncio.Future[T]:
+    """`work` as a task whose failure need not be read: its owner may be gone by then, because
+    another failure has ended the run. asyncio would print such a failure with its traceback, after
+    the message of the one that counts."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(_read_failure)
+    return task
+
+
+def _read_failure(task: asyncio.Future) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
 async def with_time_limit(limit_s: float, what: str, work: Awaitable[T]) -> T:
     """Await `work`. Raises PhaseTimeout, which names `what`, after `limit_s` seconds."""
     limit = asyncio.timeout(limit_s)
@@ -111,7 +125,8 @@ def call_each(
     for i, (actor, args) in enumerate(zip(actors, arguments, strict=True)):
         answer = getattr(actor, method).remote(*args)
         named_answers.append(name_failures(f"{what} {i}, {method}", answer))
-    return with_time_limit(limit_s, f"{what}, {method}", asyncio.gather(*named_answers))
+    answers = asyncio.gather(*named_answers)
+    return observed(with_time_limit(limit_s, f"{what}, {method}", answers))
 
 
 def store_once(value: Any) -> Any:

@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from one_step_off.cluster.remote_calls import observed
+
 INTERVAL_S = 5.0
 """Seconds between two reports of a group."""
 
@@ -164,7 +166,7 @@ async def watch_usage(
             await report_all()
             await asyncio.sleep(INTERVAL_S)
 
-    task = asyncio.create_task(report_periodically())
+    task = observed(report_periodically())
     try:
         yield
         with contextlib.suppress(TimeoutError):

@@ -3,29 +3,34 @@
 import sys
 from collections.abc import Callable
 
+from one_step_off.config.console_streams import ConsoleFailed, console_streams
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.text import mask_secrets
 
+EXIT_NO_OUTPUT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 1
 
 
 def exit_code(command: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run a command with these arguments.
 
-    Returns its exit code, or that of bad input (after printing one line), Ctrl-C or a closed pipe.
+    Returns its exit code, or that of bad input (after printing one line), Ctrl-C or a stdout that
+    takes no output. A reader that needs no more, as in `--help | head -1`, is no failure: 0.
     """
-    try:
-        return command(argv)
-    except ConfigError as error:
-        # The messages of other programs may span lines; the user gets one line in any case.
-        one_line = " ".join(str(error).split())
-        print("error: " + mask_secrets(one_line), file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # as in: --help | head
-        sys.stderr.close()
-        return EXIT_BROKEN_PIPE
+    with console_streams(ends_process=True):
+        try:
+            return command(argv)
+        except ConfigError as error:
+            # The messages of other programs may span lines; the user gets one line in any case.
+            one_line = " ".join(str(error).split())
+            print("error: " + mask_secrets(one_line), file=sys.stderr)
+            return EXIT_BAD_INPUT
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        except ConsoleFailed as failure:
+            if failure.reader_is_gone:
+                return 0
+            print(f"error: {failure}", file=sys.stderr)
+            return EXIT_NO_OUTPUT

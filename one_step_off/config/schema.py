@@ -284,7 +284,8 @@ class TrainerConfig:
     )
     grace_s: float = config_key(
         120.0,
-        "after Ctrl-C or SIGTERM: seconds to finish the step and write its checkpoint",
+        "after Ctrl-C, SIGTERM, SIGHUP or SIGUSR1: seconds to finish the step and write its "
+        "checkpoint",
         low=0.0,
     )
     save_hf_model: bool = config_key(True, "write hf_model/ at the end")

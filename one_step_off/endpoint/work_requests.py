@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 from aiohttp import web
 
+from one_step_off.cluster.remote_calls import observed
 from one_step_off.endpoint.answers import Answer
 from one_step_off.endpoint.routes import NEXT
 from one_step_off.endpoint.waiting import seconds_to_wait
@@ -136,7 +137,7 @@ class WorkRequests:
 
     def _start(self, work) -> asyncio.Task:
         """Run this beside the requests."""
-        task = asyncio.create_task(work)
+        task = observed(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from one_step_off.config.command_line import exit_code
+from one_step_off.config.console_streams import never_wait
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.hardware import count_gpus
 from one_step_off.config.text import did_you_mean
@@ -63,6 +64,7 @@ def _main(argv: list[str], checks: Sequence[Check]) -> int:
         for check in checks:
             print(f"{check.name:26}{_needs(check):16}{check.title}")
         return 0
+    never_wait()
     chosen = _choose(checks, arguments.only)
     folder = _out_folder(arguments.out)
     model = _model_folder(arguments.model)

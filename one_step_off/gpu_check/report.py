@@ -48,7 +48,7 @@ def write(
     }
     (folder / DATA).write_text(json.dumps(data, indent=1) + "\n")
     path = folder / REPORT
-    path.write_text(_page(facts, checks, results, seconds))
+    path.write_text(_page(facts, checks, results, seconds), encoding="utf-8")
     return path
 
 

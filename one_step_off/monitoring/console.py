@@ -14,10 +14,12 @@ import contextlib
 import logging
 import math
 import os
+import re
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich import progress
@@ -25,11 +27,16 @@ from rich.console import Console
 from rich.progress import Task
 from rich.text import Text
 
+from one_step_off.config.console_streams import ConsoleStream, console_streams, never_wait
 from one_step_off.config.text import mask_secrets
+from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.monitoring.summary import parts_text, reward_parts, sources_text
 
 NAME_WIDTH = 13  # columns of the names in `table`
 REFRESHES_PER_SECOND = 4
+CONSOLE_LOG = f"{LOG_FOLDER}/console.log"  # in the run folder
+ESCAPE = "\x1b"
+STYLES = re.compile(r"\x1b\[[0-9;]*m")  # colors and bold
 SHORTEST_SHOWN_S = 1  # work that took less leaves no line behind
 
 STEP_LINE = (
@@ -68,18 +75,30 @@ class RunConsole(progress.Progress):
     Attributes:
         figures: the second line of the bar.
         steps_task: the task of the training steps.
+        log_file: receives the lines that stdout or stderr does not take; None: nothing does.
+        log_reasons: stream name -> why it did not take a line for the first time.
+        other_streams: stream name -> the stream that says so.
     """
 
     def __init__(
-        self, out: TextIO | Console | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        out: TextIO | Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        log_file: Path | None = None,
     ) -> None:
         """Set up the output.
 
         Args:
             out: None: stdout. A rich console is taken for a terminal, whatever it looks like.
             clock: seconds.
+            log_file: see above.
         """
         self.figures = ""
+        self.log_file = log_file
+        self.log_reasons: dict[str, str] = {}
+        self.other_streams: dict[str, ConsoleStream] = {}
+        self.uses_stdout = out is None
+        self.streams = contextlib.ExitStack()
         self.steps_task: Task | None = None
         if isinstance(out, Console):
             console = out
@@ -106,6 +125,49 @@ class RunConsole(progress.Progress):
             speed_estimate_period=math.inf,
         )
 
+    def __enter__(self) -> "RunConsole":
+        if self.uses_stdout:
+            self.streams.enter_context(console_streams())
+            out, err = never_wait()
+            # Not those of rich, which lead both to stdout while the bar is shown.
+            self.other_streams = {"stdout": err, "stderr": out}
+            for stream in (out, err):
+                stream.on_failure = self._log_unwritten
+                self.streams.callback(setattr, stream, "on_failure", None)
+                if stream.failure:  # before this began
+                    self._log_unwritten(stream.name, stream.failure, "")
+        self.start()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        self.stop()
+        self.streams.close()
+
+    def _log_unwritten(self, stream: str, reason: str, text: str) -> None:
+        """Append to the log what a stream did not take, and at its first failure say so there and
+        on the other stream. Any thread calls this."""
+        if self.log_file is None:
+            return
+        note = ""
+        if stream not in self.log_reasons:
+            self.log_reasons[stream] = reason
+            note = f"{stream}: {reason}; what it does not take is written here\n"
+            warning = f"warning: {stream}: {reason}; its lines go to {self.log_file}\n"
+            self.other_streams[stream].write(warning)
+        text = STYLES.sub("", text)
+        is_bar = ESCAPE in text or (stream == "stdout" and not self.disable)
+        if is_bar:
+            text = ""
+        with contextlib.suppress(OSError):
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.log_file, "a", encoding="utf-8", errors="replace") as file:
+                file.write(note + text)
+
+    def _end_bar_that_nobody_sees(self) -> None:
+        if "stdout" in self.log_reasons and not self.disable:
+            self.stop()
+            self.disable = True
+
     def get_renderables(self) -> Iterator[Any]:
         """The live part, as rich asks for it."""
         yield self.make_tasks_table(self.tasks)
@@ -115,6 +177,7 @@ class RunConsole(progress.Progress):
     def print_line(self, line: str) -> None:
         """Print one line without its secrets. The terminal wraps it, so that a command copies as
         one line."""
+        self._end_bar_that_nobody_sees()
         self.console.print(Text(mask_secrets(line)), soft_wrap=True)
 
     def table(self, facts: Iterable[tuple[str, str]]) -> None:
@@ -175,6 +238,7 @@ class RunConsole(progress.Progress):
     def step(self, row: dict[str, Any], total_steps: int) -> None:
         """Show a finished step, a row of metrics.jsonl. With a bar only the last step leaves a line
         behind."""
+        self._end_bar_that_nobody_sees()
         number = row["step"] + 1
         if self.disable or number == total_steps:
             self.print_line(step_line(row, total_steps))
@@ -184,9 +248,9 @@ class RunConsole(progress.Progress):
             self.update(self.steps_task.id, completed=number, description=description)
 
 
-def _can_move_cursor(out: TextIO) -> bool:
+def _can_move_cursor(out: TextIO | None) -> bool:
     is_dumb = os.environ.get("TERM", "dumb") == "dumb"
-    return out.isatty() and not is_dumb
+    return out is not None and not out.closed and out.isatty() and not is_dumb
 
 
 def step_line(row: dict[str, Any], total_steps: int) -> str:

@@ -6,6 +6,7 @@ killed at any moment, or still be running."""
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -224,9 +225,13 @@ def write(folder: Path, error: str = "") -> Path:
     # "<" is escaped, or a sample could end the script that holds the data.
     data = json.dumps(collect(folder, error), allow_nan=False).replace("<", "\\u003c")
     page = TEMPLATE.read_text("utf-8").replace("{{script}}", SCRIPT.read_text("utf-8"))
-    path = folder / "report.html"
-    path.write_text(page.replace("{{data}}", data), "utf-8")
-    return path
+    # In one move: the run may write its own meanwhile.
+    new = folder / f".report.{os.getpid()}.html"
+    try:
+        new.write_text(page.replace("{{data}}", data), "utf-8")
+        return new.replace(folder / "report.html")
+    finally:
+        new.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

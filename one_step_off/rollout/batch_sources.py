@@ -7,7 +7,7 @@ that are complete first.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,9 @@ from one_step_off.rollout.timeline import RolloutActivity
 
 Generated = tuple[list[Sample], float]
 """Samples, and the seconds that they took."""
+
+Generate = Callable[[], Awaitable[Generated]]
+"""A call, and not its coroutine: a task that is canceled before it begins would not await that."""
 
 
 @dataclass
@@ -192,11 +195,11 @@ class BatchSource(ABC):
         if self.failure is not None:
             raise self.failure
 
-    async def or_fail(self, work: Awaitable[Generated]) -> Generated | None:
-        """Await generation. Where no replica is left the trainer still ends its step, so NoReplica
-        goes to `fail`, and the result is None."""
+    async def or_fail(self, generate: Generate) -> Generated | None:
+        """Call `generate` and await it. Where no replica is left the trainer still ends its step,
+        so NoReplica goes to `fail`, and the result is None."""
         try:
-            return await work
+            return await generate()
         except NoReplica as e:
             self.fail(e)
             return None

@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
+from one_step_off.cluster.remote_calls import observed
+
 
 class ConcurrencyLimiter(asyncio.Semaphore):
     """Lets `agent.max_concurrency` trajectories of a replica use its engine at once.
@@ -127,7 +129,7 @@ class TrajectorySlot:
             cancelled.
         """
         await self.acquire()
-        task = asyncio.create_task(loop())
+        task = observed(loop())
         self.started_s = time.monotonic()
         self.last_call_ended_s = self.started_s
         try:

@@ -3,6 +3,7 @@ sync pauses them, and each step takes the groups that are complete first."""
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from one_step_off.config.sync_schedule import prompts_allowed
@@ -55,7 +56,7 @@ class PooledSource(BatchSource):
         self.pool.begin(entries)
         if entries:
             prompts = [entry.prompt for entry in entries]
-            self.tasks.create_task(self.or_fail(self._generate(purpose, prompts)))
+            self.tasks.create_task(self.or_fail(partial(self._generate, purpose, prompts)))
 
     @property
     def is_generating(self) -> bool:

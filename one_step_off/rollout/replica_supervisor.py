@@ -17,6 +17,7 @@ from one_step_off.cluster.remote_calls import (
     MAX_ATTEMPTS,
     name_failures,
     not_alive,
+    observed,
     with_time_limit,
 )
 from one_step_off.config.schema import Config
@@ -251,7 +252,7 @@ class ReplicaSupervisor:
         name = f"{purpose}, rollout {i}"
         failure_event = self._failure_events[i]
         answer = getattr(self.replicas[i], method).remote(*args)
-        call = asyncio.ensure_future(name_failures(name, answer))
+        call = observed(name_failures(name, answer))
         try:
             await asyncio.wait([call, failure_event], return_when=asyncio.FIRST_COMPLETED)
             if failure_event.done():
@@ -275,9 +276,7 @@ class ReplicaSupervisor:
         self._give_up(i, reason)
         self.on_message(f"rollout {i} failed ({reason}); restarting it")
         self.restarts += 1
-        task = asyncio.create_task(self._restart(i))
-        task.add_done_callback(_mark_exception_retrieved)  # `_wait_for_restart` reports it
-        self.restart_tasks[i] = task
+        self.restart_tasks[i] = observed(self._restart(i))  # `_wait_for_restart` reports it
 
     def exclude(self, i: int, reason: str) -> None:
         """Give a replica up for good, because a restart would not help. Raises as `mark_failed`."""

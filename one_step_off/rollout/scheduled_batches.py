@@ -3,14 +3,20 @@ known in advance, see `one_step_off/config/sync_schedule.py`."""
 
 import asyncio
 import itertools
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from one_step_off.config.sync_schedule import is_sync_step, last_begun_batch, version_of_batch
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.data.staleness import assert_age
-from one_step_off.rollout.batch_sources import BatchSource, FinishedBatch, Generated, InFlight
+from one_step_off.rollout.batch_sources import (
+    BatchSource,
+    FinishedBatch,
+    Generate,
+    Generated,
+    InFlight,
+)
 from one_step_off.rollout.prompt_router import OnGroup
 from one_step_off.rollout.replacements import notes_of_replaced, uninformative_prompts
 
@@ -54,12 +60,12 @@ class ScheduledSource(BatchSource):
             self.begun[new_step] = begun
             self.next_to_begin = new_step + 1
             if before is None:
-                work = self._generate(new_step, self._draw(new_step))
+                generate = partial(self._generate, new_step, self._draw(new_step))
             elif is_dynamic:
-                work = self._draw_after(before.task, new_step)
+                generate = partial(self._draw_after, before.task, new_step)
             else:
-                work = self._generate_after(before, new_step, self._draw(new_step))
-            begun.task = tasks.create_task(self._finish(new_step, version, work))
+                generate = partial(self._generate_after, before, new_step, self._draw(new_step))
+            begun.task = tasks.create_task(self._finish(new_step, version, generate))
             before = begun
 
     def _draw(self, step: int) -> list[Prompt]:
@@ -120,9 +126,9 @@ class ScheduledSource(BatchSource):
             return in_flight, self.stream.position_without(begun.position_before)
         return in_flight, self.stream.state_dict()
 
-    async def _finish(self, step: int, version: int, work: Coroutine[Any, Any, Generated]) -> None:
+    async def _finish(self, step: int, version: int, generate: Generate) -> None:
         """Put the samples of a batch into `finished`, as soon as they are complete."""
-        generated = await self.or_fail(work)
+        generated = await self.or_fail(generate)
         self.begun[step].half_complete.set()
         if generated is None:
             return

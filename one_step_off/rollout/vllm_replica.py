@@ -22,6 +22,7 @@ from agent_loop.tools import MCP_SCHEMAS
 from one_step_off.cluster.core_sharing import CoreUser
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.network import reachable_host
+from one_step_off.cluster.remote_calls import observed
 from one_step_off.cluster.resource_usage import UsageProbe
 from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.config.schema import Config
@@ -375,7 +376,7 @@ class RolloutReplica(UsageProbe, CoreUser):
     async def _until_dropped(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a part of the current attempt's work. Raises RuntimeError: the attempt has
         ended."""
-        task = asyncio.create_task(work)
+        task = observed(work)
         self.work.add(task)
         try:
             await asyncio.wait([task])

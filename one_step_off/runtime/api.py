@@ -15,6 +15,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.config.type_checks import checked_copy
 from one_step_off.monitoring.callbacks import StepCallback
+from one_step_off.runtime.run_folder import locked
 from one_step_off.runtime.validation import validate
 
 
@@ -103,8 +104,9 @@ def _as_yaml(dotted: str, value: Any) -> str:
 def train(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> RunResult:
     """Run the training that a config describes, to its end.
 
-    Ctrl-C, SIGTERM and the interrupt of a notebook's cell stop the run at the next step with a
-    checkpoint; the second one aborts it. Outside the main thread no signal is handled.
+    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and the interrupt of a notebook's cell stop the run at the next
+    step with a checkpoint; a second Ctrl-C aborts it. SIGHUP and SIGUSR1 are left alone where they
+    are ignored or have a handler. Outside the main thread no signal is handled.
 
     Args:
         cfg: of `load_config`, or a `Config` built in Python. It is checked, and not changed.
@@ -124,17 +126,18 @@ def train(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> RunResult:
     from one_step_off.runtime import launch
     from one_step_off.runtime.failure_report import as_config_fault, report_failure
 
-    try:
-        launch.run(cfg, callbacks)
-    except ConfigError:
-        raise
-    except Exception as error:
-        config_fault = as_config_fault(cfg, error)
-        if config_fault is not None:
-            raise config_fault from error
-        report_failure(cfg, error)
-        raise
-    return read_result(cfg)
+    with locked(cfg):
+        try:
+            launch.run(cfg, callbacks)
+        except ConfigError:
+            raise
+        except Exception as error:
+            config_fault = as_config_fault(cfg, error)
+            if config_fault is not None:
+                raise config_fault from error
+            report_failure(cfg, error)
+            raise
+        return read_result(cfg)
 
 
 def _check_callbacks(callbacks: Sequence[StepCallback]) -> None:

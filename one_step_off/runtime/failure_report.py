@@ -62,7 +62,7 @@ def _write_traceback(cfg: Config, text: str) -> str:
         path.parent.mkdir(
             parents=True, exist_ok=True
         )  # missing if nothing was written before the failure
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:  # perhaps what ended the run: the disk is full
         reason = f"no file could be written ({error.strerror})"
         return f"{reason}, so the traceback is printed here:\n{text}"

@@ -1,4 +1,6 @@
 """Ctrl-C and SIGTERM: the first one stops the run with a checkpoint, the second one aborts it.
+SIGHUP (its terminal was closed) and SIGUSR1 (Slurm announces the end of its time) stop it too, and
+never abort what stops already.
 
     loop_runner = LoopRunner()
     loop_runner.run(coroutine)      # like asyncio.run, even if this thread runs an event loop
@@ -20,7 +22,9 @@ from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HINT_SIGNALS = (signal.SIGHUP, signal.SIGUSR1)
+"""They come more than once, as from the kernel and from the shell of a closed terminal."""
+
 # How long the waiting thread sleeps at a time. Signal handlers run meanwhile.
 JOIN_INTERVAL_S = 0.5
 
@@ -39,9 +43,34 @@ def has_running_loop() -> bool:
     return True
 
 
+def interrupt_once(number: int, frame: FrameType | None) -> None:
+    """The handler of `HINT_SIGNALS` while nothing trains: the first one interrupts."""
+    ignore_hints()
+    raise KeyboardInterrupt
+
+
+def hint_signals() -> tuple[int, ...]:
+    """Those of `HINT_SIGNALS` that would end this process. SIGHUP does not under nohup, and a
+    signal for which the user's program has a handler is the user's."""
+    ours = (signal.SIG_DFL, interrupt_once)
+    return tuple(number for number in HINT_SIGNALS if signal.getsignal(number) in ours)
+
+
+def ignore_hints() -> None:
+    """From now on `HINT_SIGNALS` do nothing: the run ends already."""
+    if in_main_thread():
+        for number in hint_signals():
+            signal.signal(number, signal.SIG_IGN)
+
+
+def stop_signals() -> tuple[int, ...]:
+    """The signals that stop a run."""
+    return (signal.SIGINT, signal.SIGTERM, *hint_signals())
+
+
 @contextlib.contextmanager
 def signal_handlers(
-    handler: Callable[[int, FrameType | None], Any], numbers: tuple[int, ...] = STOP_SIGNALS
+    handler: Callable[[int, FrameType | None], Any] | signal.Handlers, numbers: tuple[int, ...]
 ) -> Iterator[None]:
     """Set a handler of signals while the block runs. Outside the main thread nothing changes."""
     if not in_main_thread():
@@ -64,13 +93,14 @@ class LoopRunner:
         loop: the event loop of the thread that runs a coroutine; None: the coroutine runs in the
             caller's thread, or none does.
         main_task: the task of that coroutine.
-        handler: called in that event loop for each signal; None: a signal cancels the task.
+        handler: called in that event loop with the number of each signal; None: a signal cancels
+            the task.
     """
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.main_task: asyncio.Task | None = None
-        self.handler: Callable[[], None] | None = None
+        self.handler: Callable[[int], None] | None = None
 
     def run(self, main: Coroutine[Any, Any, Any]) -> Any:
         """Like `asyncio.run`; in a thread of its own where this thread already runs an event
@@ -80,15 +110,17 @@ class LoopRunner:
         return asyncio.run(main)
 
     @contextlib.contextmanager
-    def handle_signals(self, handler: Callable[[], None]) -> Iterator[None]:
-        """Call `handler` in this event loop for each Ctrl-C and SIGTERM while the block runs."""
+    def handle_signals(self, handler: Callable[[int], None]) -> Iterator[None]:
+        """Call `handler` in this event loop with each of `stop_signals` while the block runs."""
         self.handler = handler
         try:
             with contextlib.ExitStack() as cleanup:
                 if in_main_thread():
                     loop = asyncio.get_running_loop()
-                    for number in STOP_SIGNALS:
-                        loop.add_signal_handler(number, handler)
+                    for number in stop_signals():
+                        # asyncio alone would restore the default: death, without any cleanup.
+                        cleanup.callback(signal.signal, number, signal.getsignal(number))
+                        loop.add_signal_handler(number, handler, number)
                         cleanup.callback(loop.remove_signal_handler, number)
                 yield
         finally:
@@ -115,22 +147,22 @@ class LoopRunner:
         thread = threading.Thread(
             target=context.run, args=(run_loop,), name="one_step_off", daemon=True
         )
-        with signal_handlers(lambda number, frame: self._forward_signal()):
+        with signal_handlers(lambda number, frame: self._forward_signal(number), stop_signals()):
             thread.start()
             while thread.is_alive():
                 thread.join(JOIN_INTERVAL_S)
         return result.result()
 
-    def _forward_signal(self) -> None:
+    def _forward_signal(self, number: int) -> None:
         loop = self.loop
         # RuntimeError: the loop has just been closed.
         with contextlib.suppress(RuntimeError):
             if loop is not None:
-                loop.call_soon_threadsafe(self._on_forwarded_signal)
+                loop.call_soon_threadsafe(self._on_forwarded_signal, number)
 
-    def _on_forwarded_signal(self) -> None:
+    def _on_forwarded_signal(self, number: int) -> None:
         if self.handler is not None:
-            self.handler()
+            self.handler(number)
         else:
             self.main_task.cancel()
 
@@ -139,7 +171,8 @@ class StopOnInterrupt:
     """What an interrupt does to a run in training. Call it for each signal.
 
     The first one lets the pipeline stop at the beginning of the next step, with a checkpoint. A
-    second one, or `grace_s` seconds without that checkpoint, cancels the task at once.
+    second Ctrl-C or SIGTERM, or `grace_s` seconds without that checkpoint, cancels the task at
+    once.
 
     Attributes:
         requested: whether an interrupt has come.
@@ -155,8 +188,10 @@ class StopOnInterrupt:
         self.requested = False
         self.timer: asyncio.TimerHandle | None = None
 
-    def __call__(self) -> None:
+    def __call__(self, number: int) -> None:
         """Handle one signal."""
+        if self.requested and number in HINT_SIGNALS:
+            return
         if self.requested or self.grace_s == 0:
             self.requested = True
             self._abort()
@@ -184,7 +219,11 @@ class StopOnInterrupt:
 def stop_on_interrupt(
     loop_runner: LoopRunner, pipeline: Any, grace_s: float, log: Callable[[str], None]
 ) -> Iterator[StopOnInterrupt]:
-    """Let Ctrl-C and SIGTERM stop `pipeline` while the block runs; see `StopOnInterrupt`."""
+    """Let signals stop `pipeline` while the block runs; see `StopOnInterrupt`."""
     stop = StopOnInterrupt(pipeline, grace_s, log)
-    with contextlib.closing(stop), loop_runner.handle_signals(stop):
-        yield stop
+    try:
+        with contextlib.closing(stop), loop_runner.handle_signals(stop):
+            yield stop
+    finally:
+        if stop.requested:
+            ignore_hints()

@@ -22,7 +22,7 @@ from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.endpoint.usage import uses_endpoint
 from one_step_off.monitoring import report
 from one_step_off.monitoring.callbacks import StepCallback, StepCallbacks
-from one_step_off.monitoring.console import RunConsole, quiet_libraries
+from one_step_off.monitoring.console import CONSOLE_LOG, RunConsole, quiet_libraries
 from one_step_off.monitoring.facts import end_facts, start_facts, supervised_start_facts
 from one_step_off.monitoring.flops import Meter, shape_of
 from one_step_off.monitoring.loggers import start_remote_loggers
@@ -30,7 +30,13 @@ from one_step_off.monitoring.supervised_tracker import SupervisedTracker
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime import run_folder
 from one_step_off.runtime.attempts import open_files, run_with_restarts
-from one_step_off.runtime.interrupts import in_main_thread, signal_handlers
+from one_step_off.runtime.interrupts import (
+    hint_signals,
+    ignore_hints,
+    in_main_thread,
+    interrupt_once,
+    signal_handlers,
+)
 from one_step_off.runtime.prepare import Prepared, ResumePoint, prepare
 from one_step_off.runtime.prepare_supervised import prepare_supervised
 
@@ -58,13 +64,14 @@ def run(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> int:
 
     Raises:
         ConfigError: bad input, before any engine or GPU is taken.
-        KeyboardInterrupt: by Ctrl-C or SIGTERM; all processes have ended by then.
+        KeyboardInterrupt: by Ctrl-C or another of `interrupts.stop_signals`; all processes have
+            ended by then.
     """
     quiet_libraries()
     os.environ.update(no_proxy_variables())
     begin = time.perf_counter()
     run_folder.require(cfg)
-    with RunConsole() as console:
+    with RunConsole(log_file=Path(cfg.trainer.output_dir, CONSOLE_LOG)) as console:
         with console.working("reading model and data"):
             prepared = prepare(cfg, console.print_line, console.progress)
         if is_complete(prepared, console.print_line):
@@ -84,7 +91,7 @@ def run_supervised(cfg: Config) -> int:
     os.environ.update(no_proxy_variables())
     begin = time.perf_counter()
     run_folder.require(cfg)
-    with RunConsole() as console:
+    with RunConsole(log_file=Path(cfg.trainer.output_dir, CONSOLE_LOG)) as console:
         with console.working("reading model and data"):
             prepared = prepare_supervised(cfg, console.print_line, console.progress)
         if not is_complete(prepared, console.print_line):
@@ -216,16 +223,24 @@ def run_on_ray(
     """Start Ray, call `body`, and end Ray and all processes whatever happens in between.
 
     Raises:
-        KeyboardInterrupt: the run was stopped by Ctrl-C or SIGTERM.
+        KeyboardInterrupt: the run was stopped by a signal.
     """
     from one_step_off.ray_trainer import Stopped
 
     cfg = prepared.cfg
     ray_logs = "none: Ray did not start"
     has_failed = True
-    with signal_handlers(signal.default_int_handler, (signal.SIGTERM,)):
+    with (
+        signal_handlers(signal.default_int_handler, (signal.SIGTERM,)),
+        signal_handlers(interrupt_once, hint_signals()),
+    ):
         try:
-            with tracker.console.working("starting Ray"):
+            with (
+                tracker.console.working("starting Ray"),
+                # All processes of the run inherit that. A terminal's hangup goes to each of them,
+                # and without them there is no checkpoint.
+                signal_handlers(signal.SIG_IGN, hint_signals()),
+            ):
                 ray_logs = f"{start_ray(cfg)}/logs"
             # Ray sets a handler of its own, which ends this process without any cleanup.
             if in_main_thread():
@@ -244,6 +259,7 @@ def run_on_ray(
             error.add_note(f"logs of the other processes: {ray_logs}")
             raise
         finally:
+            ignore_hints()
             _end_ray(tracker, has_failed)
 
 

@@ -14,7 +14,7 @@ from one_step_off.cluster.errors import (
     SyncError,
 )
 from one_step_off.cluster.placement import ProcessSlot, spawn
-from one_step_off.cluster.remote_calls import not_alive
+from one_step_off.cluster.remote_calls import not_alive, observed
 from one_step_off.config.device_shares import shares_device
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import load_section_tokenizer, role_settings
@@ -340,7 +340,7 @@ class RunProcesses:
             self.groups[role].save_state(folder) for role in TRAINED_ROLES if role in self.groups
         ]
         writes = await asyncio.gather(*copies)
-        return asyncio.gather(*writes)
+        return observed(asyncio.gather(*writes))
 
     async def load_state(self, folder: str) -> None:
         """Load a checkpoint's state into every role that learns, or that of the actor alone to

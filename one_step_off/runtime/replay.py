@@ -15,9 +15,9 @@ from one_step_off import checkpoint
 from one_step_off.config.schema import Config
 from one_step_off.config.supervised import WARM_UP_FOLDER
 from one_step_off.data.samples import TRAINER_FIELDS, Batch, Sample
-from one_step_off.monitoring.console import RunConsole
+from one_step_off.monitoring.console import CONSOLE_LOG, RunConsole
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.runtime import launch
+from one_step_off.runtime import launch, run_folder
 from one_step_off.runtime.attempts import load_checkpoint, log_pools
 from one_step_off.runtime.interrupts import LoopRunner
 from one_step_off.runtime.prepare import Prepared
@@ -36,7 +36,8 @@ def replay(cfg: Config, folder: str) -> int:
     if cfg.trainer.sft_steps and model is not None:
         cfg.model.path = str(model)
     cfg.trainer.output_dir = folder
-    with RunConsole() as console:
+    log_file = Path(folder, CONSOLE_LOG)
+    with run_folder.locked(cfg), RunConsole(log_file=log_file) as console:
         weights = resume_path or "the initial model"
         console.print_line(f"step {batch.step} again, with the weights of {weights}")
         # The batch holds its rewards: no reward function is called.

@@ -1,15 +1,19 @@
-"""The run folder, `trainer.output_dir`: whether a run may use it, and the first files in it.
+"""The run folder, `trainer.output_dir`: who owns it, whether a run may use it, and the first files
+in it.
 
-Whether a run may use its folder is checked before anything slow is imported or read, so that a
-command that is run twice is refused at once."""
+Both are checked before anything slow is imported or read, so that a command that is run twice is
+refused at once."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +37,9 @@ VERSIONED_PACKAGES = (
     "megatron-core",
 )
 GIT_TIMEOUT_S = 5
+LOCK_FILE = ".lock"
+LOCK_ATTEMPTS = 20
+MAX_OWNER_BYTES = 400
 
 
 def count_finished_steps(folder: Path) -> int:
@@ -129,20 +136,128 @@ def _other_ways(cfg: Config) -> str:
 def require(cfg: Config) -> None:
     """Refuse to replace an earlier run unasked, and a folder that cannot be written. Raises
     ConfigError."""
-    folder = Path(os.path.abspath(cfg.trainer.output_dir))
-    existing_parent = next(path for path in (folder, *folder.parents) if path.is_dir())
-    try:
+    with _writing(cfg) as existing_parent:
         fault = replaced_by(cfg)
         if fault:
             raise ConfigError(fault)
         # The mode alone does not tell: a quota, /proc or a network file system may refuse even
         # root.
         os.rmdir(tempfile.mkdtemp(prefix=".one_step_off_", dir=existing_parent))
+
+
+@contextlib.contextmanager
+def _writing(cfg: Config) -> Iterator[Path]:
+    """Yields the folder, or the nearest one above it that exists. What cannot be written in the
+    block is a ConfigError."""
+    folder = Path(os.path.abspath(cfg.trainer.output_dir))
+    existing_parent = next(path for path in (folder, *folder.parents) if path.is_dir())
+    try:
+        yield existing_parent
     except OSError as error:
         what = (
             f"trainer.output_dir={cfg.trainer.output_dir}: {existing_parent} cannot be written to"
         )
         raise ConfigError(f"{what}: {error.strerror}; name another folder") from error
+
+
+@contextlib.contextmanager
+def locked(cfg: Config) -> Iterator[None]:
+    """Own the run folder while the block runs. The kernel frees the lock when this process ends,
+    however it does; processes that it has started do not hold it. Nothing of an unused folder is
+    left.
+
+    Raises:
+        ConfigError: a run of another process or thread owns the folder; or it cannot be written.
+    """
+    folder = Path(os.path.abspath(cfg.trainer.output_dir))
+    with _writing(cfg):
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        lock = _acquire(cfg, folder / LOCK_FILE)
+    _locks.add(lock)
+    try:
+        yield
+    finally:
+        _release(lock, folder / LOCK_FILE)
+        with contextlib.suppress(OSError):  # the run has written something
+            for path in missing:
+                path.rmdir()
+
+
+def _acquire(cfg: Config, path: Path) -> int:
+    """A descriptor of the lock file that holds its lock. Raises ConfigError: another one does."""
+    for attempts_left in reversed(range(LOCK_ATTEMPTS)):
+        with contextlib.ExitStack() as on_failure:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            except FileNotFoundError:  # an owner has just ended, and removed its empty folder
+                if not attempts_left:
+                    raise
+                continue
+            on_failure.callback(os.close, lock)
+            _lock_file(cfg, lock)
+            # The owner before may have removed the file after it was opened here.
+            if _is_at(lock, path):
+                owner = f"pid {os.getpid()} on {socket.gethostname()}\n"
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, owner.encode(), 0)
+                os.fsync(lock)  # for readers on other hosts
+                on_failure.pop_all()
+                return lock
+    raise _in_use(cfg, "")
+
+
+def _lock_file(cfg: Config, lock: int) -> None:
+    """Lock an open file, or warn that its file system has no locks. Raises ConfigError."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        owner = os.pread(lock, MAX_OWNER_BYTES, 0).decode(errors="replace").strip()
+        raise _in_use(cfg, owner) from None
+    except OSError as error:
+        print(
+            f"warning: trainer.output_dir={cfg.trainer.output_dir}: its file system has no locks "
+            f"({error.strerror}): a second run in this folder is not noticed",
+            file=sys.stderr,
+        )
+
+
+def _in_use(cfg: Config, owner: str) -> ConfigError:
+    return ConfigError(
+        f"trainer.output_dir={cfg.trainer.output_dir}: in use by another run "
+        f"({owner or 'its process is not known'}); wait for its end or stop it, or add "
+        f"{free_folder_setting(cfg)} for a new folder"
+    )
+
+
+def _release(lock: int, path: Path) -> None:
+    # Removed before the lock is free: whoever opened it meanwhile sees that it is another file.
+    with contextlib.suppress(OSError):
+        if _is_at(lock, path):
+            path.unlink()
+    _locks.discard(lock)
+    os.close(lock)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file is the one at this path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _close_inherited_locks() -> None:
+    """In a forked process: it may outlive its parent, whose lock must end with it."""
+    for lock in _locks:
+        os.close(lock)
+    _locks.clear()
+
+
+_locks: set[int] = set()
+"""Descriptors of the lock files of this process."""
+
+os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 def write_config_and_versions(cfg: Config, named_models: dict[str, str], device: str) -> None:
@@ -151,7 +266,8 @@ def write_config_and_versions(cfg: Config, named_models: dict[str, str], device:
     sections_as_named = {
         section: replace(getattr(cfg, section), path=path) for section, path in named_models.items()
     }
-    (folder / "config.yaml").write_text(resolved_yaml(replace(cfg, **sections_as_named)))
+    text = resolved_yaml(replace(cfg, **sections_as_named))
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
     versions = {"python": sys.version.split()[0], "device": device}
     for package in VERSIONED_PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -9,7 +9,7 @@ from ray.util.placement_group import remove_placement_group
 
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError
 from one_step_off.cluster.placement import create_pools, spawn
-from one_step_off.cluster.remote_calls import not_alive
+from one_step_off.cluster.remote_calls import not_alive, observed
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_settings
 from one_step_off.runtime.prepare import Prepared
@@ -85,7 +85,7 @@ class SupervisedProcesses:
     async def save_state(self, folder: str) -> asyncio.Future:
         """Let the actor copy its part of a checkpoint. The part is written when the answer is
         awaited."""
-        return asyncio.gather(await self.actor.save_state(folder))
+        return observed(asyncio.gather(await self.actor.save_state(folder)))
 
     async def load_state(self, folder: str) -> None:
         """Load a checkpoint's state into the actor; after `setup`."""

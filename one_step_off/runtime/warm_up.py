@@ -93,14 +93,15 @@ def _warmed_up(prepared: Prepared, supervised: Config, folder: Path, console: Ru
         console.print_line(f"the supervised steps have been made: {model}")
         return model
     begin = time.perf_counter()
-    run_folder.require(supervised)
-    console.print_line(f"{supervised.trainer.total_steps} supervised steps first, in {folder}")
-    with console.working("reading the rows with answers"):
-        warm_up_run = prepare_supervised(supervised, console.print_line, console.progress)
-    # As the user named it, for config.yaml.
-    warm_up_run.named_models["model"] = prepared.named_models["model"]
-    if not is_complete(warm_up_run, console.print_line):
-        train(warm_up_run, console, begin)
+    with run_folder.locked(supervised):
+        run_folder.require(supervised)
+        console.print_line(f"{supervised.trainer.total_steps} supervised steps first, in {folder}")
+        with console.working("reading the rows with answers"):
+            warm_up_run = prepare_supervised(supervised, console.print_line, console.progress)
+        # As the user named it, for config.yaml.
+        warm_up_run.named_models["model"] = prepared.named_models["model"]
+        if not is_complete(warm_up_run, console.print_line):
+            train(warm_up_run, console, begin)
     model = finished_model(folder)
     if model is None:  # the run has ended, and its files were removed
         raise ConfigError(f"{folder}: its warm-up has ended, but hf_model is missing; {FIX}")
@@ -112,7 +113,7 @@ def _require_same_settings(prepared: Prepared, supervised: Config, folder: Path)
     config_file = folder / "config.yaml"
     if not config_file.is_file():
         return
-    made_with: Any = parse_yaml(config_file.read_text())[0]
+    made_with: Any = parse_yaml(config_file.read_text(encoding="utf-8"))[0]
     wanted: Any = parse_yaml(resolved_yaml(supervised))[0]
     wanted["model"]["path"] = prepared.named_models["model"]
     for section in COMPARED_SECTIONS:

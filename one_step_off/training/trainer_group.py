@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from one_step_off.algorithms import batching
-from one_step_off.cluster.remote_calls import OnSpan, call_all, call_each, now
+from one_step_off.cluster.remote_calls import OnSpan, call_all, call_each, now, observed
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.data.batch_slices import ArraySlice, BatchOutline, SampleSlice
@@ -177,7 +177,7 @@ class TrainGroup:
             with self.at_work():
                 return next(scores for scores in await answers if scores)
 
-        return asyncio.ensure_future(first_report())
+        return observed(first_report())
 
     async def save_state(self, folder: str) -> Awaitable[FileFacts]:
         """Let all ranks copy their part of a checkpoint. Returns an awaitable: once awaited, they

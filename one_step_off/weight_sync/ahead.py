@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from one_step_off.cluster.errors import SyncError
+from one_step_off.cluster.remote_calls import observed
 from one_step_off.config.schema import WeightSyncConfig
 from one_step_off.weight_sync.canary_beside import CanaryBeside
 from one_step_off.weight_sync.participants import Replicas
@@ -86,8 +87,8 @@ class AheadTransfer:
         what = f"weight sync of version {version}, ahead"
         limits = transfer_limits(sync.cfg.timeout_s, sync.total_bytes)
         self.version = version
-        self.task = asyncio.create_task(run_or_abort(what, calls, *limits, sync.abort))
-        self.task.add_done_callback(_take_error)
+        # `finish` may come much later or never.
+        self.task = observed(run_or_abort(what, calls, *limits, sync.abort))
 
     def _is_possible(self, replicas: list[Any], limit_bytes: int) -> bool:
         """Whether nothing else uses the groups, and their workers' layouts are proved."""
@@ -145,9 +146,3 @@ class AheadTransfer:
             await self.sync.abort(SyncError(f"version {self.version} is sent in other groups"))
         with suppress(Exception):
             await task
-
-
-def _take_error(task: asyncio.Task) -> None:
-    """asyncio complains of errors that nobody asks for; `finish` may come much later or never."""
-    if not task.cancelled():
-        task.exception()

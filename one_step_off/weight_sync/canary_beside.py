@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from one_step_off.cluster.remote_calls import name_failures, not_alive
+from one_step_off.cluster.remote_calls import name_failures, not_alive, observed
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Stamp
 from one_step_off.weight_sync.participants import LogProbs
@@ -58,7 +58,7 @@ class CanaryBeside:
         tasks: dict[int, asyncio.Future[LogProbs]] = {}
         for number, call in self.calls.items():
             answer = name_failures(f"{what}, {call.who}", call.answer)
-            tasks[number] = asyncio.ensure_future(answer)
+            tasks[number] = observed(answer)
         try:
             await asyncio.wait(tasks.values(), timeout=limit_s)
             scores: dict[int, LogProbs] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout
-from one_step_off.cluster.remote_calls import name_failures, not_alive
+from one_step_off.cluster.remote_calls import name_failures, not_alive, observed
 
 ABORT_TIMEOUT_S = 5.0
 """Seconds for the trainers to accept an abort."""
@@ -96,7 +96,7 @@ async def run_or_abort(
     """
     tasks: dict[asyncio.Future, SyncCall] = {}
     for call in calls:
-        task = asyncio.ensure_future(name_failures(f"{what}, {call.who}", call.answer))
+        task = observed(name_failures(f"{what}, {call.who}", call.answer))
         tasks[task] = call
     try:
         limit_s = await _wait_for_all(list(tasks), first_limit_s, rest_limit_s)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import time
+import warnings
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -46,6 +50,26 @@ class StandInActor:
             if not isinstance(method, ActorMethod):
                 method = ActorMethod(method)
             setattr(self, name, method)
+
+
+def asyncio_reports(main: Callable[[], Coroutine[Any, Any, Any]]) -> list[str]:
+    """What asyncio prints of a program beside its own failure: failures that nobody has read, and
+    coroutines that nobody has awaited."""
+    reports = []
+
+    async def watched() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: reports.append(str(context)))
+        with contextlib.suppress(Exception, asyncio.CancelledError):
+            await main()
+        await asyncio.sleep(0.02)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        asyncio.run(watched())
+        gc.collect()
+    never_awaited = [str(w.message) for w in caught if "never awaited" in str(w.message)]
+    return reports + never_awaited
 
 
 def make_prompts(*rows: int) -> list[Prompt]:

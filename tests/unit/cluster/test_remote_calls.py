@@ -11,7 +11,8 @@ from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, Sy
 from one_step_off.cluster.remote_calls import call_all, name_failures, with_time_limit
 from one_step_off.config.errors import ConfigError
 from one_step_off.data.staleness import StalenessError
-from tests.unit.stand_ins import ActorMethod, StandInActor
+from one_step_off.weight_sync.sync_calls import SyncCall, run_or_abort
+from tests.unit.stand_ins import ActorMethod, StandInActor, asyncio_reports
 
 
 def test_a_limit_names_what_it_waited_for():
@@ -101,3 +102,46 @@ def test_an_exception_in_the_creation_of_a_process_is_not_its_death():
     with pytest.raises(RoleError, match=words) as caught:
         asyncio.run(name_failures("actor 0, setup", ActorMethod(failed).remote()))
     assert not isinstance(caught.value, ProcessDied)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01])
+def test_answers_that_nobody_waits_for_any_more_are_not_reported(seconds):
+    """Another failure has ended the step, and asyncio must not print tracebacks after it."""
+
+    async def main():
+        failing = StandInActor(work=ActorMethod(ValueError("broke"), delay=seconds))
+        call_all(60, "actor", [failing, failing], "work")
+        await asyncio.sleep(2 * seconds)
+
+    assert asyncio_reports(main) == []
+
+
+def test_answers_of_a_task_that_never_began_are_not_reported():
+    async def main():
+        failing = StandInActor(work=ValueError("broke"))
+
+        async def use(answers):
+            await answers
+
+        asyncio.create_task(use(call_all(60, "actor", [failing], "work"))).cancel()
+
+    assert asyncio_reports(main) == []
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_the_calls_of_a_sync_that_is_cancelled_are_not_reported(failures):
+    async def main():
+        answers = [ActorMethod(ValueError("broke"), delay=0.01).remote() for _ in range(failures)]
+        answers.append(ActorMethod(None, delay=0.01).remote())
+        calls = [SyncCall(f"rank {i}", None, answer) for i, answer in enumerate(answers)]
+
+        async def abort(error: Exception) -> None:
+            await asyncio.sleep(60)
+
+        sync = asyncio.create_task(run_or_abort("sync", calls, 60, 60, abort))
+        await asyncio.sleep(0.005)
+        time.sleep(0.02)  # the answers and the cancellation come at once
+        sync.cancel()
+        await sync
+
+    assert asyncio_reports(main) == []

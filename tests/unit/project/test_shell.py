@@ -7,7 +7,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,32 @@ def test_slurm_starts_ray_everywhere_and_trains(checkout: Path) -> None:
     assert [call for call in calls if "--nodelist=node2 --gpus-per-node=8" in call]
     waited = [call for call in calls if call.startswith("python - 16 180")]
     assert len(waited) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_slurm_hands_its_signals_to_the_run_and_waits_for_its_checkpoint(
+    checkout: Path, number: int
+) -> None:
+    script = (ROOT / "shell" / "slurm_qwen_gsm8k.sh").read_text()
+    assert "\n#SBATCH --signal=B:USR1@180\n" in script, "to the script alone, and not to Ray"
+    environment = slurm(checkout)
+    tool(
+        checkout / ".venv-gpu/bin/python",
+        f"""[[ $* == *main_ppo* && $* != *--dry-run* ]] || exit 0
+        trap 'echo USR1 >{checkout}/received; {shutil.which("sleep")} 1; exit 130' USR1
+        trap 'echo TERM >{checkout}/received; {shutil.which("sleep")} 1; exit 130' TERM
+        touch {checkout}/training
+        for i in $(seq 600); do {shutil.which("sleep")} 0.1; done""",
+    )
+    env = {name: os.environ[name] for name in ("PATH", "HOME")} | environment
+    job = subprocess.Popen(["bash", "shell/slurm_qwen_gsm8k.sh"], cwd=checkout, env=env)
+    deadline = time.monotonic() + 60
+    while not (checkout / "training").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    job.send_signal(number)
+    assert job.wait(60) == 130, "the run's exit code, after its end"
+    assert (checkout / "received").read_text() == signal.Signals(number).name[3:] + "\n"
 
 
 @pytest.mark.parametrize(

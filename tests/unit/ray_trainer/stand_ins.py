@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import random
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from one_step_off.cluster.remote_calls import observed
 from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Batch, Prompt, PromptId, Sample
@@ -115,7 +117,7 @@ class FakeActor:
         world = self.world
         await world.phase("train", batch.step)
         # A process of its own: the driver may stop waiting for it, and it goes on waiting.
-        await asyncio.shield(asyncio.ensure_future(self._wait_for_the_sync()))
+        await asyncio.shield(observed(self._wait_for_the_sync()))
         world.version += 1
         versions = {int(version) for sample in batch.samples for version in sample.versions}
         world.trained.append(TrainedStep(batch.step, batch.prompt_order(), versions))
@@ -259,6 +261,20 @@ def train_all(pipeline: Pipeline) -> list[Batch]:
     actor.update = recorded
     asyncio.run(pipeline.fit())
     return batches
+
+
+async def fail_after_ticks(pipeline: Pipeline, ticks: int) -> None:
+    """Run a pipeline in which something fails after so many turns of the event loop."""
+
+    async def fail():
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        raise ValueError("broken on purpose")
+
+    rollout: Any = pipeline.roles.rollout
+    rollout.watch = fail
+    with contextlib.suppress(ValueError):
+        await pipeline.fit()
 
 
 def read_rows(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -27,9 +27,11 @@ from tests.unit.ray_trainer.stand_ins import (
     FakeRollout,
     FakeSync,
     World,
+    fail_after_ticks,
     read_rows,
 )
 from tests.unit.rollout.test_prompt_pool import make_prompt, make_sample
+from tests.unit.stand_ins import asyncio_reports
 
 PROMPTS = [make_prompt(row) for row in range(7)]
 
@@ -408,3 +410,17 @@ def test_a_trainer_that_waits_for_samples_learns_that_the_last_replica_failed_in
     roles.sync = SyncUntilVersion1(world)
     with pytest.raises(NoReplica):
         asyncio.run(asyncio.wait_for(pipeline.fit(), 10))
+
+
+def test_the_failure_that_ends_a_run_is_all_that_is_printed(tmp_path):
+    """See the test of this name for the schedule without a pool. Here with checkpoints, too."""
+
+    async def main():
+        for tick in range(60):
+            world = World(random.Random(tick), longest=0.0)
+            checkpointer = MemoryCheckpointer(in_use=True)
+            checkpointer.is_due = lambda step: step > 0
+            pipeline = build(tmp_path / str(tick), world, 3, checkpointer=checkpointer)
+            await fail_after_ticks(pipeline, tick)
+
+    assert asyncio_reports(main) == []

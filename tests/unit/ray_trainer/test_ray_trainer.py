@@ -22,9 +22,11 @@ from tests.unit.ray_trainer.stand_ins import (
     World,
     build,
     change_samples,
+    fail_after_ticks,
     read_rows,
     version_of_step,
 )
+from tests.unit.stand_ins import asyncio_reports
 
 
 def world_of_equal_phases(longest: float) -> World:
@@ -290,3 +292,17 @@ def test_after_the_last_step_only_the_last_evaluation_may_be_missing(tmp_path, e
     assert not world.trained
     assert len(pipeline.tracker.evaluations) == 1
     assert bool(world.begun("generate")) is not evaluated
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_the_failure_that_ends_a_run_is_all_that_is_printed(tmp_path, staleness):
+    """At any moment: asyncio prints a traceback of each failure that nobody reads, and of each
+    coroutine that is never awaited, as of a task that is canceled before it begins."""
+
+    async def main():
+        for tick in range(60):
+            world = World(random.Random(tick), longest=0.0)
+            pipeline = build(tmp_path / str(tick), world, 3, staleness, test_freq=1)
+            await fail_after_ticks(pipeline, tick)
+
+    assert asyncio_reports(main) == []

@@ -15,7 +15,13 @@ from one_step_off.config.schema import Config
 from one_step_off.rollout import replica_supervisor
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
-from tests.unit.stand_ins import ActorMethod, make_prompts, mark_healthy, one_token_sample
+from tests.unit.stand_ins import (
+    ActorMethod,
+    asyncio_reports,
+    make_prompts,
+    mark_healthy,
+    one_token_sample,
+)
 
 PROMPTS = make_prompts(*range(12))
 
@@ -231,3 +237,21 @@ def test_the_user_reads_of_a_failure_and_of_the_restart():
     assert failed.startswith("rollout 1 failed (step 0, rollout 1: RuntimeError: the engine died")
     assert failed.endswith("); restarting it")
     assert restarted.startswith("rollout 1 is back after ")
+
+
+def test_a_call_that_fails_as_its_replica_is_given_up_is_not_reported():
+    """Both may come at once: the heartbeat notices the death that the call dies of."""
+
+    async def main():
+        group = group_of([MortalReplica(deadly_row=0), MortalReplica()])
+        supervisor = group.supervisor
+        call = asyncio.create_task(
+            supervisor.call(0, "step 0", "rollout", PROMPTS, group.train_sampling)
+        )
+        await asyncio.sleep(0)
+        supervisor.mark_failed(0, "its process died")
+        with pytest.raises(replica_supervisor.ReplicaFailed):
+            await call
+        await asyncio.sleep(0.02)
+
+    assert asyncio_reports(main) == []

@@ -6,12 +6,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 
-from one_step_off.runtime.interrupts import LoopRunner, stop_on_interrupt
+from one_step_off.runtime.interrupts import (
+    LoopRunner,
+    hint_signals,
+    interrupt_once,
+    signal_handlers,
+    stop_on_interrupt,
+)
 
 LONG_S = 60.0
 
@@ -58,18 +66,30 @@ def call(runner: LoopRunner, run: Run, signals: list[int], in_a_loop: bool) -> s
     return asyncio.run(cell())
 
 
+HINTS = [signal.SIGHUP, signal.SIGUSR1]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, *HINTS]
+
+
 @pytest.fixture(autouse=True)
-def default_sigterm():
-    """Without the handler that Ray leaves after other tests: asyncio would not restore it."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def default_handlers():
+    """Without what other tests, Ray or nohup have left."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in SIGNALS[1:]:
+        signal.signal(number, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def handlers_now() -> list:
+    return [signal.getsignal(number) for number in SIGNALS]
 
 
 @pytest.mark.parametrize("in_a_loop", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_signal_asks_the_pipeline_to_stop(number, in_a_loop):
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    handlers = handlers_now()
     runner = LoopRunner()
     run = Run(runner, grace_s=LONG_S)
     assert call(runner, run, [number], in_a_loop) == "stopped, requested: True"
@@ -78,7 +98,9 @@ def test_the_first_signal_asks_the_pipeline_to_stop(number, in_a_loop):
         "press Ctrl-C again to abort"
     ]
     assert (run.thread is threading.main_thread()) is not in_a_loop
-    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    if not in_a_loop:
+        handlers[2:] = [signal.SIG_IGN, signal.SIG_IGN]  # `run_on_ray` restores them
+    assert handlers == handlers_now()
 
 
 @pytest.mark.parametrize("in_a_loop", [False, True])
@@ -131,7 +153,7 @@ def test_results_and_errors_come_back(in_a_loop):
 
 
 def test_outside_the_main_thread_no_signal_is_handled():
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    handlers = handlers_now()
     results = []
     runner = LoopRunner()
 
@@ -144,4 +166,90 @@ def test_outside_the_main_thread_no_signal_is_handled():
     thread.start()
     thread.join(30)
     assert results == ["done"]
-    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert handlers == handlers_now()
+
+
+@pytest.mark.parametrize("first", SIGNALS)
+@pytest.mark.parametrize("hint", HINTS)
+def test_a_hint_that_comes_again_or_late_aborts_nothing(hint, first):
+    """A terminal that closes hangs up twice: the kernel and the shell send it. And one that is
+    closed after Ctrl-C must not cost the checkpoint."""
+    runner = LoopRunner()
+    pipeline = SimpleNamespace(stopping=False)
+    lines: list[str] = []
+
+    async def main() -> bool:
+        with stop_on_interrupt(runner, pipeline, LONG_S, lines.append) as stop:
+            os.kill(os.getpid(), first)
+            while not lines:
+                await asyncio.sleep(0.001)
+            for _ in range(3):
+                os.kill(os.getpid(), hint)
+                await asyncio.sleep(0.05)
+        os.kill(os.getpid(), hint)  # while the model is written, and the processes are ended
+        await asyncio.sleep(0.05)
+        return stop.requested
+
+    with signal_handlers(interrupt_once, hint_signals()):
+        assert runner.run(main())
+    assert len(lines) == 1
+    assert handlers_now()[2:] == [signal.SIG_DFL, signal.SIG_DFL]
+
+
+@pytest.mark.parametrize("hint", HINTS)
+def test_a_hint_that_is_ignored_or_the_users_stays_so(hint):
+    """SIGHUP under nohup; a handler of the program that calls `train`."""
+    received = []
+    for handler in (signal.SIG_IGN, lambda number, frame: received.append(number)):
+        signal.signal(hint, handler)
+        runner = LoopRunner()
+        pipeline = SimpleNamespace(stopping=False)
+
+        async def main(runner=runner, pipeline=pipeline) -> None:
+            with stop_on_interrupt(runner, pipeline, LONG_S, print):
+                os.kill(os.getpid(), hint)
+                await asyncio.sleep(0.05)
+
+        with signal_handlers(interrupt_once, hint_signals()):
+            runner.run(main())
+        assert not pipeline.stopping
+        assert signal.getsignal(hint) is handler
+    assert received == [hint]
+
+
+@pytest.mark.parametrize("hint", HINTS)
+def test_before_training_a_hint_interrupts_once(hint):
+    """As SIGTERM does; the next one must not interrupt the cleanup."""
+    with signal_handlers(interrupt_once, hint_signals()):
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), hint)
+        os.kill(os.getpid(), hint)
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert handlers_now()[2:] == [signal.SIG_DFL, signal.SIG_DFL]
+
+
+def test_the_processes_of_a_run_are_started_without_hangup():
+    """A terminal that closes hangs up all of them, and without them there is no checkpoint."""
+    with signal_handlers(interrupt_once, hint_signals()):
+        with signal_handlers(signal.SIG_IGN, hint_signals()):
+            child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        assert handlers_now()[2:] == [interrupt_once, interrupt_once]
+    for hint in HINTS:
+        child.send_signal(hint)
+    child.communicate(b"\n", timeout=60)
+    assert child.returncode == 0
+
+
+def test_after_training_sigterm_still_ends_in_good_order():
+    """asyncio alone would leave the default, which ends the process without any cleanup."""
+
+    async def main() -> None:
+        with stop_on_interrupt(runner, SimpleNamespace(stopping=False), LONG_S, print):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(LONG_S)
+
+    runner = LoopRunner()
+    with signal_handlers(signal.default_int_handler, (signal.SIGTERM,)):
+        with pytest.raises(KeyboardInterrupt):
+            runner.run(main())

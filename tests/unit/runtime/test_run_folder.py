@@ -3,18 +3,26 @@ replace it."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from one_step_off import train
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.free_folder import free_folder_setting
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 from one_step_off.main_ppo import main
+from one_step_off.main_sft import main as sft_main
 from one_step_off.runtime import failure_report, launch, run_folder
 from tests.bad_input import base, refused
 
@@ -254,3 +262,191 @@ def test_a_new_run_removes_what_processes_and_agents_of_an_earlier_one_printed(t
         (tmp_path / name).mkdir()
     run_folder.remove_process_logs(cfg)
     assert [path.name for path in tmp_path.iterdir()] == ["samples"]
+
+
+# --- the owner of a run folder --------------------------------------------------------------------
+
+OWNER = """
+import os, sys, time
+from one_step_off.config.loading import load_config
+from one_step_off.runtime.run_folder import locked
+
+folder, child = sys.argv[1:]
+with locked(load_config([f"trainer.output_dir={folder}"])):
+    if child == "fork" and os.fork() == 0:  # as a user's function with multiprocessing
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+    if child == "exec":  # as Ray's processes and engines
+        import subprocess
+        print(subprocess.Popen(["sleep", "600"], close_fds=False).pid, flush=True)
+    if child == "none":
+        print(0, flush=True)
+    time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def owner(folder: Path, child: str = "none") -> Iterator[tuple[subprocess.Popen, int]]:
+    """A process that owns a run folder, and a child of it that lives on."""
+    command = [sys.executable, "-c", OWNER, str(folder), child]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    child_pid = int(process.stdout.readline())
+    try:
+        yield process, child_pid
+    finally:
+        for pid in (process.pid, child_pid):
+            with contextlib.suppress(ProcessLookupError):
+                if pid:
+                    os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def config_of(folder: Path | str) -> Config:
+    return load_config([*KEYS, f"trainer.output_dir={folder}"])
+
+
+@pytest.mark.parametrize("more", [[], ["trainer.overwrite=true"], ["trainer.resume=never"]])
+def test_a_folder_in_use_is_refused_in_one_line(more, try_run, tmp_path, capsys):
+    write_earlier_run(tmp_path / "run", 5, (5,))
+    with owner(tmp_path / "run") as (process, _):
+        is_allowed, message = try_run(capsys, *more)
+    assert not is_allowed
+    assert message == (
+        f"error: trainer.output_dir={tmp_path}/run: in use by another run (pid {process.pid} on "
+        f"{socket.gethostname()}); wait for its end or stop it, or add "
+        f"trainer.output_dir={tmp_path}/run_2 for a new folder\n"
+    )
+
+
+def test_every_command_that_writes_there_is_refused(tmp_path, capsys):
+    folder = tmp_path / "run"
+    (folder / "skipped" / "step_000001").mkdir(parents=True)
+    out = f"trainer.output_dir={folder}"
+    commands = [
+        (main, [*KEYS, out, "trainer.val_only=true", "data.val_files=generator:word_problems"]),
+        (main, [*KEYS, out, "--replay", f"{folder}/skipped/step_000001"]),
+        (sft_main, [*KEYS, out, "sft.train_files=generator:word_problems"]),
+    ]
+    with owner(folder):
+        for command, argv in commands:
+            assert command(argv) == 2
+            assert "in use by another run" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match="in use by another run"):
+            train(config_of(folder))
+
+
+@pytest.mark.parametrize("how", ["link", "relative", "dots"])
+def test_two_paths_to_one_folder_are_one_folder(how, tmp_path, monkeypatch):
+    folder = tmp_path / "runs" / "a"
+    (tmp_path / "runs" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    paths = {"link": "link/a", "relative": "runs/a", "dots": f"{tmp_path}/runs/b/../a"}
+    with owner(folder), pytest.raises(ConfigError, match="in use"):
+        with run_folder.locked(config_of(paths[how])):
+            pass
+
+
+@pytest.mark.parametrize("child", ["fork", "exec"])
+def test_a_killed_owner_frees_its_folder_although_its_children_live(child, tmp_path):
+    with owner(tmp_path / "run", child) as (process, child_pid):
+        with pytest.raises(ConfigError, match="in use"):
+            with run_folder.locked(config_of(tmp_path / "run")):
+                pass
+        process.kill()
+        process.wait()
+        os.kill(child_pid, 0)  # it lives
+        with run_folder.locked(config_of(tmp_path / "run")):
+            assert (tmp_path / "run" / ".lock").read_text().split()[1] == str(os.getpid())
+
+
+def test_one_process_owns_a_folder_once(tmp_path):
+    cfg = config_of(tmp_path / "run")
+    with run_folder.locked(cfg), pytest.raises(ConfigError, match=f"pid {os.getpid()} on"):
+        with run_folder.locked(cfg):
+            pass
+    with run_folder.locked(cfg):
+        pass
+
+
+def test_a_folder_that_stays_unused_is_not_left(tmp_path):
+    with pytest.raises(ConfigError), run_folder.locked(config_of(tmp_path / "a" / "b")):
+        raise ConfigError("bad input")
+    assert list(tmp_path.iterdir()) == []
+    with run_folder.locked(config_of(tmp_path / "a" / "b")):
+        (tmp_path / "a" / "b" / "metrics.jsonl").touch()
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_lock_file_that_was_removed_meanwhile_is_not_taken_for_the_lock(tmp_path):
+    """The owner removes its file at its end, and whoever had opened it by then locks a file that
+    nobody finds. Also where a user has removed the folder and begun anew."""
+    cfg = config_of(tmp_path / "run")
+    with run_folder.locked(cfg):
+        shutil.rmtree(tmp_path / "run")
+        with run_folder.locked(cfg):
+            pass
+        with owner(tmp_path / "run"):
+            with pytest.raises(ConfigError, match="in use"), run_folder.locked(cfg):
+                pass
+            lock_file = (tmp_path / "run" / ".lock").stat().st_ino
+    assert (tmp_path / "run" / ".lock").stat().st_ino == lock_file, "it was the second owner's"
+
+
+def test_many_starts_at_once_have_one_owner_at_a_time(tmp_path):
+    """Each holds the folder for a moment, and removes it."""
+    code = """
+import os, sys, time
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.loading import load_config
+from one_step_off.runtime.run_folder import locked
+
+folder = sys.argv[1]
+cfg = load_config([f"trainer.output_dir={folder}/run"])
+owned = 0
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    try:
+        with locked(cfg):
+            marker = os.open(f"{folder}/owner", os.O_CREAT | os.O_EXCL)  # raises: there are two
+            os.close(marker)
+            os.unlink(f"{folder}/owner")
+            owned += 1
+    except ConfigError as error:
+        assert "in use" in str(error), error
+print(owned)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    starts = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    owned = [int(start.communicate(timeout=60)[0]) for start in starts]
+    assert [start.returncode for start in starts] == [0, 0, 0]
+    assert sum(owned) > 10
+    assert not list(tmp_path.rglob(".lock"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named_and_used(number, tmp_path, monkeypatch, capsys):
+    def unsupported(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", unsupported)
+    with run_folder.locked(config_of(tmp_path)):
+        pass
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"warning: trainer.output_dir={tmp_path}: its file system has no")
+    assert os.strerror(number) in warning
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_folder.os, "pwrite", full)
+    with pytest.raises(ConfigError, match="cannot be written to: No space left on device; name"):
+        with run_folder.locked(config_of(tmp_path)):
+            pass
+    monkeypatch.undo()
+    with run_folder.locked(config_of(tmp_path)):  # and the lock is not kept
+        pass

@@ -17,6 +17,7 @@ from one_step_off.training.trainer_group import TrainGroup
 from tests.unit.stand_ins import (
     ActorMethod,
     StandInActor,
+    asyncio_reports,
     make_prompts,
     mark_healthy,
     one_token_sample,
@@ -110,3 +111,14 @@ def test_a_batch_goes_into_the_store_again_only_when_it_has_changed(monkeypatch)
     assert put_batch(batch) == 3
     assert not stored[2].samples[0].loss_mask.any()
     assert stored[2].stored == NOT_STORED
+
+
+def test_a_canary_that_nobody_asks_for_any_more_is_not_reported():
+    """The trainer's half is scored ahead; the run may fail before the sync that needs it."""
+
+    async def main():
+        rank = StandInActor(score=ActorMethod(RuntimeError("it was killed"), delay=0.01))
+        TrainGroup("actor", [rank], Config()).score([np.arange(3)])
+        await asyncio.sleep(0.02)
+
+    assert asyncio_reports(main) == []
