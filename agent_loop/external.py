@@ -26,7 +26,7 @@ from agent_loop.host_client import AgentDied, AgentHosts, HostFailed, HostPlan
 from one_step_off.config.agent_section import AgentConfig
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
-from one_step_off.config.text import mask_secrets
+from one_step_off.config.text import one_line
 from one_step_off.data.samples import Prompt
 
 ADAPTERS = {
@@ -45,7 +45,6 @@ POLL_S = 0.01
 MAX_RESTARTS = 2
 """How often an agent that was killed from outside begins again, with another episode."""
 
-MAX_REASON_CHARS = 1000
 CUT_OFF = "its last answer was cut off (finish_reason length)"
 
 
@@ -319,7 +318,7 @@ def data_kind(prompt: Prompt) -> tuple[str, str]:
 
 def _note_failure(episode: Episode, reason: str) -> None:
     """Report why an agent ended, in an episode that is trained on. Samples keep it."""
-    episode.extra["agent_failure"] = " ".join(mask_secrets(reason[:MAX_REASON_CHARS]).split())
+    episode.extra["agent_failure"] = one_line(reason)
 
 
 async def _settle(episode: Episode) -> None:
