@@ -36,6 +36,11 @@ class EpisodeOver(Exception):
         self.reason = reason
 
 
+def data_kind(prompt: Prompt) -> tuple[str, str]:
+    """Rows of one kind have rewards on one scale."""
+    return prompt.source, prompt.data_source
+
+
 class RewardMissing(RuntimeError):
     """An agent gave no reward, while agents of other episodes did."""
 

@@ -20,7 +20,7 @@ from typing import Any
 from agent_loop.agent_logs import AgentLogs
 from agent_loop.base import LOOPS, AgentLoop, Episode, Generate, Limits, ScoreFunction
 from agent_loop.environment import failure_of_environment
-from agent_loop.episode import LIMITS, RewardMissing
+from agent_loop.episode import LIMITS, RewardMissing, data_kind
 from agent_loop.episode_row import episode_row
 from agent_loop.host_client import AgentDied, AgentHosts, HostFailed, HostPlan
 from one_step_off.config.agent_section import AgentConfig
@@ -309,11 +309,6 @@ def _met_a_limit(episode: Episode) -> bool:
         for turn in episode.turns_done[-1:]
     ]
     return bool(episode.limit_reached) or any(is_cut)
-
-
-def data_kind(prompt: Prompt) -> tuple[str, str]:
-    """Rows of one kind have rewards on one scale."""
-    return prompt.source, prompt.data_source
 
 
 def _note_failure(episode: Episode, reason: str) -> None:

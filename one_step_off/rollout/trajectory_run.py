@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from agent_loop.base import Generated, Loops, Trajectory
-from agent_loop.episode import Episode, RewardMissing
+from agent_loop.episode import Episode, RewardMissing, data_kind
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.config.sources import reward_names, source_of
@@ -45,17 +45,25 @@ class Replica(Protocol):
         ...
 
 
-def missing_rewards(trajectories: Sequence[list[Sample]]) -> dict[int, RewardMissing]:
+def missing_rewards(
+    prompts: Sequence[Prompt], trajectories: Sequence[list[Sample]]
+) -> dict[int, RewardMissing]:
     """Which episodes of external agents have no reward of their agent, where another one of the
-    same prompt has: position -> the error. Those were scored by the run's reward function."""
-    firsts = [samples[0] for samples in trajectories]
-    has_own = [first.extra.get("agent", {}).get("own_reward") for first in firsts]
-    rewarded = {first.prompt_id for first, own in zip(firsts, has_own, strict=True) if own}
-    return {
-        position: RewardMissing(first.extra.get("agent_failure", ""))
-        for position, (first, own) in enumerate(zip(firsts, has_own, strict=True))
-        if own == 0 and first.prompt_id in rewarded
-    }
+    same kind has: position -> the error. They were scored by the run's reward function, because
+    they ended before that one.
+
+    Args:
+        prompts: of each trajectory.
+    """
+    rewarded = set()
+    missing = {}
+    for position, (prompt, samples) in enumerate(zip(prompts, trajectories, strict=True)):
+        own_reward = samples[0].extra.get("agent", {}).get("own_reward")
+        if own_reward:
+            rewarded.add(data_kind(prompt))
+        elif own_reward is not None:
+            missing[position] = RewardMissing(samples[0].extra.get("agent_failure", ""))
+    return {i: error for i, error in missing.items() if data_kind(prompts[i]) in rewarded}
 
 
 class TrajectoryRun:

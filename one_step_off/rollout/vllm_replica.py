@@ -347,7 +347,8 @@ class RolloutReplica(UsageProbe, CoreUser):
         ]
         try:
             trajectories = await asyncio.gather(*tasks)
-            for position, error in missing_rewards(trajectories).items():
+            of_prompts = [prompt for prompt, _ in places]
+            for position, error in missing_rewards(of_prompts, trajectories).items():
                 failed = TrajectoryRun(self, *places[position], sampling)
                 trajectories[position] = [failed.failed_sample(error)]
             return PackedSamples(sample for samples in trajectories for sample in samples)
