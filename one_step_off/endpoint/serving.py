@@ -35,7 +35,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.renderers.online_renderer import OnlineRenderer
 
-from agent_loop.episode import Episode, EpisodeOver
+from agent_loop.episode import LIMITS, Episode, EpisodeOver
 from one_step_off.config.schema import Config
 from one_step_off.endpoint import requests
 from one_step_off.endpoint.answers import Answer, error_answer, json_answer
@@ -47,6 +47,7 @@ from one_step_off.endpoint.conversation import (
 )
 from one_step_off.endpoint.engine_client import EpisodeEngine
 from one_step_off.endpoint.parsers import tool_parser_name
+from one_step_off.endpoint.refusals import episode_over
 from one_step_off.endpoint.splicing import SplicingRenderer
 from one_step_off.endpoint.streams import StreamedMessage, event_of_response, text_of_stream
 
@@ -194,8 +195,10 @@ class Serving:
                     "details": details,
                 }
                 return json_answer(STATUS_OF_REFUSAL, {"type": "error", "error": content})
-            case EpisodeOver():
+            case EpisodeOver() if error.reason in LIMITS:
                 return error_answer(path, STATUS_OF_LIMIT, f"episode_{error.reason}", str(error))
+            case EpisodeOver():
+                return episode_over(path, error.reason, str(error)).answer
             case RequestRefused():
                 return error_answer(path, STATUS_OF_REFUSAL, "invalid_request_error", str(error))
             case ValidationError():

@@ -354,6 +354,14 @@ def test_a_context_in_tokens_without_room_gets_an_empty_answer(serving: Any) -> 
     assert episode.turns_done == []
 
 
+def test_an_episode_that_has_ended_takes_no_more_turns(serving: Any) -> None:
+    episode = episode_with(serving, " 1<|im_end|>")
+    episode.end()
+    answer = ask(serving, episode, requests.CHAT, body_of(requests.CHAT, "What?", stream=False))
+    assert answer.status == 410
+    assert content_of(answer)["error"]["code"] == "ended"
+
+
 def test_an_agent_that_asks_again_without_room_comes_to_an_end(serving: Any) -> None:
     episode = episode_with(serving, limits=Limits(tokens=60, turns=3))
     episode.max_sequence = 400
