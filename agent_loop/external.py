@@ -199,8 +199,9 @@ class ExternalLoop(AgentLoop):
         if episode.facts["killed"]:
             seconds = f"agent.timeout_s={episode.limits.seconds:g}"
             return f"{self.name}: killed at {seconds}, before the first turn of the policy"
-        room = f"; {episode.no_room}" if episode.no_room else ""
-        return f"{self._agent}: ended without a turn of the policy{room}{self._notes(episode)}"
+        reason = episode.no_room or episode.extra.get("agent_failure", "")
+        because = f"; {reason}" if reason else ""
+        return f"{self._agent}: ended without a turn of the policy{because}{self._notes(episode)}"
 
     @property
     def _agent(self) -> str:

@@ -84,6 +84,15 @@ def test_an_agent_that_ends_without_a_word_is_reported(tmp_path):
     assert sample.finish_reason == "time"
 
 
+def test_an_agent_that_takes_work_and_asks_nothing_is_an_error_that_names_the_limit(tmp_path):
+    async def takes_and_goes(running: Endpoint, key: str) -> None:
+        pass
+
+    message = "without a turn of the policy; agent.timeout_s=1 is over; its agent did not end it"
+    with pytest.raises(AgentFailed, match=message):
+        play(tmp_path, takes_and_goes)
+
+
 def test_an_error_that_an_agent_reports_is_that_of_its_sample(tmp_path):
     with pytest.raises(AgentFailed, match="an agent that asked for work: reported no such city"):
         play(tmp_path, reports_an_error)
