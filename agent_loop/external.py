@@ -174,7 +174,8 @@ class ExternalLoop(AgentLoop):
             await self.endpoint.offer(episode)
         except TimeoutError as e:
             raise AgentFailed(f"{e}: GET {self.endpoint.base_url}/v1/episodes/next") from e
-        if not episode.over:
+        time_over = episode.over in LIMITS and episode.seconds_left == 0
+        if not episode.over or time_over:
             self._end_at_time(episode, "its agent did not end it")
 
     async def _run_in_time(self, hosts: AgentHosts, episode: Episode) -> None:

@@ -16,7 +16,7 @@ from one_step_off.config.schema import Config
 from tests.unit.endpoint.stand_ins import CHAT, PROMPT, Endpoint, endpoint
 from tests.unit.endpoint.test_gateway import ask_for_work
 
-LIMITS = Limits(tokens=1000, turns=100, seconds=1.0)
+LIMITS = Limits(tokens=1000, turns=2, seconds=1.0)
 Agent = Callable[[Endpoint, str], Awaitable[Any]]
 
 
@@ -76,12 +76,21 @@ async def rewards_after_the_end(running: Endpoint, key: str) -> None:
     assert (await running.post(key, path=CHAT))[0] == 410
 
 
-def test_an_agent_that_ends_without_a_word_is_reported(tmp_path):
-    episode = play(tmp_path, asks_and_goes)
-    (sample,) = episode.samples(PROMPT, 0)
+async def is_refused_and_goes(running: Endpoint, key: str) -> None:
+    statuses = [(await running.post(key))[0] for _ in range(3)]
+    assert statuses[:2] == [200, 200]
+    assert statuses[2] >= 400
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason"), [(asks_and_goes, "time"), (is_refused_and_goes, "turns")]
+)
+def test_an_agent_that_ends_without_a_word_is_reported(tmp_path, agent, reason):
+    episode = play(tmp_path, agent)
+    sample = episode.samples(PROMPT, 0)[-1]
     message = "agent.timeout_s=1 is over; its agent did not end it"
     assert sample.extra["agent_failure"] == message
-    assert sample.finish_reason == "time"
+    assert sample.finish_reason == reason
 
 
 def test_an_agent_that_takes_work_and_asks_nothing_is_an_error_that_names_the_limit(tmp_path):
