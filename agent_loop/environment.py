@@ -23,6 +23,7 @@ from agent_loop.processes import LONGEST_QUEUE_S, ForkServer, Streams, reserve_c
 from one_step_off.config import registry
 from one_step_off.config.errors import as_config_error
 from one_step_off.config.schema import Config
+from one_step_off.config.text import one_line
 from one_step_off.config.user_code import find_user_line
 from one_step_off.data.rounding import reaches
 from one_step_off.data.samples import Prompt
@@ -75,9 +76,9 @@ class EnvironmentLoop(AgentLoop):
     sum over the steps.
 
     A step that takes longer than `agent.tool_timeout_s`, or kills its process, ends the episode
-    with the reward so far and is counted as `lost_steps`. An exception in the environment ends the
-    run; in a step of a confined environment it is a lost step, because the model's text might cause
-    it.
+    with the reward so far; it is counted as `lost_steps` and reported as a failure. An exception in
+    the environment ends the run; in a step of a confined environment it is a lost step, because the
+    model's text might cause it.
     """
 
     observation_role = "user"
@@ -121,8 +122,9 @@ class EnvironmentLoop(AgentLoop):
                     observation, reward, done = await self._call(
                         streams, "step", self.text(turn.ids), wait_s
                     )
-                except NoAnswer:  # the model's text may have caused it
+                except NoAnswer as e:  # the model's text may have caused it
                     trajectory.count("lost_steps")
+                    trajectory.failure = one_line(str(e))
                     break
                 rewards.append(reward)
                 trajectory.reward = math.fsum(rewards)

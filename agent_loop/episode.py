@@ -28,12 +28,29 @@ class EpisodeOver(Exception):
     """A limit of the episode refuses a turn, or it has ended.
 
     Attributes:
-        reason: a finish reason of `Trajectory`: "turns", "time", "room", or "ended".
+        reason: a finish reason of `Trajectory`: "turns", "time", or "ended".
     """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+def data_kind(prompt: Prompt) -> tuple[str, str]:
+    """Rows of one kind have rewards on one scale."""
+    return prompt.source, prompt.data_source
+
+
+class RewardMissing(RuntimeError):
+    """An agent gave no reward, while agents of other episodes did."""
+
+    def __init__(self, reason: str) -> None:
+        """`reason`: why its agent ended; "": it ended well."""
+        super().__init__(
+            f"its agent gave no reward ({reason or 'it ended well'}), but agents of other episodes "
+            "did; rewards of agents and of reward.function are not mixed: post a reward in every "
+            "episode, or in none"
+        )
 
 
 @dataclass(eq=False)
@@ -53,6 +70,8 @@ class Turn:
         cut_within_segment: it was cut off where its segment had room for more: by the agent or at
             agent.max_turn_tokens.
         tool_calls: that the endpoint read in it, as {"name": ..., "arguments": ...}.
+        no_room: its context leaves no room for an answer, so it has no tokens. It is for the agent
+            alone, and no part of the episode.
     """
 
     parent: "Turn | None"
@@ -63,6 +82,7 @@ class Turn:
     cut_by_agent: bool = False
     cut_within_segment: bool = False
     tool_calls: list[dict[str, str]] = field(default_factory=list)
+    no_room: bool = False
 
     def __post_init__(self) -> None:
         self.start = self.parent.length if self.parent else 0
@@ -113,8 +133,9 @@ class Episode:
         extra: what each of its samples has in its `extra`, as {"agent_log": PATH}.
         over: why it takes no more turns; "" while it does.
         over_message: the same in a line for the agent.
-        limit_reached: the first limit that refused a turn, as a finish reason; "": none did. After
-            "room" the agent may go on with a shorter context.
+        limit_reached: the first limit that ended it, as a finish reason; "": none did. After
+            "length", no room for a turn, the agent may go on with a shorter context.
+        no_room: why a context left no room for a turn.
         refusal: the last error that a request got, for the message if the agent fails.
         begin: in seconds of `time.monotonic`.
     """
@@ -142,6 +163,7 @@ class Episode:
         self.over = ""
         self.over_message = ""
         self.limit_reached = ""
+        self.no_room = ""
         self.refusal = ""
         self.begin = time.monotonic()
 
@@ -179,7 +201,9 @@ class Episode:
     async def turn(
         self, context_ids: np.ndarray, max_tokens: int, stop: Sequence[str] = ()
     ) -> Turn:
-        """The policy's answer to a context.
+        """The policy's answer to a context. Where the context leaves no room for one: a turn
+        without tokens that was cut at its length, see `Turn.no_room`. It counts as a turn that has
+        begun, so that an agent that asks again and again comes to an end.
 
         Args:
             context_ids: int32 [C], C > 0.
@@ -194,8 +218,10 @@ class Episode:
         parent = self._parent(context_ids)
         continues = parent is not None and parent not in self.claimed
         tokens_left = self._tokens_left(context_ids, parent if continues else None)
-        limit = min(tokens_left, self.limits.turn_tokens or tokens_left)
         self.turns_begun += 1
+        if tokens_left <= 0:
+            return self._turn_without_room(context_ids)
+        limit = min(tokens_left, self.limits.turn_tokens or tokens_left)
         if continues:
             self.claimed.add(parent)
         try:
@@ -206,7 +232,7 @@ class Episode:
             raise
         if self.over not in LIMITS:  # a limit that refused another request leaves this turn
             self._raise_if_ended()
-        if self.limit_reached == "room":  # the agent has shortened its context
+        if self.limit_reached == "length":  # the agent has shortened its context
             self.limit_reached = ""
         self._check_incarnation(generated)
         new_ids = np.array(context_ids[parent.length if parent else 0 :], np.int32)
@@ -236,25 +262,24 @@ class Episode:
         self.limit_reached = self.limit_reached or limit
         return EpisodeOver(limit, message)
 
-    def refuse_context(self, size: str) -> EpisodeOver:
-        """The error of a context that leaves no room for an answer. `size`: as "900 tokens"."""
-        return self._refused(
-            "room",
-            f"a context of {size} leaves no room for an answer: data.max_prompt_length + "
-            f"data.max_response_length = {self.max_sequence}, and {self.limits.tokens} tokens may "
-            "follow the first context of a segment",
+    def _turn_without_room(self, context_ids: np.ndarray) -> Turn:
+        self.limit_reached = self.limit_reached or "length"
+        self.no_room = (
+            f"a context of {len(context_ids)} tokens leaves no room for an answer: "
+            f"data.max_prompt_length + data.max_response_length = {self.max_sequence}, and "
+            f"{self.limits.tokens} tokens may follow the first context of a segment"
         )
+        nothing = np.zeros(0, np.int32)
+        answer = Generated(nothing, np.zeros(0, np.float32), nothing, 0, "length")
+        return Turn(None, context_ids, answer, continues=False, no_room=True)
 
     def _tokens_left(self, context_ids: np.ndarray, parent: Turn | None) -> int:
-        """How many tokens an answer may have. Raises EpisodeOver: none."""
+        """How many tokens an answer may have; 0 or less: there is no room for one."""
         first_length = len(context_ids)
         if parent is not None:
             first_length = self._segment_of(parent)[0].context_length
         in_segment = self.limits.tokens - (len(context_ids) - first_length)
-        left = min(in_segment, self.max_sequence - len(context_ids))
-        if left <= 0:
-            raise self.refuse_context(f"{len(context_ids)} tokens")
-        return left
+        return min(in_segment, self.max_sequence - len(context_ids))
 
     def _check_incarnation(self, generated: Generated) -> None:
         for turn in self.turns_done[:1]:
@@ -339,7 +364,10 @@ class Episode:
         )
 
     def _finish_reason(self, turn: Turn) -> str:
-        """Of a segment that ends with this turn."""
+        """Of a segment that ends with this turn: the limit that ended the episode behind it, or
+        what ended the turn."""
+        if self.limit_reached and turn.generated is self.last_turn:
+            return self.limit_reached
         return "turn_length" if turn.cut_within_segment else turn.generated.finish_reason
 
 

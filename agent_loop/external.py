@@ -20,11 +20,13 @@ from typing import Any
 from agent_loop.agent_logs import AgentLogs
 from agent_loop.base import LOOPS, AgentLoop, Episode, Generate, Limits, ScoreFunction
 from agent_loop.environment import failure_of_environment
+from agent_loop.episode import LIMITS, RewardMissing, data_kind
 from agent_loop.episode_row import episode_row
 from agent_loop.host_client import AgentDied, AgentHosts, HostFailed, HostPlan
 from one_step_off.config.agent_section import AgentConfig
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
+from one_step_off.config.text import one_line
 from one_step_off.data.samples import Prompt
 
 ADAPTERS = {
@@ -42,6 +44,8 @@ SETTLE_S = 1.0
 POLL_S = 0.01
 MAX_RESTARTS = 2
 """How often an agent that was killed from outside begins again, with another episode."""
+
+CUT_OFF = "its last answer was cut off (finish_reason length)"
 
 
 class AgentFailed(RuntimeError):
@@ -84,8 +88,15 @@ class ExternalLoop(AgentLoop):
 
     Its reward is what its function returns, what it has sent to the endpoint, or that of the run's
     reward function for the policy's last turn. With `agent.environment` it is always that of the
-    environment. An agent that ends with an error is an error of its
-    sample, unless its episode had reached a limit. One that was killed from outside begins again.
+    environment. The agents' own rewards and the function's are not mixed: once an agent has given
+    one, an episode without is an error.
+
+    An agent that ends with an error is an error of its sample, unless its episode was refused a
+    turn: then its error says nothing of it, and `extra["agent_failure"]` reports it. One that was
+    killed from outside begins again.
+
+    Attributes:
+        rewarded: the kinds of rows, as `data_kind`, for which an agent has given a reward.
     """
 
     needs_endpoint = True
@@ -96,6 +107,7 @@ class ExternalLoop(AgentLoop):
         self.name = cfg.agent.environment or cfg.agent.command
         self.hosts = AgentHosts(plan) if plan else None
         self.logs = AgentLogs(cfg.trainer.output_dir)
+        self.rewarded: set[tuple[str, str]] = set()
 
     async def check(self, prompt: Prompt) -> None:
         """See `AgentLoop.check`."""
@@ -132,8 +144,7 @@ class ExternalLoop(AgentLoop):
             episode.facts = {"restarts": restarts, "killed": 0}
             try:
                 await self._drive(episode)
-                if self.cfg.agent.environment:
-                    _settle_reward(episode)
+                self._settle_reward(episode)
                 return episode
             except AgentDied as e:
                 if restarts == MAX_RESTARTS or episode.seconds_left == 0:
@@ -153,6 +164,8 @@ class ExternalLoop(AgentLoop):
             await self._offer(episode)
         else:
             await self._run_in_time(self.hosts, episode)
+        if episode.failure:
+            raise AgentFailed(f"{self._agent}: reported {episode.failure}")
         if not episode.turns:
             raise AgentFailed(self._why_no_turn(episode))
 
@@ -161,25 +174,42 @@ class ExternalLoop(AgentLoop):
             await self.endpoint.offer(episode)
         except TimeoutError as e:
             raise AgentFailed(f"{e}: GET {self.endpoint.base_url}/v1/episodes/next") from e
+        time_over = episode.over in LIMITS and episode.seconds_left == 0
+        if not episode.over or time_over:
+            self._end_at_time(episode, "its agent did not end it")
 
     async def _run_in_time(self, hosts: AgentHosts, episode: Episode) -> None:
         try:
             async with asyncio.timeout(episode.seconds_left):
-                await self._run_agent(hosts, episode)
+                end = await self._run_agent(hosts, episode)
         except TimeoutError:
-            episode.end("time", f"agent.timeout_s={episode.limits.seconds:g} is over")
-            episode.limit_reached = episode.limit_reached or "time"
             episode.facts["killed"] = 1
+            self._end_at_time(episode, "its agent was killed")
             self._end_log(episode, failed=True)
+        else:
+            await self._judge(episode, end)
+
+    @staticmethod
+    def _end_at_time(episode: Episode, what: str) -> None:
+        message = f"agent.timeout_s={episode.limits.seconds:g} is over"
+        episode.end("time", message)
+        episode.limit_reached = episode.limit_reached or "time"
+        _note_failure(episode, f"{message}; {what}")
 
     def _why_no_turn(self, episode: Episode) -> str:
         if episode.facts["killed"]:
             seconds = f"agent.timeout_s={episode.limits.seconds:g}"
             return f"{self.name}: killed at {seconds}, before the first turn of the policy"
-        agent = self.name or "an agent that asked for work"
-        return f"{agent}: ended without a turn of the policy{self._notes(episode)}"
+        reason = episode.no_room or episode.extra.get("agent_failure", "")
+        because = f"; {reason}" if reason else ""
+        return f"{self._agent}: ended without a turn of the policy{because}{self._notes(episode)}"
 
-    async def _run_agent(self, hosts: AgentHosts, episode: Episode) -> None:
+    @property
+    def _agent(self) -> str:
+        return self.name or "an agent that asked for work"
+
+    async def _run_agent(self, hosts: AgentHosts, episode: Episode) -> dict[str, Any]:
+        """Until it has ended. Returns the last message about it."""
         message = {
             "row": episode_row(episode.prompt),
             "base_url": f"{self.endpoint.local_url}/v1",
@@ -190,30 +220,75 @@ class ExternalLoop(AgentLoop):
             end = await hosts.run(message)
         except HostFailed as e:
             raise AgentFailed(f"{self.name}: {e}") from e
+        return end
+
+    async def _judge(self, episode: Episode, end: dict[str, Any]) -> None:
+        """
+        Args:
+            end: the last message about the agent.
+
+        Raises:
+            AgentFailed: it ended with an error.
+            AgentDied: it was killed from outside.
+        """
+        was_refused = episode.over in LIMITS
+        episode.end()  # what the agent has left running gets no more turns
         if end.get("value") is not None:
-            episode.reward = end["value"]  # now: the time may be over in the next wait
+            episode.reward = end["value"]
         await _settle(episode)
         failed = bool(end["exit"] or "error" in end)
         self._end_log(episode, failed)
         exit_code = end["exit"] or 0
-        if exit_code < 0 and not episode.limit_reached:
+        if exit_code < 0 and not was_refused:
             raise AgentDied(f"it was killed by signal {-exit_code}")
-        if failed and not _met_a_limit(episode):
-            self._raise_failure(episode, end)
+        if not failed:
+            return
+        error = self._failure(episode, end)
+        # The runner of an environment is not the user's, and may raise at an answer that was cut.
+        excused = was_refused or (self.cfg.agent.environment and _met_a_limit(episode))
+        if not excused:
+            raise error
+        _note_failure(episode, str(error))
 
-    def _raise_failure(self, episode: Episode, end: dict[str, Any]) -> None:
+    def _failure(self, episode: Episode, end: dict[str, Any]) -> Exception:
         """
         Args:
             end: the last message about the agent.
         """
+        notes = self._notes(episode)
+        if episode.no_room:
+            notes += f"; {episode.no_room}"
+        elif _met_a_limit(episode):
+            notes += f"; a limit of the run came before it: {episode.limit_reached or CUT_OFF}"
         if "error" in end:
-            reason = f"{end['error']}{self._notes(episode)}"
-            raise failure_of_environment(self.name, reason, end.get("traceback", ""))
+            reason = f"{end['error']}{notes}"
+            return failure_of_environment(self.name, reason, end.get("traceback", ""))
         lines = end["log"].splitlines()
         shown = f"; its last line: {lines[-1]}" if lines else ""
-        error = AgentFailed(f"{self.name}: exit code {end['exit']}{self._notes(episode)}{shown}")
+        error = AgentFailed(f"{self.name}: exit code {end['exit']}{notes}{shown}")
         error.add_note(end["log"])
-        raise error
+        return error
+
+    def _settle_reward(self, episode: Episode) -> None:
+        """See that the episode's reward is of the same kind as the others'.
+
+        Raises:
+            RewardMissing: its agent gave none, where agents do.
+        """
+        has_reward = episode.reward is not None
+        if self.cfg.agent.environment:
+            # The run's reward function knows nothing of the environment's tasks. Only a limit
+            # excuses that there is no reward.
+            episode.facts["lost_rewards"] = float(not has_reward)
+            if not has_reward:
+                episode.reward = 0.0
+            return
+        episode.facts["own_reward"] = float(has_reward)
+        kind = data_kind(episode.prompt)
+        if has_reward:
+            self.rewarded.add(kind)
+        elif kind in self.rewarded:
+            raise RewardMissing(episode.extra.get("agent_failure", ""))
 
     def _end_log(self, episode: Episode, failed: bool) -> None:
         path = self.logs.end(episode.name, failed)
@@ -230,8 +305,7 @@ class ExternalLoop(AgentLoop):
 
 
 def _met_a_limit(episode: Episode) -> bool:
-    """Whether the agent was refused a turn, or its last one was cut off at a limit of the run. Many
-    frameworks raise then, and the policy is to learn from it."""
+    """Whether the agent was refused a turn, or its last one was cut off at a limit of the run."""
     is_cut = [
         turn.generated.finish_reason == "length" and not turn.cut_by_agent
         for turn in episode.turns_done[-1:]
@@ -239,12 +313,9 @@ def _met_a_limit(episode: Episode) -> bool:
     return bool(episode.limit_reached) or any(is_cut)
 
 
-def _settle_reward(episode: Episode) -> None:
-    """Where the environment gave no reward, which only a limit excuses: 0.0. The run's reward
-    function knows nothing of the environment's tasks."""
-    episode.facts["lost_rewards"] = float(episode.reward is None)
-    if episode.reward is None:
-        episode.reward = 0.0
+def _note_failure(episode: Episode, reason: str) -> None:
+    """Report why an agent ended, in an episode that is trained on. Samples keep it."""
+    episode.extra["agent_failure"] = one_line(reason)
 
 
 async def _settle(episode: Episode) -> None:

@@ -23,6 +23,7 @@ import operator
 import shutil
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -31,7 +32,7 @@ from urllib.parse import urlsplit
 
 from agent_loop.processes import ForkServer, reserve_core, run_to_completion
 from agent_loop.sandbox import END
-from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.errors import ConfigError, as_config_error, first_cause
 from one_step_off.config.registry import import_object
 from one_step_off.config.schema import AgentConfig
 from one_step_off.config.user_code import find_user_line, format_traceback, log_traceback
@@ -145,6 +146,7 @@ BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": p
 MCP_TIMEOUT_S = 30.0
 MCP_READ_TIMEOUT_S = 300.0
 """As the defaults of the MCP client."""
+RESTART_POLL_S = 0.2  # between two attempts to reach a server
 
 MCP_SCHEMAS: dict[str, list[Schema]] = {}
 """The schemas of each MCP server's tools, by URL. The driver asks the servers, and its replicas
@@ -198,9 +200,37 @@ async def _list_mcp_tools(url: str) -> list[Schema]:
     ]
 
 
-async def _call_mcp_tool(url: str, name: str, /, **arguments: Any) -> str:
-    async with _mcp_client(url) as client:
-        answer = await client.call_tool(name, arguments)
+class ToolUnavailable(RuntimeError):
+    """The server of a tool does not answer: the model's call is not to blame."""
+
+
+async def _call_mcp_tool(url: str, name: str, restart_s: float, /, **arguments: Any) -> str:
+    """
+    Args:
+        restart_s: how long a server that cannot be reached may take to come back.
+
+    Raises:
+        ToolUnavailable: it has not come back, or was lost during the call.
+        Exception: it answered with an error.
+    """
+    from mcp import MCPError
+
+    deadline = time.monotonic() + restart_s
+    while True:
+        was_asked = False
+        try:
+            async with _mcp_client(url) as client:
+                was_asked = True
+                answer = await client.call_tool(name, arguments)
+            break
+        except Exception as e:
+            cause = first_cause(e)
+            if was_asked and isinstance(cause, MCPError):
+                raise cause from None
+            if was_asked or time.monotonic() > deadline:
+                reason = f"{type(cause).__name__}: {cause}"
+                raise ToolUnavailable(f"mcp:{url} does not answer ({reason})") from e
+        await asyncio.sleep(RESTART_POLL_S)
     text = "\n".join(block.text for block in answer.content if block.type == "text")
     if answer.is_error:
         raise RuntimeError(text)
@@ -222,7 +252,7 @@ def mcp_tools(url: str, seconds: float) -> list[tuple[Schema, Callable[..., Any]
         MCP_SCHEMAS[url] = schemas
     tools = []
     for schema in schemas:
-        function = functools.partial(_call_mcp_tool, url, schema["name"])
+        function = functools.partial(_call_mcp_tool, url, schema["name"], seconds / 2)
         tools.append(({"type": "function", "function": schema}, function))
     return tools
 
@@ -283,7 +313,7 @@ class Toolbox:
             self.schemas.append(schema)
 
     async def call(self, name: str, arguments: Any, seconds: float) -> tuple[str, bool]:
-        """Call a tool. Never raises, because the model reads what went wrong.
+        """Call a tool. The model reads what went wrong.
 
         Args:
             arguments: by name.
@@ -291,6 +321,9 @@ class Toolbox:
 
         Returns:
             The answer, cut to `agent.tool_output_chars`, and whether the call succeeded.
+
+        Raises:
+            ToolUnavailable: the tool's server is lost.
         """
         if name not in self.functions:
             return f"error: no tool {name!r}; there are {', '.join(self.functions)}", False
@@ -313,6 +346,8 @@ class Toolbox:
                 seconds = min(deadline - loop.time(), self.cfg.tool_timeout_s)
                 limit.reschedule(loop.time() + seconds)
                 return str(await _run(function, arguments)), True
+        except ToolUnavailable:
+            raise
         except BaseException as e:  # SystemExit and the tool's own cancellation too
             if isinstance(e, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise

@@ -88,6 +88,8 @@ class Trajectory:
             None: the run's reward function scores the policy's last turn.
         late: set by a loop whose reward is 0 because the reward function took too long; the sample
             is reported as such.
+        failure: one line: what broke it off, though it is trained on. The sample reports it as
+            `extra["agent_failure"]`.
         facts: numbers to report, as {"tool_calls": 2}.
         incarnation: of the trainer whose weights made the turns.
         begin: when the trajectory began, in seconds of `time.monotonic`.
@@ -99,6 +101,7 @@ class Trajectory:
     finish_reason: str = ""
     reward: Reward | float | dict[str, float] | None = None
     late: bool = False
+    failure: str = ""
     facts: dict[str, float] = field(default_factory=dict)
     incarnation: int = 0
     begin: float = field(default_factory=time.monotonic)
@@ -238,6 +241,8 @@ class Trajectory:
         extra: dict[str, Any] = {}
         if self.facts or self.turns > 1:
             extra["agent"] = {"turns": float(self.turns)} | self.facts
+        if self.failure:
+            extra["agent_failure"] = self.failure
         return Sample(
             prompt.id,
             index,

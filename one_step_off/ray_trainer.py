@@ -27,6 +27,7 @@ from one_step_off.checkpoint.background_writes import BackgroundWrites, Contents
 from one_step_off.checkpoint.in_flight import samples_and_state
 from one_step_off.checkpoint.skipped_updates import SkippedUpdates
 from one_step_off.cluster.remote_calls import now
+from one_step_off.config.errors import first_cause
 from one_step_off.config.schema import Config
 from one_step_off.config.sync_schedule import (
     is_sync_step,
@@ -82,13 +83,6 @@ class Resumed:
 
 class Stopped(Exception):
     """The run was asked to stop and has done so, with or without a checkpoint."""
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The failure that came first, out of the groups that asyncio wraps around it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 class Pipeline:

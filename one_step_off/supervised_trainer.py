@@ -14,11 +14,12 @@ from one_step_off.checkpoint import Checkpointer
 from one_step_off.checkpoint.background_writes import BackgroundWrites
 from one_step_off.cluster.errors import RoleError
 from one_step_off.cluster.remote_calls import now
+from one_step_off.config.errors import first_cause
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch
 from one_step_off.data.supervised_data import SupervisedRow
 from one_step_off.monitoring.supervised_tracker import SupervisedTracker
-from one_step_off.ray_trainer import Stopped, first_cause
+from one_step_off.ray_trainer import Stopped
 from one_step_off.training.trainer_group import TrainGroup
 
 

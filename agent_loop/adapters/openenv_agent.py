@@ -33,7 +33,6 @@ except ImportError as error:
     sys.exit(f"this Python has no package aiohttp ({error}); pip install aiohttp")
 
 EPISODE_OVER = (403, 410)
-NO_ROOM = "context_length_exceeded"
 """How the endpoint refuses a further turn."""
 CONNECT_S = 10.0
 STEP_S = 300.0
@@ -210,11 +209,11 @@ async def _ask_policy(
     async with session.post(url, json=body, headers=headers) as answer:
         if answer.status in EPISODE_OVER:
             return None
-        content = await answer.json()
-        if content.get("error", {}).get("code") == NO_ROOM:
-            return None
         answer.raise_for_status()
-        return content["choices"][0]["message"]["content"] or ""
+        choice = (await answer.json())["choices"][0]
+        text = choice["message"]["content"] or ""
+        has_room = text or choice["finish_reason"] != "length"
+        return text if has_room else None
 
 
 async def _post_reward(session: ClientSession, base_url: str, key: str, reward: float) -> None:

@@ -203,10 +203,18 @@ class ProcessAgents:
         os.close(agent.output)
         agent.output = CLOSED
         agent.result.seek(0)
-        returned = json.loads(agent.result.read() or b"{}")
+        returned = self._outcome(agent.result.read(), exit_code)
         agent.result.close()
         facts = {"ended": agent.name, "exit": exit_code, "log": agent.log.close()}
         self.control.sendall(encode(facts | returned))
+
+    def _outcome(self, result: bytes, exit_code: int) -> dict[str, Any]:
+        """What a function's process has written. It may have ended before, or in between."""
+        if result.endswith(b"\n"):  # as `encode` ends it
+            return json.loads(result)
+        if self.function is None or exit_code:
+            return {}
+        return {"error": "its process ended with exit code 0 before the function had returned"}
 
     def _kill_agent(self, agent: Agent) -> None:
         kill_all(lambda: self._processes_of(agent))

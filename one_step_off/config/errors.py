@@ -61,3 +61,10 @@ def key_error(cfg: Any, keys: str, problem: str) -> ConfigError:
     """
     shown = [f"{key}={format_value(attrgetter(key)(cfg))}" for key in keys.split()]
     return ConfigError(f"{' and '.join(shown)}: {problem}")
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The failure that came first, out of the groups that asyncio wraps around it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

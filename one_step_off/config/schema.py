@@ -229,7 +229,8 @@ class RewardConfig:
     )
     on_error: str = config_key(
         "stop",
-        "if scoring or an agent loop fails: stop the run, give reward zero, or drop the prompt",
+        "if scoring, an agent loop or an external agent fails: stop the run, give reward zero, or "
+        "drop the prompt",
         choices="stop zero drop",
     )
     overlong_buffer: int = config_key(

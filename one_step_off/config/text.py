@@ -43,6 +43,11 @@ def mask_secrets(text: str) -> str:
     return _SECRET.sub(_masked_match, text)
 
 
+def one_line(text: str, max_chars: int = 1000) -> str:
+    """A message as samples keep it: one line, without secrets, cut off where it is long."""
+    return " ".join(mask_secrets(text[: 2 * max_chars])[:max_chars].split())
+
+
 def _masked_match(match: re.Match) -> str:
     if match[1]:
         return f"{match[1]}***@"

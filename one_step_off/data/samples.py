@@ -20,7 +20,9 @@ NOT_GENERATED = -1
 trained on.
 """
 
-FAULT_METRICS = ("reward/errors", "reward/timeouts", "agent/errors")
+AGENT_ERROR = "agent/errors"
+
+FAULT_METRICS = ("reward/errors", "reward/timeouts", AGENT_ERROR)
 """What can go wrong with a sample; each is the name of the metric that counts it."""
 
 
@@ -90,6 +92,7 @@ class Sample:
             dropped: its group was taken out of the batch, because of an error in it.
             carried: by how many steps it is trained later than in the order in which prompts
                 began, see rollout/prompt_pool.py.
+            agent_failure: one line: how its agent failed, where a limit of the run excuses it.
             agent_log: what its external agent printed, a file below the run folder.
             agent: name -> float: turns, tool_calls and other counts of a conversation. The turns
                 are those of the sample, everything else is counted over its episode.

@@ -4,6 +4,7 @@ The run's sampling settings hold, whatever the request says: the trainer compute
 exactly that distribution. What would change it in another way is refused.
 """
 
+import copy
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -18,6 +19,10 @@ from agent_loop.chat_template import TurnEncoder
 from agent_loop.episode import Turn
 from one_step_off.endpoint.call import CURRENT_CALL
 from one_step_off.endpoint.conversation import RequestRefused
+
+LONGEST_CONTEXT = 1 << 30
+"""Tokens that vLLM's serving classes accept: the episode decides whether there is room for an
+answer, and they would refuse the request."""
 
 
 def check_sampling(params: SamplingParams) -> None:
@@ -50,11 +55,21 @@ def check_sampling(params: SamplingParams) -> None:
             raise RequestRefused(f"{name}: this endpoint does not give that; leave it out")
 
 
+class _NoTokens(list[int]):
+    """No tokens of an answer. vLLM leaves out pieces of a stream without text whose tokens are
+    false, and this one says why the answer has ended."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
 class EpisodeEngine:
     """Passes for the `AsyncLLM` whose attributes it has; `generate` asks the current episode."""
 
     def __init__(self, engine: Any, tokenizer: Any) -> None:
         self._engine = engine
+        self.model_config = copy.copy(engine.model_config)
+        self.model_config.max_model_len = LONGEST_CONTEXT
         self._tokenizer = tokenizer
         self._special_ids = TurnEncoder(tokenizer).special_ids
         # The model may have more tokens than the tokenizer, and the policy samples these, too.
@@ -85,7 +100,8 @@ class EpisodeEngine:
         except BaseException as e:
             call.error = e
             raise
-        call.turns.append(turn)
+        if not turn.no_room:
+            call.turns.append(turn)
         for output in self._outputs(turn, given_ids, sampling_params, stops, request_id):
             yield output
 
@@ -124,7 +140,7 @@ class EpisodeEngine:
         if params.logprobs is not None:
             log_probs = self._log_probs(turn)
         if params.output_kind != RequestOutputKind.DELTA or not ids:
-            completion = CompletionOutput(0, text, ids, None, log_probs)
+            completion = CompletionOutput(0, text, ids or _NoTokens(), None, log_probs)
             completion.finish_reason = turn.generated.finish_reason
             completion.stop_reason = stop_text
             yield RequestOutput(request_id, None, context_ids, None, [completion], True)

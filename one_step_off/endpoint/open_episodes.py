@@ -18,7 +18,6 @@ MOST_CLOSED = 1 << 14
 REASONS = {
     "turns": "agent.max_turns is reached",
     "time": "agent.timeout_s is over",
-    "room": "no room is left in the context",
     "engine": "the engine failed",
     "attempt": "the run has returned to its last checkpoint",
     "ended": "it has ended",

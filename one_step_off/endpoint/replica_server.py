@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from agent_loop.episode import Episode, EpisodeOver
+from agent_loop.episode import LIMITS, Episode, EpisodeOver
 from agent_loop.episode_row import episode_row
 from agent_loop.trajectory import Generate, Limits
 from one_step_off.config.user_code import describe_error, format_traceback, log_traceback
@@ -349,6 +349,7 @@ class ReplicaServer:
         episode = self._admit(request, route).episode
         async with self._server.body(request, SMALL_BODY) as body:
             reward = _reward_of(json_body(body, route.path), route.path)
+        _refuse_after_end(episode, route.path)
         episode.reward = reward
         return await self._reply(request, {"reward": float(reward), "parts": reward.parts})
 
@@ -360,6 +361,7 @@ class ReplicaServer:
         if not isinstance(content, dict) or set(content) - {"reward", "error"}:
             message = 'the body has other content than {"reward": ..., "error": "..."}'
             raise Refused(400, "bad_request", message, route.path)
+        _refuse_after_end(ending.episode, route.path)
         if content.get("reward") is not None:
             ending.episode.reward = _reward_of(content["reward"], route.path)
         ending.episode.failure = str(content.get("error") or "")[:MAX_ERROR_CHARS]
@@ -429,6 +431,13 @@ def _answer_of(asking: OpenEpisode, kept: KeptAnswer, path: str) -> Answer:
     reason = asking.episode.over or "ended"
     message = f"this episode is over: {REASONS.get(reason, reason)}"
     return episode_over(path, reason, message).answer
+
+
+def _refuse_after_end(episode: Episode, path: str) -> None:
+    """Raises Refused: the agent has ended. At a limit it may still say what it has to say."""
+    if episode.over and episode.over not in LIMITS:
+        message = f"this episode is over: {REASONS.get(episode.over, episode.over)}"
+        raise episode_over(path, episode.over, message)
 
 
 def _mark_sent(kept: KeptAnswer, answer: Answer, sent: bool) -> None:

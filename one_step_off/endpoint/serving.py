@@ -33,10 +33,9 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.exceptions import VLLMValidationError
 from vllm.renderers.online_renderer import OnlineRenderer
 
-from agent_loop.episode import Episode, EpisodeOver
+from agent_loop.episode import LIMITS, Episode, EpisodeOver
 from one_step_off.config.schema import Config
 from one_step_off.endpoint import requests
 from one_step_off.endpoint.answers import Answer, error_answer, json_answer
@@ -48,6 +47,7 @@ from one_step_off.endpoint.conversation import (
 )
 from one_step_off.endpoint.engine_client import EpisodeEngine
 from one_step_off.endpoint.parsers import tool_parser_name
+from one_step_off.endpoint.refusals import episode_over
 from one_step_off.endpoint.splicing import SplicingRenderer
 from one_step_off.endpoint.streams import StreamedMessage, event_of_response, text_of_stream
 
@@ -57,7 +57,6 @@ MODEL = "policy"
 """The name under which vLLM serves the policy; requests may use any other."""
 
 EVENTS = "text/event-stream"
-TOO_LONG = "context_length_exceeded"  # OpenAI's name: some agents shorten their history then
 
 STATUS_OF_REFUSAL = 400
 STATUS_OF_LIMIT = 403  # clients do not try it again
@@ -126,7 +125,7 @@ class Serving:
             "reasoning_parser": cfg.agent.reasoning_parser,
         }
         online_renderer = OnlineRenderer(
-            engine.model_config, renderer, request_logger=None, **common, **parsers
+            client.model_config, renderer, request_logger=None, **common, **parsers
         )
         shared: dict[str, Any] = {"online_renderer": online_renderer, "request_logger": None}
         self.models = models
@@ -196,14 +195,10 @@ class Serving:
                     "details": details,
                 }
                 return json_answer(STATUS_OF_REFUSAL, {"type": "error", "error": content})
-            case EpisodeOver(reason="room"):
-                return error_answer(path, STATUS_OF_REFUSAL, TOO_LONG, str(error))
-            case EpisodeOver():
+            case EpisodeOver() if error.reason in LIMITS:
                 return error_answer(path, STATUS_OF_LIMIT, f"episode_{error.reason}", str(error))
-            case VLLMValidationError(parameter="input_tokens" | "input_text"):
-                unit = "tokens" if error.parameter == "input_tokens" else "characters"
-                refusal = episode.refuse_context(f"{error.value} {unit}")
-                return error_answer(path, STATUS_OF_REFUSAL, TOO_LONG, str(refusal))
+            case EpisodeOver():
+                return episode_over(path, error.reason, str(error)).answer
             case RequestRefused():
                 return error_answer(path, STATUS_OF_REFUSAL, "invalid_request_error", str(error))
             case ValidationError():

@@ -30,7 +30,7 @@ from rich.text import Text
 from one_step_off.config.console_streams import ConsoleStream, console_streams, never_wait
 from one_step_off.config.text import mask_secrets
 from one_step_off.config.user_code import LOG_FOLDER
-from one_step_off.monitoring.summary import parts_text, reward_parts, sources_text
+from one_step_off.monitoring.summary import failed_text, parts_text, reward_parts, sources_text
 
 NAME_WIDTH = 13  # columns of the names in `table`
 REFRESHES_PER_SECOND = 4
@@ -259,7 +259,7 @@ def step_line(row: dict[str, Any], total_steps: int) -> str:
         width = len(str(total_steps))
         return f"step {row['step'] + 1:>{width}}/{total_steps}  {_supervised_figures(row)}"
     values = MISSING_METRICS | row
-    values["parts"] = parts_text(reward_parts(row)) + sources_text(row)
+    values["parts"] = parts_text(reward_parts(row)) + sources_text(row) + failed_text(row)
     values["number"] = row["step"] + 1
     values["total"] = total_steps
     values["width"] = len(str(total_steps))
@@ -272,6 +272,7 @@ def figures_line(row: dict[str, Any]) -> str:
     if "sft/loss" in row:
         return _supervised_figures(row)
     reward = f"reward {row['reward/mean']:.3f}{parts_text(reward_parts(row))}{sources_text(row)}"
+    reward += failed_text(row)
     length = f"length {row['response_length/mean']:.1f}"
     rollout_wait_s = row.get("time/wait_trainer_s", math.nan) + row.get("time/sync_s", 0.0)
     trainer_wait_s = row.get("time/wait_rollout_s", math.nan)

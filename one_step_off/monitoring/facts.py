@@ -31,6 +31,7 @@ END_PATTERNS = (
     ("reward", "{reward/last:.3f}"),
     ("held out", "{val/first:.3f} -> {val/last:.3f}"),
     ("held out", "{val/last:.3f}"),
+    ("agents", "{agent/failed_share:.1%} of the episodes failed, the mean over the steps"),
     ("median step", MEDIAN_STEP),
     ("median step", "{median/time/step_s:.2f} s"),
     ("idle", "rollout {idle_share/rollout:.0%}, trainer {idle_share/trainer:.0%}"),

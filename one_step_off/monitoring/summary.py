@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.data.episodes import agent_counts, group_by_episode, one_per_episode
-from one_step_off.data.samples import FAULT_METRICS, Sample
+from one_step_off.data.samples import AGENT_ERROR, FAULT_METRICS, Sample
 
 Row = dict[str, Any]
 MEDIAN_PREFIXES = ("time/", "tokens_per_s/", "flops_per_s/", "mfu/", "gpu_utilisation/")
@@ -52,6 +52,36 @@ def agent_stats(samples: list[Sample]) -> dict[str, float]:
     }
 
 
+FAILED_SHARE = "agent/failed_share"
+
+
+def failed_agents(samples: list[Sample]) -> tuple[int, int, str]:
+    """Episodes whose agent did not end by itself and well: errors, and those that a limit of the
+    run excuses.
+
+    Returns:
+        How many have failed, how many episodes there are, and the first reason.
+    """
+    episodes = one_per_episode(samples)
+    reasons = []
+    for episode in episodes:
+        extra = episode.extra
+        if extra.get("fault") == AGENT_ERROR:
+            reasons.append(extra["error"])
+        elif "agent_failure" in extra:
+            reasons.append(extra["agent_failure"])
+    return len(reasons), len(episodes), (reasons or [""])[0]
+
+
+def failed_share(samples: list[Sample]) -> dict[str, float]:
+    """The share of episodes whose agent failed; {} where all samples are of one turn and have no
+    fault."""
+    failed, episodes, _ = failed_agents(samples)
+    if not failed and not any("agent" in sample.extra for sample in samples):
+        return {}
+    return {FAILED_SHARE: failed / episodes}
+
+
 def first_and_last_rewards(rows: list[Row]) -> dict[str, float]:
     """The mean rewards of the first and of the last steps: five of each at most, and never the same
     step in both."""
@@ -84,7 +114,11 @@ def fault_counts(rows: list[Row]) -> dict[str, float]:
     """Samples of the whole run that were not scored, by kind of fault, and the groups dropped for
     them."""
     names = (*FAULT_METRICS, "samples/dropped_groups")
-    return {name: sum(row.get(name, 0.0) for row in rows) for name in names}
+    counts = {name: sum(row.get(name, 0.0) for row in rows) for name in names}
+    shares = [row.get(FAILED_SHARE, 0.0) for row in rows]
+    if any(shares):
+        counts[FAILED_SHARE] = float(np.mean(shares))
+    return counts
 
 
 def speed_summary(rows: list[Row]) -> dict[str, float | None]:
@@ -192,6 +226,12 @@ def sources_text(row: Row) -> str:
         if mean is not None and key == f"source/{name}/reward/mean":
             means.append(f"{name} {mean:.3f}")
     return f" [{', '.join(means)}]" if len(means) > 1 else ""
+
+
+def failed_text(row: Row) -> str:
+    """The share of failed agents as the text that follows the rewards; "" if none has failed."""
+    share = row.get(FAILED_SHARE)
+    return f"  agents failed {share:.0%}" if share else ""
 
 
 def evaluation_text(metrics: dict[str, float]) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from one_step_off.data.episodes import episode_stats
+from one_step_off.data.episodes import episode_stats, one_per_episode
 from one_step_off.data.evaluation import MAIN_SET, evaluation_metrics
-from one_step_off.data.samples import FAULT_METRICS, Batch, Sample, generated_tokens
+from one_step_off.data.samples import AGENT_ERROR, FAULT_METRICS, Batch, Sample, generated_tokens
 from one_step_off.monitoring.callbacks import StepCallbacks
 from one_step_off.monitoring.console import RunConsole
 from one_step_off.monitoring.flops import Meter
@@ -19,6 +19,8 @@ from one_step_off.monitoring.summary import (
     agent_stats,
     evaluation_summary,
     evaluation_text,
+    failed_agents,
+    failed_share,
     fault_counts,
     first_and_last_rewards,
     sample_stats,
@@ -81,6 +83,7 @@ class Tracker:
         self.usage: dict[str, float] = {}
         self.spans: dict[str, float] = {}
         self.restart_begin: float | None = None
+        self.warned_share = 0.0  # of failed agents, by the last warning
 
     def start(
         self, step: int, evaluations: Sequence[Row] = (), unwritten: Row | None = None
@@ -187,6 +190,7 @@ class Tracker:
         row: Row = {"step": batch.step, "weight_version": version}
         row |= sample_stats(batch.samples)
         row |= episode_stats(batch.samples, always=self.has_external_agents)
+        row |= failed_share(batch.samples + batch.dropped)
         row["tokens/response"] = float(generated.sum())
         row["staleness/min"] = version - newest_version
         row["staleness/max"] = version - oldest_version
@@ -198,6 +202,7 @@ class Tracker:
         self.unwritten = {}
         self._add_recovery_time(row)
         self._warn_of_new_faults(batch, metrics)
+        self._warn_of_failed_agents(f"step {batch.step}", batch.samples + batch.dropped)
         if self.meter:
             sync_wait_s = row.get("actor/sync_wait_s", 0.0)
             update_s = row.get("time/actor_update_s", 0.0) - sync_wait_s
@@ -215,7 +220,7 @@ class Tracker:
         """Name the first sample of each kind that was not scored, once in a run."""
         for name in FAULT_METRICS:
             was_seen = any(row.get(name) for row in self.steps)
-            if not metrics.get(name) or was_seen:
+            if not metrics.get(name) or was_seen or name == AGENT_ERROR:
                 continue
             errors = [
                 sample.extra["error"]
@@ -227,12 +232,25 @@ class Tracker:
                 f"warning: {name} counts samples that were not scored; the first: {first_error}"
             )
 
+    def _warn_of_failed_agents(self, where: str, samples: list[Sample]) -> None:
+        """Name the first failure of an agent: once, and whenever twice as many fail."""
+        failed, episodes, reason = failed_agents(samples)
+        if not failed or failed / episodes < 2 * self.warned_share:
+            return
+        self.warned_share = failed / episodes
+        errors = sum(s.extra.get("fault") == AGENT_ERROR for s in one_per_episode(samples))
+        self.log(
+            f"warning: {where}: {failed} of {episodes} agents failed ({errors} errors, see "
+            f"reward.on_error; {failed - errors} at a limit of the run); the first: {reason}"
+        )
+
     def evaluation(self, version: int, samples: list[Sample], seconds: float) -> None:
         """Record one evaluation of the held-out sets with the weights `version`.
         `evaluations.jsonl` has them all; the row of the step that ends next repeats the newest."""
         metrics = {"val/version": float(version), "val/seconds": seconds}
         metrics |= evaluation_metrics(samples, self.val_names, self.passes_at)
         stats = agent_stats(samples) | episode_stats(samples, always=self.has_external_agents)
+        stats |= failed_share(samples)
         for name, value in stats.items():
             metrics[f"val/{name}"] = value
         self.evaluations.append(metrics)
@@ -241,6 +259,7 @@ class Tracker:
         if self.loggers:
             self.loggers.evaluation(metrics, samples)
         self.log(evaluation_text(metrics))
+        self._warn_of_failed_agents(f"evaluation of v{version}", samples)
 
     def close(self, failed: bool = False) -> None:
         """Wait for what the loggers still write. `failed`: the run ended by an error."""

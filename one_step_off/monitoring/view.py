@@ -128,6 +128,8 @@ def describe_sample(row: Row) -> str:
         text += "  dropped"
     if "error" in row:
         text += f"  error: {row['error']}"
+    if "agent_failure" in row:
+        text += f"  its agent failed: {row['agent_failure']}"
     return text
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from one_step_off.config.text import mask_secrets
+from one_step_off.config.text import mask_secrets, one_line
 from one_step_off.data.samples import PromptId
 
 Score = float | dict[str, float] | None
@@ -18,7 +18,6 @@ infinite.
 
 ERROR = "reward/errors"
 TIMEOUT = "reward/timeouts"
-MAX_ERROR_CHARS = 1000
 
 
 class Reward(float):
@@ -75,9 +74,7 @@ class RewardError(Exception):
         """`details`, such as a traceback, travel with the error as its note and are written to
         error.log.
         """
-        # Cut before masking too: a message may be many megabytes long.
-        masked = mask_secrets(message[: 2 * MAX_ERROR_CHARS])
-        super().__init__(" ".join(masked[:MAX_ERROR_CHARS].split()))
+        super().__init__(one_line(message))
         self.kind = kind
         if details:
             self.add_note(mask_secrets(details))

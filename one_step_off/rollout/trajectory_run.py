@@ -3,14 +3,14 @@ as a scored sample."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from agent_loop.base import Generated, Loops, Trajectory
-from agent_loop.episode import Episode
+from agent_loop.episode import Episode, RewardMissing, data_kind
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.config.sources import reward_names, source_of
@@ -21,7 +21,7 @@ from one_step_off.config.user_code import (
     log_traceback,
     quote_response,
 )
-from one_step_off.data.samples import Prompt, Sample
+from one_step_off.data.samples import AGENT_ERROR, Prompt, Sample
 from one_step_off.rewards.reward import Reward, RewardError, RewardItem, Score
 from one_step_off.rewards.verifiers import REWARD_FUNCTIONS
 from one_step_off.rollout.concurrency import ConcurrencyLimiter, TrajectorySlot
@@ -45,6 +45,27 @@ class Replica(Protocol):
         ...
 
 
+def missing_rewards(
+    prompts: Sequence[Prompt], trajectories: Sequence[list[Sample]]
+) -> dict[int, RewardMissing]:
+    """Which episodes of external agents have no reward of their agent, where another one of the
+    same kind has: position -> the error. They were scored by the run's reward function, because
+    they ended before that one.
+
+    Args:
+        prompts: of each trajectory.
+    """
+    rewarded = set()
+    missing = {}
+    for position, (prompt, samples) in enumerate(zip(prompts, trajectories, strict=True)):
+        own_reward = samples[0].extra.get("agent", {}).get("own_reward")
+        if own_reward:
+            rewarded.add(data_kind(prompt))
+        elif own_reward is not None:
+            missing[position] = RewardMissing(samples[0].extra.get("agent_failure", ""))
+    return {i: error for i, error in missing.items() if data_kind(prompts[i]) in rewarded}
+
+
 class TrajectoryRun:
     """Makes sample `index` of a prompt."""
 
@@ -65,6 +86,8 @@ class TrajectoryRun:
         self.next_turn = 0
         self.turns: list[Generated] = []
         self.reward_fault: dict[str, str] = {}  # of the last reward; see `_fault_of`
+        # The first error: what followed in the conversation built on a reward that was none.
+        self.reward_error: dict[str, str] = {}
 
     async def samples(self) -> list[Sample]:
         """The scored sample, or those of an episode's segments; one without tokens if the agent
@@ -94,9 +117,11 @@ class TrajectoryRun:
         for sample in samples:
             sample.response = self._text(sample.response_ids)
         reward = await self._reward_of(trajectory, samples)
-        fault = self.reward_fault
+        fault = self.reward_error or self.reward_fault
         if not fault and trajectory.late:
             fault = self._fault_of(None)
+        if self.reward_error:
+            reward = None
         for sample in samples:
             sample.reward = 0.0 if reward is None else reward.total
             if reward is not None and reward.parts:
@@ -142,8 +167,11 @@ class TrajectoryRun:
         """The `score` that the agent loop receives."""
         async with self.slot.call(uses_engine=False):
             score = await self.replica.rewards.score(self._reward_item(response))
-            self.reward_fault = self._fault_of(score)
-        return None if self.reward_fault else Reward.of(score)
+            fault = self._fault_of(score)
+        if isinstance(score, RewardError):
+            self.reward_error = self.reward_error or fault
+        self.reward_fault = fault
+        return None if fault else Reward.of(score)
 
     def _text(self, ids: np.ndarray) -> str:
         return self.replica.tokenizer.decode(ids, skip_special_tokens=True)
@@ -193,7 +221,7 @@ class TrajectoryRun:
         details = format_traceback(error)
         log_traceback(message, details)
         extra: dict[str, Any] = {"greedy": True} if self.is_greedy else {}
-        extra |= self._fault_of(RewardError(message, "agent/errors", details))
+        extra |= self._fault_of(RewardError(message, AGENT_ERROR, details))
         return Sample(
             self.prompt.id,
             self.index,

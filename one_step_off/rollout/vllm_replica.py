@@ -42,7 +42,7 @@ from one_step_off.rollout.prompt_scores import log_probs_of
 from one_step_off.rollout.reward_queue import RewardQueue
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.rollout.start_failures import failed_start_names_its_reason
-from one_step_off.rollout.trajectory_run import TrajectoryRun
+from one_step_off.rollout.trajectory_run import TrajectoryRun, missing_rewards
 
 T = TypeVar("T")
 
@@ -341,13 +341,17 @@ class RolloutReplica(UsageProbe, CoreUser):
         return await self._until_dropped(self._trajectories(prompts, sampling))
 
     async def _trajectories(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
+        places = [(prompt, index) for prompt in prompts for index in range(sampling.size)]
         tasks = [
             asyncio.create_task(self._trajectory(prompt, index, sampling))
-            for prompt in prompts
-            for index in range(sampling.size)
+            for prompt, index in places
         ]
         try:
             trajectories = await asyncio.gather(*tasks)
+            of_prompts = [prompt for prompt, _ in places]
+            for position, error in missing_rewards(of_prompts, trajectories).items():
+                failed = TrajectoryRun(self, *places[position], sampling)
+                trajectories[position] = [failed.failed_sample(error)]
             return PackedSamples(sample for samples in trajectories for sample in samples)
         finally:
             for task in tasks:

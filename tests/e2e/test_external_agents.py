@@ -72,19 +72,21 @@ def assert_agents_made_it_all(metrics: list[dict[str, Any]], command: Command) -
 
 
 def test_agents_that_hang_end_at_their_time_limit_and_the_run_goes_on(start):
-    """The sync waits for them until then. What has no turn is an error of its sample."""
+    """The sync waits for them until then. They have no reward, where the other agents give one."""
     steps = 2
     keys = [f"agent.command={external_agent.__name__}:some_hang", "agent.timeout_s=6"]
     command = start(steps, *keys, "reward.on_error=zero", "data.shuffle=false")
     metrics = finished(command, steps)
     for row in metrics:
         # Of the eight rows of a step two hang; one of them had no turn.
-        assert row["agent/errors"] == 4
-        assert row["agent/killed/mean"] > 0.1
+        assert row["agent/errors"] == 8
+        assert row["agent/failed_share"] == 0.25
+        assert row["agent/own_reward/mean"] == 0.75
         assert row["time/generate_s"] > 5.5
     log = (command.folder / "logs" / "rollout_0.log").read_text()
     log += (command.folder / "logs" / "rollout_1.log").read_text()
     assert "killed at agent.timeout_s=6, before the first turn of the policy" in log
+    assert "gave no reward (agent.timeout_s=6 is over; its agent was killed)" in log
 
 
 @pytest.mark.ci

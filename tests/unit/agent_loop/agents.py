@@ -12,6 +12,10 @@ import urllib.request
 PROXYLESS = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+END = "<|im_end|>"
+MORE = " And why do you think so, and not otherwise?"
+
+
 def post(base_url: str, key: str, path: str, content: dict) -> dict:
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(
@@ -85,6 +89,34 @@ async def asks_for_ever(row: dict, base_url: str, api_key: str) -> None:
         await asyncio.to_thread(ask, base_url, api_key, row["prompt"])
 
 
+async def rewards_the_first(row: dict, base_url: str, api_key: str) -> float | None:
+    """The other agents of the row end without a reward, and before it."""
+    text = await asyncio.to_thread(ask, base_url, api_key, row["prompt"])
+    try:
+        open(row["extra"]["marker"], "x").close()
+    except FileExistsError:
+        return None
+    await asyncio.sleep(0.3)
+    return float(row["ground_truth"] in text)
+
+
+async def leaves_a_task(row: dict, base_url: str, api_key: str) -> float:
+    """That asks again and again."""
+    await asyncio.to_thread(ask, base_url, api_key, row["prompt"])
+    rewards = asyncio.create_task(asks_for_ever(row, base_url, api_key))
+    TASKS.append(rewards)
+    await asyncio.sleep(0.1)
+    return 1.0
+
+
+TASKS: list = []
+
+
+def exits_in_its_function(row: dict, base_url: str, api_key: str) -> float:
+    ask(base_url, api_key, row["prompt"])
+    os._exit(int(row["extra"]["code"]))
+
+
 async def hangs(row: dict, base_url: str, api_key: str) -> None:
     await asyncio.to_thread(ask, base_url, api_key, row["prompt"])
     await asyncio.sleep(3600)
@@ -135,6 +167,11 @@ def exit_with_a_message() -> None:
     sys.exit(3)
 
 
+def reward_and_exit(base_url: str, key: str) -> None:
+    post(base_url, key, "episodes/KEY/reward", {"reward": 0.5})
+    exit_with_a_message()
+
+
 def die_once(marker: str) -> None:
     if not os.path.exists(marker):
         open(marker, "w").close()
@@ -145,6 +182,11 @@ def talk() -> None:
     print("x" * 50)
     for number in range(100_000):
         print(f"line {number}")
+
+
+def ask_on(base_url: str, key: str, text: str) -> None:
+    assert ask(base_url, key, text + MORE) == ""
+    post(base_url, key, "episodes/KEY/reward", {"reward": 0.5})
 
 
 def ask_for_ever(*request: str) -> None:
@@ -166,10 +208,19 @@ def main(what: str) -> None:
     actions = {
         "rewards": lambda: post(base_url, key, "episodes/KEY/reward", {"reward": 0.5}),
         "exits 3": exit_with_a_message,
+        "rewards and exits 3": lambda: reward_and_exit(base_url, key),
+        "gives two rewards": lambda: [
+            post(base_url, key, "episodes/KEY/reward", {"reward": reward}) for reward in (0.5, 0.25)
+        ],
+        "gives no reward": lambda: None,
         "leaves": lambda: leave_processes(row["extra"]["pids"]),
         "hangs": lambda: (leave_processes(row["extra"]["pids"]), time.sleep(3600)),
         "killed once": lambda: die_once(row["extra"]["marker"]),
         "talks": talk,
+        "asks on": lambda: ask_on(base_url, key, row["prompt"] + text + END),
+        "asks on and fails": lambda: json.loads(
+            ask(base_url, key, row["prompt"] + text + END + MORE)
+        ),
         "asks for ever": lambda: ask_for_ever(base_url, key, row["prompt"]),
     }
     actions[what]()

@@ -75,7 +75,8 @@ class StandInEndpoint:
         asyncio.get_running_loop().call_later(self.record_s, setattr, turn, "delivered", True)
         content = self.tokenizer.decode(turn.generated.ids, skip_special_tokens=True)
         message = {"role": "assistant", "content": content}
-        return web.json_response({"choices": [{"message": message}]})
+        choice = {"message": message, "finish_reason": turn.generated.finish_reason}
+        return web.json_response({"choices": [choice]})
 
     async def _reward(self, request: web.Request) -> web.Response:
         content = await request.json()

@@ -15,6 +15,7 @@ from agent_loop import processes
 from agent_loop.base import Limits, Loops, Trajectory
 from agent_loop.environment import Puzzle
 from one_step_off.config.errors import ConfigError
+from one_step_off.data.samples import Prompt
 from one_step_off.data.word_problems import make_puzzles
 from one_step_off.models import tiny_qwen
 from tests.unit.agent_loop.stand_ins import (
@@ -73,6 +74,10 @@ def test_a_step_that_never_ends_is_killed_and_ends_only_its_episode(action):
     trajectory = play("Moody", "x", action, "x", tool_timeout_s=1.0)
     assert trajectory.reward == 0.5
     assert trajectory.facts == {"steps": 2, "lost_steps": 1}
+    sample = trajectory.sample(Prompt((0, 0), trajectory.prompt_ids, "q", "1"), 0)
+    reasons = {"die": "its process ended"}
+    reason = reasons.get(action, "took longer than agent.tool_timeout_s=1")
+    assert sample.extra["agent_failure"].endswith(f"Moody.step: {reason}")
     assert time.perf_counter() - begin < 30
 
 

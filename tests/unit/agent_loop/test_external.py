@@ -39,7 +39,10 @@ def test_a_program_gets_the_url_the_key_and_the_row_and_sends_its_reward(setting
     assert episode.turns == 1
     sample = sample_of(episode)
     assert sample.loss_mask.all()
-    assert sample.extra["agent"] == {"turns": 1.0, "restarts": 0, "killed": 0}
+    assert sample.extra["agent"] == {
+        **{"turns": 1.0, "restarts": 0, "killed": 0},
+        "own_reward": 1.0,
+    }
     assert sample.extra["agent_log"] == f"agents/{episode.name}.log"
     assert run.log() == "the policy said  #### 156\n"
 

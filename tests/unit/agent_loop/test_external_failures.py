@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import selectors
 import signal
 import socket
@@ -17,10 +18,14 @@ import psutil
 import pytest
 
 from agent_loop import external, host_client
+from agent_loop.episode import RewardMissing
 from agent_loop.external import AgentFailed
 from agent_loop.host.output import Log
 from agent_loop.host.process_agents import Agent, ProcessAgents
 from agent_loop.host.process_tree import is_running
+from one_step_off.rewards.reward import RewardError
+from one_step_off.rollout.sampling import Sampling
+from one_step_off.rollout.vllm_replica import RolloutReplica
 from tests.unit.agent_loop.external_setting import (
     LIMITS,
     MODULE,
@@ -31,6 +36,8 @@ from tests.unit.agent_loop.external_setting import (
     wait_for_file,
 )
 from tests.unit.agent_loop.stand_in_endpoint import StandInEndpoint
+from tests.unit.agent_loop.stand_ins import make_prompt
+from tests.unit.rollout.stand_ins import FakeScorer
 
 # --- failures -------------------------------------------------------------------------------------
 
@@ -64,17 +71,146 @@ def test_an_exception_is_an_error_with_the_line_of_the_agent(setting):
 
 
 @pytest.mark.parametrize("command", [f"{PROGRAM} 'asks for ever'", f"{MODULE}:asks_for_ever"])
-def test_an_agent_that_fails_at_a_limit_of_the_episode_is_scored(setting, command):
+def test_an_agent_that_fails_at_a_limit_of_the_episode_is_scored_and_reported(setting, command):
     episode = setting(command=command).run(replace(LIMITS, turns=3))
     assert episode.turns == 3
     assert episode.over == "turns"
+    samples = episode.samples(episode.prompt, 0)
+    assert samples[-1].finish_reason == "turns"
+    for sample in samples:
+        assert re.search("HTTP ?Error(: HTTP Error)? 409", sample.extra["agent_failure"])
+        assert "\n" not in sample.extra["agent_failure"]
 
 
-def test_an_agent_that_fails_after_an_answer_that_was_cut_off_is_scored(setting):
+@pytest.mark.parametrize("limits", [{"turn_tokens": 3}, {"tokens": 3}])
+def test_an_agent_that_fails_after_an_answer_that_was_cut_off_is_an_error(setting, limits):
+    """Nothing tells whether the answer or the agent is to blame."""
     run = setting(command=f"{MODULE}:fails")
-    episode = run.run(replace(LIMITS, turn_tokens=3))
-    assert sample_of(episode).finish_reason in ("length", "turn_length")
+    message = r"no such city.*a limit of the run came before it: its last answer was cut off"
+    with pytest.raises(RuntimeError, match=message):
+        run.run(replace(LIMITS, **limits))
     assert run.log("*.failed.log") == "about to fail\n"
+
+
+def test_an_agent_that_fails_where_no_room_is_left_is_an_error_that_names_it(setting):
+    run = setting(command=f"{PROGRAM} 'asks on and fails'")
+    with pytest.raises(AgentFailed, match="exit code 1.*leaves no room.*its last line: .*Error"):
+        run.run(replace(LIMITS, tokens=20))
+
+
+def test_an_agent_that_ends_where_no_room_is_left_is_cut_at_its_length(setting):
+    run = setting(command=f"{PROGRAM} 'asks on'")
+    episode = run.run(replace(LIMITS, tokens=20))
+    sample = sample_of(episode)
+    assert sample.finish_reason == "length"
+    assert "agent_failure" not in sample.extra
+    assert episode.reward == 0.5
+
+
+def test_a_first_context_without_room_is_named(setting):
+    with pytest.raises(AgentFailed, match="without a turn of the policy; a context of .* tokens"):
+        setting(command=f"{PROGRAM} rewards").run(question="word " * 4000)
+
+
+def test_a_reward_before_the_failure_does_not_excuse_it(setting):
+    with pytest.raises(AgentFailed, match="exit code 3"):
+        setting(command=f"{PROGRAM} 'rewards and exits 3'").run()
+
+
+def test_the_last_of_two_rewards_counts(setting):
+    assert setting(command=f"{PROGRAM} 'gives two rewards'").run().reward == 0.25
+
+
+@pytest.mark.parametrize("code", [0, 4])
+def test_a_function_whose_process_ends_before_it_returns_has_failed(setting, code):
+    reason = {0: "exit code 0 before the function had returned", 4: "exit code 4"}[code]
+    with pytest.raises(RuntimeError, match=reason):
+        setting(command=f"{MODULE}:exits_in_its_function").run(code=code)
+
+
+def test_what_an_agent_leaves_running_gets_no_more_turns(setting):
+    """A task of a coroutine cannot be killed with it."""
+    run = setting(command=f"{MODULE}:leaves_a_task")
+    run.endpoint.record_s = 0.5  # so that the end takes a while
+    slow = SlowEngine(run.tokenizer)
+    episode = run.run(engine=slow)
+    assert episode.turns == 1
+    assert len(slow.requests) == 2, "the second one was in progress at the agent's end"
+    assert len(sample_of(episode).response_ids) == len(episode.turns_done[0].generated.ids)
+
+
+class SlowEngine(EndlessEngine):
+    """Its second answer takes longer than the agent."""
+
+    async def __call__(self, ids: Any, max_tokens: int, stop: tuple[str, ...] = ()) -> Any:
+        answer = await super().__call__(ids, max_tokens)
+        if len(self.requests) == 2:
+            await asyncio.sleep(0.3)
+        return answer
+
+
+# --- rewards of agents and of the function --------------------------------------------------------
+
+
+def test_an_agent_without_a_reward_is_scored_by_the_function_where_none_gives_one(setting):
+    episode = setting(command=f"{PROGRAM} 'gives no reward'").run()
+    assert episode.reward is None
+    assert sample_of(episode).extra["agent"]["own_reward"] == 0
+
+
+def test_once_an_agent_has_given_a_reward_an_episode_without_is_an_error(setting, tmp_path):
+    run = setting(command=f"{MODULE}:rewards_the_first")
+    marker = str(tmp_path / "marker")
+
+    async def main() -> None:
+        async with run.endpoint.serving():
+            assert (await run.episode(marker=marker)).reward == 1.0
+            with pytest.raises(RewardMissing, match="gave no reward .it ended well"):
+                await run.episode(marker=marker)
+            await run.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("on_error", ["stop", "zero", "drop"])
+def test_rewards_of_agents_and_of_the_function_are_not_mixed_in_a_group(
+    setting, tmp_path, on_error
+):
+    """The agents without a reward end first, before another one is known to have one."""
+    run = setting(command=f"{MODULE}:rewards_the_first")
+    cfg = run.loop.cfg
+    cfg.reward.on_error = on_error
+    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()])
+    replica.tokenizer = run.tokenizer
+    replica.stamp = (0, 0)
+    replica.endpoint = run.endpoint
+    replica.loops.loaded["external"] = run.loop
+    engine = EndlessEngine(run.tokenizer)
+
+    async def generate(ids: Any, max_tokens: int, *_: Any) -> Any:
+        return await engine(ids, max_tokens)
+
+    replica._generate = generate
+    prompt = make_prompt(run.tokenizer, marker=str(tmp_path / "marker"))
+
+    async def main() -> list[Any]:
+        async with run.endpoint.serving():
+            try:
+                return list(await replica.rollout([prompt], Sampling(4, 1.0, None)))
+            finally:
+                await run.close()
+
+    if on_error == "stop":
+        with pytest.raises(RewardError, match="rewards of agents and of reward.function"):
+            asyncio.run(main())
+        return
+    samples = asyncio.run(main())
+    errors = [sample for sample in samples if "error" in sample.extra]
+    assert len(errors) == 3
+    assert all(sample.extra["fault"] == "agent/errors" for sample in errors)
+    assert all(len(sample.response_ids) == 0 and sample.reward == 0.0 for sample in errors)
+    (rewarded,) = [sample for sample in samples if "error" not in sample.extra]
+    assert rewarded.reward == 1.0
 
 
 class FirstCutEngine(EndlessEngine):
@@ -104,12 +240,13 @@ def test_an_agent_may_end_before_its_answer_is_recorded_as_received(setting):
 
 
 def test_a_returned_reward_is_kept_where_the_time_ends_with_the_agent(setting, monkeypatch):
-    monkeypatch.setattr(external, "SETTLE_S", 30.0)
+    monkeypatch.setattr(external, "SETTLE_S", 6.0)
     run = setting(command=f"{MODULE}:two_turns")
-    run.endpoint.record_s = 30.0
-    episode = run.run(replace(LIMITS, seconds=6.0))
-    assert episode.over == "time"
+    run.endpoint.record_s = 5.5
+    episode = run.run(replace(LIMITS, seconds=5.0))
+    assert episode.over == "ended", "the wait for a record is not the agent's time"
     assert episode.reward == 1.0
+    assert "agent_failure" not in episode.extra
 
 
 def test_an_agent_without_a_turn_is_an_error(setting):
@@ -120,7 +257,10 @@ def test_an_agent_without_a_turn_is_an_error(setting):
 def test_a_coroutine_that_hangs_ends_at_the_time_limit_with_what_it_has(setting):
     episode = setting(command=f"{MODULE}:hangs").run(replace(LIMITS, seconds=6.0))
     assert episode.over == "time"
-    assert sample_of(episode).extra["agent"]["killed"] == 1
+    sample = sample_of(episode)
+    assert sample.extra["agent"]["killed"] == 1
+    assert sample.extra["agent_failure"] == "agent.timeout_s=6 is over; its agent was killed"
+    assert sample.finish_reason == "time"
 
 
 def test_a_time_limit_is_named_as_the_episode_has_it(setting):

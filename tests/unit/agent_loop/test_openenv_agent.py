@@ -48,7 +48,7 @@ class Policy:
         if not self.texts:
             return self.over or web.json_response({}, status=500)
         message = {"role": "assistant", "content": self.texts.pop(0)}
-        return web.json_response({"choices": [{"message": message}]})
+        return web.json_response({"choices": [{"message": message, "finish_reason": "stop"}]})
 
     async def take_reward(self, request: web.Request) -> web.Response:
         assert request.headers["Authorization"] == f"Bearer {request.match_info['key']}"
@@ -85,11 +85,15 @@ def test_the_policys_texts_are_actions_and_the_rewards_are_summed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("status", "error"),
-    [(403, {}), (410, {}), (400, {"code": "context_length_exceeded"})],
+    ("status", "content"),
+    [
+        (403, {"error": {}}),
+        (410, {"error": {}}),
+        (200, {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}),
+    ],
 )
-def test_a_limit_of_the_run_ends_the_episode_with_the_reward_so_far(monkeypatch, status, error):
-    over = web.json_response({"error": error}, status=status)
+def test_a_limit_of_the_run_ends_the_episode_with_the_reward_so_far(monkeypatch, status, content):
+    over = web.json_response(content, status=status)
     assert play(monkeypatch, Game(), Policy("5", over=over)) == -0.25
 
 

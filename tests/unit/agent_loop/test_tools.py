@@ -19,7 +19,7 @@ import pytest
 
 from agent_loop import tools
 from agent_loop.host.messages import no_proxy_variables
-from agent_loop.tools import Toolbox
+from agent_loop.tools import Toolbox, ToolUnavailable
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import AgentConfig
 
@@ -238,17 +238,27 @@ server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
 """
 
 
-@pytest.fixture(scope="module")
-def mcp_url():
+@contextlib.contextmanager
+def mcp_server(port: int = 0):
+    """(URL, process) of a server."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
         port = listener.getsockname()[1]
     command = [sys.executable, "-c", SERVER, str(port)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    wait_for_port(port)
-    yield f"http://127.0.0.1:{port}/mcp"
-    process.kill()
-    process.wait()
+    try:
+        wait_for_port(port)
+        yield f"http://127.0.0.1:{port}/mcp", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def mcp_url():
+    with mcp_server() as (url, _):
+        yield url
 
 
 def wait_for_port(port: int) -> None:
@@ -329,3 +339,37 @@ def test_faults_of_mcp_servers_are_refused_before_engines_start(mcp_url):
         Toolbox(AgentConfig(tools="mcp:http://127.0.0.1:9/mcp"))
     with pytest.raises(ConfigError, match="a tool before it is named double too"):
         Toolbox(AgentConfig(tools=f"mcp:{mcp_url}, mcp:{mcp_url}"))
+
+
+def test_a_server_that_is_lost_is_no_answer_for_the_model():
+    """The policy must not learn from a world in which all calls fail."""
+    with mcp_server() as (url, process):
+        toolbox = Toolbox(AgentConfig(tools=f"mcp:{url}", tool_timeout_s=6.0))
+
+        async def lose_it() -> None:
+            call = asyncio.create_task(toolbox.call("slow", {"seconds": 30.0}, 9.0))
+            await asyncio.sleep(2.0)
+            process.kill()
+            with pytest.raises(ToolUnavailable, match="does not answer"):
+                await call
+
+        asyncio.run(lose_it())
+    begin = time.monotonic()
+    with pytest.raises(ToolUnavailable, match=r"mcp:http://.* does not answer \(ConnectError"):
+        asyncio.run(toolbox.call("double", {"number": 2}, 9.0))
+    assert 2.5 < time.monotonic() - begin < 6.0
+
+
+def test_a_server_that_is_restarted_is_waited_for():
+    with mcp_server() as (url, _):
+        toolbox = Toolbox(AgentConfig(tools=f"mcp:{url}", tool_timeout_s=60.0))
+    port = int(url.split(":")[2].split("/")[0])
+
+    async def main() -> tuple[str, bool]:
+        call = asyncio.create_task(toolbox.call("double", {"number": 2}, 60.0))
+        await asyncio.sleep(1.0)
+        assert not call.done()
+        with mcp_server(port):
+            return await call
+
+    assert asyncio.run(main()) == ("4", True)

@@ -261,18 +261,113 @@ def test_a_limit_is_named_and_is_no_error_that_clients_try_again(serving: Any) -
     assert episode.limit_reached == "turns"
 
 
-@pytest.mark.parametrize("words", [450, 5000])  # too long for the segment; for the engine
-def test_a_context_that_is_too_long_does_not_end_the_episode(serving: Any, words: int) -> None:
-    episode = episode_with(serving, " 1<|im_end|>", limits=Limits(tokens=100, turns=5))
+def body_of(path: str, text: str, stream: bool) -> dict[str, Any]:
+    bodies: dict[str, dict[str, Any]] = {
+        requests.CHAT: {"messages": [{"role": "user", "content": text}]},
+        requests.MESSAGES: {"messages": [{"role": "user", "content": text}], "max_tokens": 50},
+        requests.RESPONSES: {"input": text},
+        requests.COMPLETIONS: {"prompt": text, "max_tokens": 50},
+    }
+    return bodies[path] | {"model": "x", "stream": stream}
+
+
+def reason_and_text(path: str, answer: Answer, stream: bool) -> tuple[str, str]:
+    """Why an answer ended, in the words of its API, and its text."""
+    if stream:
+        events = events_of(answer)
+        if path in (requests.CHAT, requests.COMPLETIONS):
+            choices = [choice for event in events for choice in event["choices"]]
+            texts = [c.get("text") or c.get("delta", {}).get("content") or "" for c in choices]
+            return choices[-1]["finish_reason"], "".join(texts)
+        if path == requests.MESSAGES:
+            (delta,) = [event["delta"] for event in events if event["type"] == "message_delta"]
+            texts = [event["delta"].get("text", "") for event in events if "delta" in event]
+            return delta["stop_reason"], "".join(texts)
+        content = events[-1]["response"]
+    else:
+        content = content_of(answer)
+    if path == requests.RESPONSES:
+        parts = [part for item in content["output"] for part in item["content"]]
+        details = content["incomplete_details"] or {}
+        reason = f"{content['status']} {details.get('reason', '')}"
+        return reason, "".join(part["text"] for part in parts)
+    if path == requests.MESSAGES:
+        return content["stop_reason"], "".join(part["text"] for part in content["content"])
+    (choice,) = content["choices"]
+    text = choice["text"] if path == requests.COMPLETIONS else choice["message"]["content"]
+    return choice["finish_reason"], text or ""
+
+
+@pytest.mark.parametrize("words", [40, 450, 5000])  # for the segment; the sequence; the engine
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        (requests.CHAT, "length"),
+        (requests.COMPLETIONS, "length"),
+        (requests.MESSAGES, "max_tokens"),
+        (requests.RESPONSES, "incomplete max_output_tokens"),
+    ],
+)
+def test_where_no_room_is_left_the_answer_is_empty_and_cut_at_its_length(
+    serving: Any, path: str, reason: str, stream: bool, words: int
+) -> None:
+    """An error would end most agents, and their episodes have met a limit of the run."""
+    episode = episode_with(serving, " 1<|im_end|>", " 2", limits=Limits(tokens=60, turns=5))
     episode.max_sequence = 400
-    long = [{"role": "user", "content": "So 12 * 13. " * words}]
-    answer = ask(serving, episode, requests.CHAT, {"model": "x", "messages": long})
-    assert answer.status == 400
-    assert content_of(answer)["error"]["code"] == "context_length_exceeded"
-    assert "data.max_prompt_length" in error_of(answer)
-    assert episode.limit_reached == "room"
-    shorter = {"model": "x", "messages": QUESTION}
-    assert ask(serving, episode, requests.CHAT, shorter).status == 200
+    first = "What is 3 * 4?"
+    answer = ask(serving, episode, path, body_of(path, first, False))
+    assert reason_and_text(path, answer, False)[1] == " 1"
+    assert len(episode.turns_done) == 1
+    continued = body_of(path, "So 12 * 13. " * words, stream)
+    if path in (requests.CHAT, requests.MESSAGES):
+        said = {"role": "assistant", "content": " 1"}
+        continued["messages"] = [{"role": "user", "content": first}, said, *continued["messages"]]
+    if path == requests.COMPLETIONS:
+        continued["prompt"] = first + " 1<|im_end|>" + continued["prompt"]
+    if path == requests.RESPONSES:
+        continued["previous_response_id"] = content_of(answer)["id"]
+    answer = ask(serving, episode, path, continued)
+    assert answer.status == 200, answer.chunks
+    assert reason_and_text(path, answer, stream) == (reason, "")
+    assert answer.turns == []
+    assert episode.limit_reached == "length"
+    assert "data.max_prompt_length" in episode.no_room
+    (sample,) = episode.samples(PROMPT, 0)
+    assert sample.finish_reason == "length"
+    shorter = ask(serving, episode, path, body_of(path, "And 3 * 4?", stream))
+    assert shorter.status == 200
+    assert episode.limit_reached == ""
+    assert len(episode.turns_done) == 2
+
+
+def test_a_context_in_tokens_without_room_gets_an_empty_answer(serving: Any) -> None:
+    episode = episode_with(serving, limits=Limits(tokens=60, turns=5))
+    episode.max_sequence = 400
+    for length in (400, 900, 5000):
+        body = {"token_ids": [9] * length, "sampling_params": {}}
+        answer = ask(serving, episode, requests.GENERATE, body)
+        assert answer.status == 200, answer.chunks
+        (choice,) = content_of(answer)["choices"]
+        assert choice["token_ids"] == []
+        assert choice["finish_reason"] == "length"
+    assert episode.turns_done == []
+
+
+def test_an_episode_that_has_ended_takes_no_more_turns(serving: Any) -> None:
+    episode = episode_with(serving, " 1<|im_end|>")
+    episode.end()
+    answer = ask(serving, episode, requests.CHAT, body_of(requests.CHAT, "What?", stream=False))
+    assert answer.status == 410
+    assert content_of(answer)["error"]["code"] == "ended"
+
+
+def test_an_agent_that_asks_again_without_room_comes_to_an_end(serving: Any) -> None:
+    episode = episode_with(serving, limits=Limits(tokens=60, turns=3))
+    episode.max_sequence = 400
+    body = body_of(requests.CHAT, "So 12 * 13. " * 450, stream=False)
+    statuses = [ask(serving, episode, requests.CHAT, body).status for _ in range(4)]
+    assert statuses == [200, 200, 200, 403]
 
 
 def test_a_failure_of_the_engine_reaches_the_agent_as_a_failure(serving: Any) -> None:

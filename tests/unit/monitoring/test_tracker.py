@@ -120,6 +120,61 @@ def test_unjudged_responses_are_counted_and_named_once(tmp_path):
     assert tracker.summary()["reward/timeouts"] == 3
 
 
+def failed_sample(row: int) -> Sample:
+    failed = sample(row, 0)
+    failed.extra = {"fault": "agent/errors", "error": "exit code 1; its last line: no city"}
+    return failed
+
+
+def limited_sample(row: int) -> Sample:
+    limited = sample(row, 2)
+    limited.extra = {"agent": {"turns": 2.0}, "agent_failure": "agent.timeout_s=6 is over"}
+    return limited
+
+
+def test_the_share_of_failed_agents_is_seen_and_its_first_reason_named(tmp_path):
+    out = io.StringIO()
+    tracker = Tracker(str(tmp_path), 4, out=out)
+    good = [sample(row, 2) for row in range(8)]
+    steps = [
+        good,
+        [limited_sample(8), *good[:7]],
+        [*good[:7], failed_sample(9)],
+        [*good[:6], failed_sample(9), limited_sample(8)],
+    ]
+    for step, samples in enumerate(steps):
+        tracker.step(Batch(step, samples, (0, 0)), 0, times())
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("agent/failed_share") for row in rows] == [None, 0.125, 0.125, 0.25]
+    lines = out.getvalue().splitlines()
+    warnings = [line for line in lines if line.startswith("warning")]
+    assert warnings == [
+        "warning: step 1: 1 of 8 agents failed (0 errors, see reward.on_error; 1 at a limit of the "
+        "run); the first: agent.timeout_s=6 is over",
+        "warning: step 3: 2 of 8 agents failed (1 errors, see reward.on_error; 1 at a limit of the "
+        "run); the first: exit code 1; its last line: no city",
+    ]
+    assert [line.count("agents failed 12%") for line in lines if line.startswith("step")] == [
+        *(0, 1, 1, 0)
+    ]
+    assert "agents failed 25%" in lines[-1]
+    assert tracker.summary()["agent/failed_share"] == 0.125
+
+
+def test_failed_agents_of_dropped_groups_and_of_evaluations_are_seen(tmp_path):
+    out = io.StringIO()
+    tracker = Tracker(str(tmp_path), 1, out=out)
+    batch = Batch(0, [sample(0, 2), failed_sample(1)], (0, 0))
+    batch.drop({batch.samples[1].prompt_id})
+    tracker.step(batch, 0, times())
+    assert "1 of 2 agents failed" in out.getvalue()
+    held_out = [limited_sample(0)]
+    held_out[0].prompt_id = (-1, 0)
+    tracker.evaluation(1, held_out, 1.0)
+    assert "warning: evaluation of v1: 1 of 1 agents failed" in out.getvalue()
+    assert tracker.evaluations[-1]["val/agent/failed_share"] == 1.0
+
+
 def test_a_new_run_does_not_append_to_the_old_ones_files(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("old\n")
     Tracker(str(tmp_path), 1, out=io.StringIO()).start(0)

@@ -13,10 +13,11 @@ import pytest
 from one_step_off.checkpoint.sample_files import read_batch, write_batch
 from one_step_off.config.schema import Config
 from one_step_off.data.episodes import EpisodeError, check_episodes, episode_numbers
-from one_step_off.data.samples import Batch
+from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.rollout.batch_sources import FinishedBatch, InFlight
 from one_step_off.rollout.prompt_pool import PooledPrompt, PromptPool
 from one_step_off.rollout.scheduled_batches import ScheduledSource
+from one_step_off.rollout.trajectory_run import missing_rewards
 from tests.unit.data.episode_helpers import cut, make_sample
 from tests.unit.rollout.test_prompt_router import group_of
 from tests.unit.stand_ins import StandInActor, make_prompts
@@ -97,3 +98,20 @@ def test_segments_come_back_from_a_file(tmp_path):
 def arrays(sample):
     """Its arrays, which == cannot compare."""
     return {name: value for name, value in vars(sample).items() if isinstance(value, np.ndarray)}
+
+
+def test_rewards_of_agents_are_expected_in_all_rows_of_their_kind():
+    """Also of another prompt; rows with another data_source may have the function's."""
+
+    def episode(number: int, data_source: str, own: float | None) -> tuple[Prompt, list[Sample]]:
+        prompt = Prompt((0, number), np.arange(2, dtype=np.int32), "q", "1", data_source)
+        extra = {} if own is None else {"agent": {"own_reward": own}}
+        nothing = np.zeros(0, np.float32)
+        return prompt, [
+            Sample(prompt.id, 0, prompt.ids, nothing, nothing, nothing, nothing, extra=extra)
+        ]
+
+    kinds = [("a", 1.0), ("a", 0.0), ("b", 0.0), ("a", None)]
+    episodes = [episode(number, *kind) for number, kind in enumerate(kinds)]
+    missing = missing_rewards([prompt for prompt, _ in episodes], [made for _, made in episodes])
+    assert list(missing) == [1]

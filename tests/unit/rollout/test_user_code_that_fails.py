@@ -131,6 +131,29 @@ def test_a_good_reward_is_untouched_by_the_policy(on_error):
     assert sample_of(replica_of("parts", on_error)).extra == {"reward_parts": {"a": 1.0}}
 
 
+@pytest.mark.parametrize("on_error", POLICIES)
+def test_an_error_in_one_of_several_scores_is_that_of_the_sample(on_error):
+    """The second try follows the feedback "That is wrong", which nothing says."""
+    replica = replica_of("raise", on_error, "retry_with_feedback")
+    replica.cfg.agent.max_turns = 2
+    tokenizer = replica.tokenizer
+    texts = iter(["raise", "fine"])
+
+    async def generate(*_):
+        ids = np.array(tokenizer.encode(next(texts)), np.int32)
+        return Generated(ids, np.zeros(len(ids), np.float32), np.full(len(ids), 4), 0, "stop")
+
+    replica._generate = generate
+    if on_error == "stop":
+        with pytest.raises(RewardError, match="KeyError"):
+            sample_of(replica)
+        return
+    sample = sample_of(replica)
+    assert sample.extra["agent"]["tries"] == 2
+    assert sample.extra["fault"] == "reward/errors"
+    assert sample.reward == 0.0
+
+
 def test_a_worker_that_does_not_come_back_ends_the_run_by_name():
     class Dead:
         async def remote(self, items):
