@@ -83,6 +83,8 @@ for path in sorted(sys.argv[1:], key=lambda p: int(p.rpartition("3.")[2].removes
     found[pathlib.Path(path).stem] = versions
 print(f"# Versions that pip resolved together: Python {', '.join(found)}, x86-64 Linux, {datetime.date.today()}.")
 print(f"# Made with: shell/resolve_constraints.sh {extra} {' '.join('python' + python for python in found)}")
+if extra == "gpu":
+    print("# Resolved, not installed: the build of transformer-engine-torch, a source package, is not tried here.")
 last = list(found)[-1]
 for name in sorted(set().union(*found.values())):
     by_version = {}

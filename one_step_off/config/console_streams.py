@@ -160,7 +160,7 @@ class ConsoleStream(UnfailingStream):
             try:
                 data = data[os.write(self.descriptor, data[:PIECE_BYTES]) :]
             except BlockingIOError:  # another program has made the terminal non-blocking
-                _wait_until_writable(self.descriptor)
+                _is_writable(self.descriptor, None)
             on_progress()
 
     def _write_text(self, text: str) -> None:
@@ -180,10 +180,11 @@ def _descriptor(stream: Any) -> int | None:
         return None
 
 
-def _wait_until_writable(descriptor: int) -> None:
+def _is_writable(descriptor: int, limit_ms: int | None) -> bool:
+    """Wait until it takes text, or fails, at most `limit_ms` milliseconds. Whether it does."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
-    poll.poll()
+    return bool(poll.poll(limit_ms))
 
 
 class ConsoleWriter:
@@ -210,7 +211,11 @@ class ConsoleWriter:
     def is_stalled(self) -> bool:
         """Whether the console takes no text."""
         since = self.waiting_since
-        return since is not None and time.monotonic() - since > STALL_S
+        if since is None or time.monotonic() - since <= STALL_S:
+            return False
+        # Else only this process was busy: a call in C may keep all its threads waiting.
+        descriptor = self.streams[0].descriptor
+        return descriptor is None or not _is_writable(descriptor, 0)
 
     def put(self, stream: ConsoleStream, text: str) -> None:
         """Write a text soon; returns at once."""
@@ -266,14 +271,15 @@ def console_streams(ends_process: bool = False) -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
-        for stream in _replaced:
+        ended = list(_replaced)
+        _replaced.clear()
+        for stream in ended:
             if stream.writer is not None and stream is stream.writer.streams[0]:
                 stream.writer.close()
-        for stream in _replaced:
+        for stream in ended:
             stream.writer = None  # libraries that keep one write to it as before
             if ends_process and stream.failure:
                 _lead_nowhere(stream.descriptor)
-        _replaced.clear()
 
 
 def never_wait() -> list[ConsoleStream]:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from one_step_off.config import console_streams
+
 ROOT = Path(__file__).parents[3]
 TINY = f"config={ROOT}/config/gsm8k_tiny_cpu.yaml"
 STEPS = 40
@@ -428,3 +430,21 @@ def test_what_a_users_function_prints_to_a_full_disk_is_dropped(tmp_path: Path) 
     """
     started(code, tmp_path).wait(60)
     assert (tmp_path / "done").exists()
+
+
+def test_a_busy_process_is_not_taken_for_a_console_that_nobody_reads() -> None:
+    """A call in C that keeps the lock of the interpreter keeps the writing thread waiting."""
+    reader, writer = os.pipe()
+    with open(writer, "w") as file:
+        console = console_streams.ConsoleWriter([console_streams.ConsoleStream("stdout", file)])
+        console.waiting_since = time.monotonic() - 60  # an ended write that could not say so
+        assert not console.is_stalled
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * 4096)
+        assert console.is_stalled
+        os.read(reader, 8192)
+        assert not console.is_stalled
+        console.close()
+    os.close(reader)
