@@ -103,10 +103,11 @@ def _without_calls(parser: Any, text: str, request: Any) -> tuple[str | None, st
         thoughts, content = parser.extract_reasoning(text, request)
     except Exception:
         return None, text, None
-    before, _, tag = text.removesuffix(content or "").partition(thoughts or "")
-    if not thoughts or len(before) + len(tag) > MOST_TAG_CHARS:
-        return None, text, None
-    return thoughts, content or "", None
+    if thoughts:
+        before, _, tag = text.removesuffix(content or "").partition(thoughts)
+        if len(before) + len(tag) <= MOST_TAG_CHARS:
+            return thoughts, content or "", None
+    return None, text, None
 
 
 def _plain_json(arguments: str | None, only_objects: bool) -> str:
