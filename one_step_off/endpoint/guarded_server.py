@@ -1,8 +1,9 @@
 """An HTTP server that hostile clients can neither stop nor fill: the gateway's and the replicas'.
 
 Connections, heads, bodies and answers all have limits in number, bytes and seconds. A connection is
-a stranger's until it has sent a valid key. Where there are too many, the oldest stranger's is
-closed, so that strangers cannot keep agents out.
+a stranger's until it has sent a valid key, and again when that key has ended. Where there are too
+many, the oldest stranger's is closed, so that strangers cannot keep agents out; then one without a
+request in progress, of the key that has most. No key has more than its share.
 """
 
 import asyncio
@@ -27,6 +28,8 @@ RESERVED_FILES = 256  # file descriptors for what is no connection of a client
 FILES_PER_CONNECTION = 2  # the gateway has one to the replica, too
 SWEEP_S = 1.0
 CONNECTIONS_PER_EPISODE = 4
+SHARE_OF_KEY = 4
+"""A key has at most one in so many of the connections."""
 CLOSE_S = 2.0
 """Seconds for the requests in progress at the end of the server."""
 OVERLOADED = (
@@ -47,6 +50,7 @@ class HttpLimits:
 
     Attributes:
         connections: at once; fewer where the process may open fewer files.
+        connections_per_key: at once.
         stranger_s: for a new connection to send the head of a request with a valid key.
         keep_alive_s: until a connection without a request is closed.
         head_bytes: of the request line, and of each header.
@@ -57,6 +61,7 @@ class HttpLimits:
     """
 
     connections: int = 4096
+    connections_per_key: int = 64
     stranger_s: float = 10.0
     keep_alive_s: float = 60.0
     head_bytes: int = 8190
@@ -88,7 +93,9 @@ class GuardedServer(web.Server):
     Attributes:
         most_connections: at once.
         open: the connections.
+        busy: those of them with a request in progress.
         strangers: those that have sent no valid key -> when they were opened, oldest first.
+        by_key: those that have, oldest first.
         bodies_bytes: of all requests in progress.
     """
 
@@ -109,7 +116,12 @@ class GuardedServer(web.Server):
         files = raise_file_limit() - RESERVED_FILES
         self.most_connections = max(1, min(limits.connections, files // FILES_PER_CONNECTION))
         self.open: set[web.RequestHandler] = set()
+        share = max(1, self.most_connections // SHARE_OF_KEY)
+        self.most_per_key = min(limits.connections_per_key, share)
+        self.busy: set[web.RequestHandler] = set()
         self.strangers: dict[web.RequestHandler, float] = {}
+        self.by_key: dict[str, dict[web.RequestHandler, None]] = {}
+        self._keys: dict[web.RequestHandler, str] = {}
         self.bodies_bytes = 0
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.Task | None = None
@@ -135,12 +147,14 @@ class GuardedServer(web.Server):
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         """Called by aiohttp."""
         super().connection_made(handler, transport)
+        transport.set_write_buffer_limits(0)  # a write has ended when the kernel has taken all
         if len(self.open) >= self.most_connections:
-            if not self.strangers:
+            spare = next(iter(self.strangers), None) or self._idlest()
+            if spare is None:
                 transport.write(OVERLOADED)
                 transport.close()
                 return
-            self._abort(next(iter(self.strangers)))
+            self._abort(spare)
         self.open.add(handler)
         self.strangers[handler] = self._loop.time()
 
@@ -148,20 +162,68 @@ class GuardedServer(web.Server):
         self, handler: web.RequestHandler, exc: BaseException | None = None
     ) -> None:
         """Called by aiohttp."""
+        self._forget(handler)
+        super().connection_lost(handler, exc)
+
+    def _forget(self, handler: web.RequestHandler) -> None:
         self.open.discard(handler)
         self.strangers.pop(handler, None)
-        super().connection_lost(handler, exc)
+        self._disown(handler)
+
+    def _disown(self, handler: web.RequestHandler) -> None:
+        key = self._keys.pop(handler, None)
+        if key is not None:
+            self.by_key[key].pop(handler)
+            if not self.by_key[key]:
+                del self.by_key[key]
 
     def _abort(self, handler: web.RequestHandler) -> None:
         """Close a connection at once."""
-        self.open.discard(handler)
-        self.strangers.pop(handler, None)
+        self._forget(handler)
         if handler.transport is not None:
             handler.transport.abort()
 
-    def admit(self, request: web.BaseRequest) -> None:
-        """The request has a valid key: its connection is a stranger's no longer."""
-        self.strangers.pop(request.protocol, None)
+    def _idlest(self) -> web.RequestHandler | None:
+        """A connection without a request, of the key that has most connections; None: all have
+        requests."""
+        idle = self.open - self.busy
+        own = self.by_key
+        return max(idle, key=lambda one: len(own.get(self._keys.get(one, ""), ())), default=None)
+
+    def admit(self, request: web.BaseRequest, key: str = "") -> None:
+        """The request has a valid key: its connection is a stranger's no longer.
+
+        Args:
+            key: whose share of the connections it counts to; "": nobody's.
+
+        Raises:
+            Refused: the key has too many connections, all with requests.
+        """
+        handler = request.protocol
+        if key and self._keys.get(handler) != key:
+            own = self.by_key.get(key, {})
+            if len(own) >= self.most_per_key:
+                idle = next((one for one in own if one not in self.busy), None)
+                if idle is None:
+                    message = f"{len(own)} connections have this key; close some"
+                    raise Refused(
+                        429, "too_many_connections", message, request.path, RETRY_SOON, close=True
+                    )
+                self._abort(idle)
+            self._disown(handler)
+            self.by_key.setdefault(key, {})[handler] = None
+            self._keys[handler] = key
+        self.strangers.pop(handler, None)
+
+    def end_key(self, key: str) -> None:
+        """A key is valid no longer: close its connections. Those with a request have as long to
+        take their answer as a stranger."""
+        for handler in list(self.by_key.get(key, ())):
+            if handler in self.busy:
+                self._disown(handler)
+                self.strangers[handler] = self._loop.time()
+            else:
+                self._abort(handler)
 
     async def _close_slow_strangers(self) -> None:
         while True:
@@ -175,6 +237,13 @@ class GuardedServer(web.Server):
 
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
         """What aiohttp calls for each request."""
+        self.busy.add(request.protocol)
+        try:
+            return await self._answer(request)
+        finally:
+            self.busy.discard(request.protocol)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             return await self.handler(request)
         except Refused as refused:
@@ -275,13 +344,22 @@ class GuardedServer(web.Server):
 
         return response, await self.write(request, write())
 
-    async def write(self, request: web.BaseRequest, writing: Awaitable[Any]) -> bool:
-        """Await a write to the client, who has `write_s` seconds to take it. Returns whether it was
-        taken. A client that did not take it is disconnected."""
+    async def write(
+        self, request: web.BaseRequest, writing: Awaitable[Any], seconds: float | None = None
+    ) -> bool:
+        """Await a write to the client.
+
+        Args:
+            seconds: that the client has to take it; None: `write_s`.
+
+        Returns:
+            Whether it was taken. A client that did not take it is disconnected.
+        """
         transport = request.transport
         try:
-            async with asyncio.timeout(self.limits.write_s):
+            async with asyncio.timeout(self.limits.write_s if seconds is None else seconds):
                 await writing
+                await request.writer.drain()
         except (TimeoutError, ConnectionError):
             if transport is not None:
                 transport.abort()
