@@ -5,6 +5,7 @@ Clients send back what they received with changes that mean nothing: other null 
 in the arguments of a call, no thoughts. So messages are compared in a plain form.
 """
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -118,6 +119,8 @@ class ConversationRecord:
     """The turns of one episode by the messages, or the text, that led to them."""
 
     def __init__(self) -> None:
+        self.reading = asyncio.Lock()
+        """Held while a request is read: no episode has more than one of the threads."""
         self.by_messages: dict[bytes, Turn] = {}
         self.by_text: dict[tuple[int, bytes], tuple[Turn, str]] = {}
         """(characters, digest) of prompt and answer -> the turn and its answer. Texts grow with

@@ -26,6 +26,9 @@ MIB = 1 << 20
 BACKLOG = 4096
 RESERVED_FILES = 256  # file descriptors for what is no connection of a client
 FILES_PER_CONNECTION = 2  # the gateway has one to the replica, too
+SEND_BUFFER = 1 << 16
+"""Bytes of an answer, about, that the kernel takes from the server before the client does."""
+
 SWEEP_S = 1.0
 CONNECTIONS_PER_EPISODE = 4
 SHARE_OF_KEY = 4
@@ -382,6 +385,7 @@ def open_listener(host: str, port: int) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         listening.bind((host, port))
         listening.listen(BACKLOG)
         listening.setblocking(False)

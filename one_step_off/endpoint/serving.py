@@ -226,7 +226,8 @@ class Serving:
         call = Call(episode, record)
         token = CURRENT_CALL.set(call)
         try:
-            request = await in_thread(_read_request, path, body, call)
+            async with record.reading:
+                request = await in_thread(_read_request, path, body, call)
             result = await self.routes[path](request)
             if isinstance(result, ErrorResponse):
                 code = int(result.error.code)

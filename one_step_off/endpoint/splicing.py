@@ -47,7 +47,8 @@ class SplicingRenderer:
         call = CURRENT_CALL.get()
         (messages,) = conversations
         template_kwargs = chat_params.chat_template_kwargs
-        ids = await in_thread(self._known_ids, call, messages, template_kwargs)
+        async with call.record.reading:
+            ids = await in_thread(self._known_ids, call, messages, template_kwargs)
         if ids is None:
             return await self._renderer.render_chat_async(
                 conversations, chat_params, *args, **kwargs
@@ -117,7 +118,8 @@ class SplicingRenderer:
         text = _text_of_prompt(prompts[0])
         if text is not None:
             call.text = text
-            ids = await in_thread(self._ids_of_text, call, text)
+            async with call.record.reading:
+                ids = await in_thread(self._ids_of_text, call, text)
             if ids is not None:
                 return [tokens_input(ids)]
         return await self._renderer.render_cmpl_async(prompts, *args, **kwargs)
