@@ -160,7 +160,7 @@ class Gateway:
         if request.can_read_body and (request.content_length or HELD_BODY + 1) > HELD_BODY:
             pieces = self.server.body_pieces(request)
             return await self._pass_on(request, route, index, pieces)
-        async with self.server.body(request) as body:
+        async with self.server.body(request, key=route.key) as body:
             return await self._pass_on(request, route, index, body)
 
     async def _pass_on(

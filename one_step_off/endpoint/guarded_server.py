@@ -12,6 +12,7 @@ import json
 import logging
 import resource
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,6 +60,7 @@ class HttpLimits:
         head_bytes: of the request line, and of each header.
         body_bytes: of one request.
         all_bodies_bytes: of all requests in progress.
+        bodies_bytes_per_key: of those with one key.
         body_s: for a client to send a request's body.
         write_s: for a client to take an answer.
     """
@@ -70,6 +72,7 @@ class HttpLimits:
     head_bytes: int = 8190
     body_bytes: int = 32 * MIB
     all_bodies_bytes: int = 1024 * MIB
+    bodies_bytes_per_key: int = 128 * MIB
     body_s: float = 60.0
     write_s: float = 60.0
 
@@ -100,6 +103,7 @@ class GuardedServer(web.Server):
         strangers: those that have sent no valid key -> when they were opened, oldest first.
         by_key: those that have, oldest first.
         bodies_bytes: of all requests in progress.
+        bodies_of_key: key -> the same of the requests with it.
     """
 
     def __init__(self, handler: Handler, limits: HttpLimits) -> None:
@@ -126,6 +130,7 @@ class GuardedServer(web.Server):
         self.by_key: dict[str, dict[web.RequestHandler, None]] = {}
         self._keys: dict[web.RequestHandler, str] = {}
         self.bodies_bytes = 0
+        self.bodies_of_key: Counter[str] = Counter()
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.Task | None = None
 
@@ -264,12 +269,17 @@ class GuardedServer(web.Server):
             return response
 
     @contextlib.asynccontextmanager
-    async def body(self, request: web.BaseRequest, most: int | None = None) -> AsyncIterator[bytes]:
+    async def body(
+        self, request: web.BaseRequest, most: int | None = None, key: str = ""
+    ) -> AsyncIterator[bytes]:
         """The body of a request; it counts as memory in use during the block.
 
+        Args:
+            key: whose share of the memory it counts to; "": nobody's.
+
         Raises:
-            Refused: it is compressed, too large, too slow, or malformed; or those of all requests
-                are too large.
+            Refused: it is compressed, too large, too slow, or malformed; or those of all requests,
+                or of all with this key, are too large.
         """
         pieces: list[bytes] = []
         counted = 0
@@ -278,12 +288,23 @@ class GuardedServer(web.Server):
                 pieces.append(piece)
                 counted += len(piece)
                 self.bodies_bytes += len(piece)
-                if self.bodies_bytes > self.limits.all_bodies_bytes:
-                    message = "the requests in progress are too large together; try again"
-                    raise Refused(503, "overloaded", message, request.path, RETRY_SOON, close=True)
+                self.bodies_of_key[key] += len(piece)
+                self._check_bodies(request, key)
             yield b"".join(pieces)
         finally:
             self.bodies_bytes -= counted
+            self.bodies_of_key[key] -= counted
+            if not self.bodies_of_key[key]:
+                del self.bodies_of_key[key]
+
+    def _check_bodies(self, request: web.BaseRequest, key: str) -> None:
+        """Raises Refused: the requests in progress are too large together."""
+        message = "the requests in progress are too large together; try again"
+        if key and self.bodies_of_key[key] > self.limits.bodies_bytes_per_key:
+            message = f"of this episode, {message}"
+            raise Refused(429, "too_many_requests", message, request.path, RETRY_SOON, close=True)
+        if self.bodies_bytes > self.limits.all_bodies_bytes:
+            raise Refused(503, "overloaded", message, request.path, RETRY_SOON, close=True)
 
     async def body_pieces(
         self, request: web.BaseRequest, most: int | None = None

@@ -23,6 +23,8 @@ MOST_KEPT_BYTES = 1 << 18
 MOST_REFUSED = 1024
 """Refused requests of an episode that are remembered."""
 
+MOST_DIGITS = 9  # of a number of retries; Python refuses to read very long ones
+
 COUNTED_RETRIES = "x-stainless-retry-count"
 
 
@@ -44,7 +46,8 @@ class Attempt:
     def of(cls, path: str, body: bytes, headers: Mapping[str, str]) -> "Attempt":
         """The SDKs of OpenAI and Anthropic count their retries, and others name each request."""
         counted = headers.get(COUNTED_RETRIES, "").strip() or "0"
-        retries = int(counted) if counted.isascii() and counted.isdigit() else 1
+        is_number = counted.isascii() and counted.isdigit() and len(counted) <= MOST_DIGITS
+        retries = int(counted) if is_number else 1
         return cls(request_digest(path, body, headers), retries, "Idempotency-Key" in headers)
 
     @property

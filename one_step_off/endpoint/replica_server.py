@@ -230,7 +230,7 @@ class ReplicaServer:
         asking.asked = True
         if self.serving is None:
             raise Refused(503, "starting", "the engine is starting", route.path, RETRY_SOON)
-        async with self._server.body(request) as body:
+        async with self._server.body(request, key=route.key) as body:
             attempt = await in_thread(Attempt.of, route.path, body, request.headers)
             kept = asking.answers.take(attempt)
             if kept is None:

@@ -190,6 +190,37 @@ def test_a_client_that_leaves_in_mid_answer_has_not_received_it(chars: int) -> N
     asyncio.run(check())
 
 
+def test_one_agent_does_not_fill_the_memory_for_requests() -> None:
+    async def check() -> None:
+        limits = HttpLimits(all_bodies_bytes=400_000, bodies_bytes_per_key=200_000)
+        async with served(limits) as running:
+            running.engine.gate.clear()
+            bad, good = running.open(), running.open()
+            content = json.dumps({"messages": [], "long": "x" * 60_000}).encode()
+            asking = [asyncio.create_task(running.post(bad.key, content)) for _ in range(6)]
+            await until(lambda: sum(task.done() for task in asking) == 3)
+            last = asyncio.create_task(running.post(good.key, content))
+            await until(lambda: running.engine.turns == 4)
+            running.engine.gate.set()
+            statuses = [status for status, _ in await asyncio.gather(*asking)]
+            assert sorted(statuses) == [200, 200, 200, 429, 429, 429]
+            assert (await last)[0] == 200
+            assert not running.gateway.server.bodies_of_key
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("count", ["9" * 5000, "-1", "x", ""])
+def test_an_odd_count_of_retries_is_no_error(count: str) -> None:
+    async def check() -> None:
+        async with served() as running:
+            episode = running.open()
+            answer = await running.post(episode.key, x_stainless_retry_count=count)
+            assert answer[0] == 200
+
+    asyncio.run(check())
+
+
 # --- what a request holds -------------------------------------------------------------------------
 
 
