@@ -84,8 +84,15 @@ STATUS_OF_LIMIT = 403  # clients do not try it again
 STATUS_OF_FAILURE = 500
 
 
-class _InThread:
-    """A part of vLLM's serving classes. The policy's turn is read in a thread."""
+class _Chat(OpenAIServingChat):
+    """`/v1/chat/completions`. The policy's turn is read in a thread."""
+
+    only_objects = False
+    """Whether the arguments of a call must be a JSON object."""
+
+    async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
+        """See `OpenAIServingChat`."""
+        return _noting_answer(await super().create_chat_completion(request, raw_request))
 
     async def chat_completion_full_generator(
         self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
@@ -95,27 +102,15 @@ class _InThread:
         make = super().chat_completion_full_generator
         return await in_thread(_run, make, request, outputs, args, kwargs)
 
-    def _make_parser(self, request: Any, *args: Any) -> Any:
-        return careful_parser(super()._make_parser(request, *args))
+    def _make_parser(self, request: Any, tokenizer: Any, chat_template_kwargs: Any) -> Any:
+        parser = super()._make_parser(request, tokenizer, chat_template_kwargs)
+        return careful_parser(parser, self.only_objects)
 
 
-class _Chat(_InThread, OpenAIServingChat):
-    """`/v1/chat/completions`."""
-
-    async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
-        """See `OpenAIServingChat`."""
-        return _noting_answer(await super().create_chat_completion(request, raw_request))
-
-
-class _Messages(_InThread, AnthropicServingMessages):
+class _Messages(_Chat, AnthropicServingMessages):
     """`/v1/messages`, which vLLM serves by way of a chat."""
 
-    async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
-        """See `OpenAIServingChat`."""
-        return _noting_answer(await super().create_chat_completion(request, raw_request))
-
-    def _make_parser(self, request: Any, *args: Any) -> Any:
-        return careful_parser(super()._make_parser(request, *args), only_objects=True)
+    only_objects = True
 
 
 class _Responses(OpenAIServingResponses):
@@ -137,8 +132,9 @@ class _Responses(OpenAIServingResponses):
             items = [ResponseOutputMessage(id=f"msg_{uuid4().hex}", content=[nothing], **message)]
         return items
 
-    def _make_response_parser(self, request: Any, *args: Any) -> Any:
-        return careful_parser(super()._make_response_parser(request, *args))
+    def _make_response_parser(self, request: Any, tokenizer: Any, chat_template_kwargs: Any) -> Any:
+        parser = super()._make_response_parser(request, tokenizer, chat_template_kwargs)
+        return careful_parser(parser)
 
 
 def _run(make: Callable[..., Any], *arguments: Any) -> Any:
