@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -47,7 +48,7 @@ KEEP_ALIVE_S = 15.0
 MOST_AT_ONCE = 32
 """Requests of one episode in progress."""
 
-SMALL_BODY = 1 << 20  # bytes of a reward or an error
+SMALL_BODY = 1 << 20  # bytes of a reward or an error, and of what is hashed at once
 REGISTER_S = 2.0
 REGISTER_PAUSE_S = 0.02
 REGISTER_TIMEOUT_S = 5.0
@@ -231,7 +232,8 @@ class ReplicaServer:
         if self.serving is None:
             raise Refused(503, "starting", "the engine is starting", route.path, RETRY_SOON)
         async with self._server.body(request, key=route.key) as body:
-            attempt = await in_thread(Attempt.of, route.path, body, request.headers)
+            read = partial(Attempt.of, route.path, body, request.headers)
+            attempt = await in_thread(read) if len(body) > SMALL_BODY else read()
             kept = asking.answers.take(attempt)
             if kept is None:
                 kept = self._begin(asking, route.path, body, attempt)

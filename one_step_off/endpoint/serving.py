@@ -229,7 +229,8 @@ class Serving:
                 code = int(result.error.code)
                 answer = error_answer(path, code, result.error.type, result.error.message)
             else:
-                answer = await in_thread(_write_answer, path, result, call)
+                async with record.reading:
+                    answer = await in_thread(_write_answer, path, result, call)
         except Exception as e:
             return self._failure(path, _not_canceled(call.error or e), episode)
         finally:

@@ -9,6 +9,7 @@ messages.
 
 import json
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class SplicingRenderer:
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._encoders: dict[str, TurnEncoder] = {}
+        self._making_encoder = Lock()
         self._token_chars = max(map(len, tokenizer.get_vocab()))
 
     def __getattr__(self, name: str) -> Any:
@@ -98,11 +100,12 @@ class SplicingRenderer:
     def _encoder(self, template_kwargs: dict[str, Any]) -> TurnEncoder:
         own = {k: v for k, v in template_kwargs.items() if k not in NOT_FOR_NEW_MESSAGES}
         name = json.dumps(own, sort_keys=True, default=str)
-        encoder = self._encoders.get(name) or TurnEncoder(self._tokenizer, own)
-        self._encoders[name] = encoder
-        if len(self._encoders) > MOST_ENCODERS:
-            self._encoders.pop(next(iter(self._encoders)), None)
-        return encoder
+        with self._making_encoder:
+            if name not in self._encoders:
+                self._encoders[name] = TurnEncoder(self._tokenizer, own)
+            if len(self._encoders) > MOST_ENCODERS:
+                del self._encoders[next(iter(self._encoders))]
+            return self._encoders[name]
 
     async def render_cmpl_async(
         self, prompts: Sequence[Any], *args: Any, **kwargs: Any
