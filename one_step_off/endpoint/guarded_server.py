@@ -224,14 +224,10 @@ class GuardedServer(web.Server):
         self.strangers.pop(handler, None)
 
     def end_key(self, key: str) -> None:
-        """A key is valid no longer: close its connections. Those with a request have as long to
-        take their answer as a stranger."""
+        """A key is valid no longer: its connections are strangers' until they send another one."""
         for handler in list(self.by_key.get(key, ())):
-            if handler in self.busy:
-                self._disown(handler)
-                self.strangers[handler] = self._loop.time()
-            else:
-                self._abort(handler)
+            self._disown(handler)
+            self.strangers[handler] = self._loop.time()
 
     async def _close_slow_strangers(self) -> None:
         while True:

@@ -99,7 +99,7 @@ def test_connections_of_one_key_with_requests_are_bounded() -> None:
 
 def test_what_an_agent_holds_is_cut_off_when_its_episode_ends() -> None:
     async def check() -> None:
-        async with served(HttpLimits()) as running:
+        async with served(HttpLimits(stranger_s=1.0)) as running:
             running.engine.gate.clear()
             server, episode, other = running.replicas[0], running.open(), running.open()
             waiting = asyncio.create_task(running.post(episode.key))
