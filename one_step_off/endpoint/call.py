@@ -2,6 +2,7 @@
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from agent_loop.episode import Episode, Turn
 from one_step_off.endpoint.conversation import ConversationRecord, PlainMessage
@@ -14,6 +15,10 @@ class Call:
     Attributes:
         record: of the episode.
         max_tokens: of the answer, as the agent asked; None: as many as there is room for.
+        body_bytes: of the request.
+        stream: whether the answer is sent as events.
+        with_usage: whether these end with the usage.
+        items: of a request of the Responses API, all up to the answer.
         settings: what the chat template was given besides the messages.
         messages: that were rendered; None where the request has no messages.
         text: that was the prompt; None where it was no text.
@@ -26,6 +31,10 @@ class Call:
     episode: Episode
     record: ConversationRecord
     max_tokens: int | None = None
+    body_bytes: int = 0
+    stream: bool = False
+    with_usage: bool = False
+    items: list[Any] = field(default_factory=list)
     settings: str = ""
     messages: list[PlainMessage] | None = None
     text: str | None = None
@@ -37,7 +46,7 @@ class Call:
     def remember(self) -> None:
         """Record the turn under what led to it."""
         for turn in self.turns:
-            if self.messages is not None:
+            if self.messages is not None and self.answer:
                 self.record.add(self.settings, self.messages, self.answer, turn)
                 turn.tool_calls = [
                     {"name": name, "arguments": arguments}

@@ -5,6 +5,7 @@ Clients send back what they received with changes that mean nothing: other null 
 in the arguments of a call, no thoughts. So messages are compared in a plain form.
 """
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 from agent_loop.episode import Turn
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+MOST_RESPONSE_BYTES = 32 << 20
 THOUGHT_PARTS = ("thinking", "reasoning", "reasoning_text", "redacted_thinking")
 
 
@@ -108,7 +110,7 @@ def _plain_arguments(arguments: Any) -> str:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return arguments.strip()
     return json.dumps(arguments, sort_keys=True)
 
@@ -117,13 +119,16 @@ class ConversationRecord:
     """The turns of one episode by the messages, or the text, that led to them."""
 
     def __init__(self) -> None:
+        self.reading = asyncio.Lock()
+        """Held while a request is read: no episode has more than one of the threads."""
         self.by_messages: dict[bytes, Turn] = {}
         self.by_text: dict[tuple[int, bytes], tuple[Turn, str]] = {}
         """(characters, digest) of prompt and answer -> the turn and its answer. Texts grow with
         every turn."""
         self.responses: dict[str, list[Any]] = {}
-        """Id of an answer of the Responses API -> all items up to it, for
-        `previous_response_id`."""
+        """Id of an answer of the Responses API -> all items up to it, for `previous_response_id`;
+        the newest ones."""
+        self._request_bytes: dict[str, int] = {}
 
     @staticmethod
     def _digests(settings: str, messages: Sequence[PlainMessage]) -> list[bytes]:
@@ -163,6 +168,15 @@ class ConversationRecord:
             return turn, new
         return None
 
+    def add_response(self, id: str, items: list[Any], request_bytes: int) -> None:
+        """Record all items up to an answer of the Responses API. The oldest answers go where their
+        requests, which may each hold the whole history, are too large together."""
+        self.responses[id] = items
+        self._request_bytes[id] = request_bytes
+        while sum(self._request_bytes.values()) > MOST_RESPONSE_BYTES and len(self.responses) > 1:
+            oldest = next(iter(self.responses))
+            del self.responses[oldest], self._request_bytes[oldest]
+
     def add_text(self, prompt: str, answer: str, turn: Turn) -> None:
         """Record the policy's answer to a prompt in plain text."""
         text = prompt + answer
@@ -171,14 +185,22 @@ class ConversationRecord:
     def find_text(self, prompt: str) -> tuple[Turn, str, str] | None:
         """The latest turn whose prompt and answer this prompt begins with, its answer as the client
         received it, and the text after it."""
-        lengths = {length for length, _ in self.by_text if length <= len(prompt)}
-        for length in sorted(lengths, reverse=True):
-            known = self.by_text.get((length, _text_digest(prompt[:length])))
+        found = None
+        digest = hashlib.sha256()
+        before = 0
+        for length in sorted({length for length, _ in self.by_text if length <= len(prompt)}):
+            digest.update(_encoded(prompt[before:length]))
+            before = length
+            known = self.by_text.get((length, digest.digest()))
             if known is not None:
                 turn, answer = known
-                return turn, answer, prompt[length:]
-        return None
+                found = turn, answer, length
+        return found and (*found[:2], prompt[found[2] :])
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _text_digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return hashlib.sha256(_encoded(text)).digest()

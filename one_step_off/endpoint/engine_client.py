@@ -5,20 +5,20 @@ exactly that distribution. What would change it in another way is refused.
 """
 
 import copy
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
-from tokenizers.decoders import DecodeStream
 from vllm import SamplingParams
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
 
 from agent_loop.chat_template import TurnEncoder
 from agent_loop.episode import Turn
 from one_step_off.endpoint.call import CURRENT_CALL
 from one_step_off.endpoint.conversation import RequestRefused
+from one_step_off.endpoint.requests import CHANGES_DISTRIBUTION
+from one_step_off.endpoint.waiting import in_thread
 
 LONGEST_CONTEXT = 1 << 30
 """Tokens that vLLM's serving classes accept: the episode decides whether there is room for an
@@ -41,10 +41,7 @@ def check_sampling(params: SamplingParams) -> None:
     }
     for name, asked in not_reproduced.items():
         if asked:
-            raise RequestRefused(
-                f"{name}: changes the distribution that tokens are sampled from, so that the "
-                "policy cannot be trained on them; leave it out"
-            )
+            raise RequestRefused(f"{name}: {CHANGES_DISTRIBUTION}")
     not_given = {
         "n > 1": params.n > 1,
         "prompt_logprobs": params.prompt_logprobs is not None,
@@ -53,14 +50,6 @@ def check_sampling(params: SamplingParams) -> None:
     for name, asked in not_given.items():
         if asked:
             raise RequestRefused(f"{name}: this endpoint does not give that; leave it out")
-
-
-class _NoTokens(list[int]):
-    """No tokens of an answer. vLLM leaves out pieces of a stream without text whose tokens are
-    false, and this one says why the answer has ended."""
-
-    def __bool__(self) -> bool:
-        return True
 
 
 class EpisodeEngine:
@@ -81,7 +70,7 @@ class EpisodeEngine:
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: Any
     ) -> AsyncIterator[RequestOutput]:
-        """The turn of the policy, in the pieces that the request asks for.
+        """The turn of the policy, whole.
 
         Raises:
             EpisodeOver, RequestRefused, and what the engine raises; the call's `error` holds it
@@ -102,8 +91,7 @@ class EpisodeEngine:
             raise
         if not turn.no_room:
             call.turns.append(turn)
-        for output in self._outputs(turn, given_ids, sampling_params, stops, request_id):
-            yield output
+        yield await in_thread(self._output, turn, given_ids, sampling_params, stops, request_id)
 
     def _check_content(self, ids: list[int], stops: tuple[str, ...]) -> None:
         """Refuse what the engine would fail on: its failures are not taken for the agent's.
@@ -123,58 +111,30 @@ class EpisodeEngine:
         except UnicodeEncodeError:
             raise RequestRefused("stop: is not valid Unicode") from None
 
-    def _outputs(
+    def _output(
         self,
         turn: Turn,
         context_ids: list[int],
         params: SamplingParams,
         stops: tuple[str, ...],
         request_id: str,
-    ) -> Iterator[RequestOutput]:
-        """The turn as vLLM's engine would give it: whole, or token by token."""
+    ) -> RequestOutput:
+        """The turn as vLLM's engine would give it."""
         ids = turn.generated.ids.tolist()
         text_ids = ids[:-1] if self._ended_by_token(turn) else ids
         text = self._tokenizer.decode(text_ids, skip_special_tokens=params.skip_special_tokens)
         text, stop_text = _cut_at_stop(text, stops, params.include_stop_str_in_output)
-        log_probs = None
-        if params.logprobs is not None:
-            log_probs = self._log_probs(turn)
-        if params.output_kind != RequestOutputKind.DELTA or not ids:
-            completion = CompletionOutput(0, text, ids or _NoTokens(), None, log_probs)
-            completion.finish_reason = turn.generated.finish_reason
-            completion.stop_reason = stop_text
-            yield RequestOutput(request_id, None, context_ids, None, [completion], True)
-            return
-        pieces = self._pieces(ids, text, params.skip_special_tokens)
-        for position, piece in enumerate(pieces):
-            own_log_probs = log_probs[position : position + 1] if log_probs else None
-            completion = CompletionOutput(0, piece, [ids[position]], None, own_log_probs)
-            is_last = position == len(ids) - 1
-            if is_last:
-                completion.finish_reason = turn.generated.finish_reason
-                completion.stop_reason = stop_text
-            yield RequestOutput(request_id, None, context_ids, None, [completion], is_last)
+        log_probs = None if params.logprobs is None else self._log_probs(turn)
+        completion = CompletionOutput(0, text, ids, None, log_probs)
+        completion.finish_reason = turn.generated.finish_reason
+        completion.stop_reason = stop_text
+        return RequestOutput(request_id, None, context_ids, None, [completion], True)
 
     def _ended_by_token(self, turn: Turn) -> bool:
         """Whether the last token is the end of the turn, which is no text."""
         ids = turn.generated.ids
         ended = turn.generated.finish_reason == "stop"
         return ended and len(ids) > 0 and int(ids[-1]) in self._special_ids
-
-    def _pieces(self, ids: list[int], text: str, skip_special_tokens: bool) -> list[str]:
-        """What each token adds to the text. The last one adds what is left of it."""
-        stream = DecodeStream(ids=[], skip_special_tokens=skip_special_tokens)
-        fast_tokenizer = self._tokenizer.backend_tokenizer
-        pieces = []
-        sent = 0
-        for token in ids[:-1]:
-            piece = stream.step(fast_tokenizer, token) or ""
-            if not text.startswith(piece, sent):  # behind the text at which the turn was cut
-                piece = ""
-            pieces.append(piece)
-            sent += len(piece)
-        pieces.append(text[sent:])
-        return pieces
 
     def _log_probs(self, turn: Turn) -> list[dict[int, Logprob]]:
         rows = []

@@ -1,6 +1,20 @@
-"""Server-sent events, as far as the server makes them itself: errors after a late start."""
+"""Server-sent events: a whole answer as the stream that its API would send.
+
+Streams are written from whole answers, so that both say the same, and all that the policy writes
+is parsed once. Their JSON is ASCII: many clients end a line at every character at which Python's
+`splitlines` does.
+"""
 
 import json
+from collections.abc import Iterator
+from typing import Any
+
+PIECE_CHARS = 2048
+"""Characters of a text in one event: some clients read lines of at most 64 KiB."""
+
+DONE = b"data: [DONE]\n\n"
+Content = dict[str, Any]
+"""The JSON of an answer, or of a part of it."""
 
 
 def is_streamed(body: bytes) -> bool:
@@ -23,3 +37,136 @@ def error_event(path: str, error: bytes) -> bytes:
     if path.startswith("/v1/messages") or path == "/v1/responses":
         return b"event: error\ndata: " + error + b"\n\n"
     return b"data: " + error + b"\n\n"
+
+
+def chat_events(answer: Content, with_usage: bool) -> list[bytes]:
+    """The stream of an answer of `/v1/chat/completions`."""
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    content = message.get("content")
+    deltas: list[Content] = [{"role": "assistant", "content": None if content is None else ""}]
+    deltas += [{"reasoning": piece} for piece in _pieces(message.get("reasoning"))]
+    deltas += [{"content": piece} for piece in _pieces(content)]
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        function = {"name": call["function"]["name"], "arguments": ""}
+        begin = {"index": index, "id": call["id"], "type": "function", "function": function}
+        deltas.append({"tool_calls": [begin]})
+        for piece in _pieces(call["function"]["arguments"]):
+            deltas.append({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
+    return _chunks("chat.completion.chunk", answer, [{"delta": d} for d in deltas], with_usage)
+
+
+def completion_events(answer: Content, with_usage: bool) -> list[bytes]:
+    """The stream of an answer of `/v1/completions`."""
+    (choice,) = answer["choices"]
+    pieces = [{"text": piece} for piece in _pieces(choice["text"])] or [{"text": ""}]
+    return _chunks("text_completion", answer, pieces, with_usage)
+
+
+def _chunks(kind: str, answer: Content, pieces: list[Content], with_usage: bool) -> list[bytes]:
+    """Events of OpenAI's older APIs.
+
+    Args:
+        pieces: what each event adds to the only choice. The first one has all log-probs.
+    """
+    (choice,) = answer["choices"]
+    head = {key: answer.get(key) for key in ("id", "created", "model", "system_fingerprint")}
+    head["object"] = kind
+    first = {key: choice[key] for key in ("logprobs", "token_ids") if choice.get(key) is not None}
+    end = {key: choice.get(key) for key in ("finish_reason", "stop_reason")}
+    empty = {"delta": {}} if "delta" in pieces[0] else {"text": ""}
+    choices = [{"index": 0, "finish_reason": None} | piece for piece in pieces]
+    choices[0] |= first
+    choices.append({"index": 0} | empty | end)
+    chunks = [head | {"choices": [own]} for own in choices]
+    if answer.get("prompt_token_ids") is not None:
+        chunks[0]["prompt_token_ids"] = answer["prompt_token_ids"]
+    if with_usage:
+        chunks.append(head | {"choices": [], "usage": answer["usage"]})
+    return [*map(_event, chunks), DONE]
+
+
+def token_events(answer: Content, with_usage: bool) -> list[bytes]:
+    """The stream of an answer of `/inference/v1/generate`."""
+    return [_event(answer), DONE]
+
+
+def message_events(answer: Content, with_usage: bool) -> list[bytes]:
+    """The stream of an answer of `/v1/messages`, which always has the usage."""
+    begin = answer | {"content": [], "stop_reason": None, "stop_sequence": None}
+    begin["usage"] = answer["usage"] | {"output_tokens": 0}
+    events: list[Content] = [{"type": "message_start", "message": begin}]
+    for index, block in enumerate(answer["content"]):
+        empty, deltas = _parts_of_block(block)
+        events.append({"type": "content_block_start", "index": index, "content_block": empty})
+        for delta in deltas:
+            events.append({"type": "content_block_delta", "index": index, "delta": delta})
+        events.append({"type": "content_block_stop", "index": index})
+    end = {key: answer.get(key) for key in ("stop_reason", "stop_sequence")}
+    events.append({"type": "message_delta", "delta": end, "usage": answer["usage"]})
+    events.append({"type": "message_stop"})
+    return [_event(event, event["type"]) for event in events]
+
+
+def _parts_of_block(block: Content) -> tuple[Content, list[Content]]:
+    """A block of Anthropic's API without its content, and the deltas that make up the content."""
+    if block["type"] == "tool_use":
+        text = json.dumps(block["input"], ensure_ascii=False)
+        deltas = [{"type": "input_json_delta", "partial_json": piece} for piece in _pieces(text)]
+        return block | {"input": {}}, deltas
+    kind = block["type"]  # "text" or "thinking"
+    deltas = [{"type": f"{kind}_delta", kind: piece} for piece in _pieces(block[kind])]
+    if kind == "text":
+        return block | {"text": ""}, deltas
+    signature = {"type": "signature_delta", "signature": block.get("signature", "")}
+    return block | {"thinking": "", "signature": ""}, [*deltas, signature]
+
+
+def response_events(answer: Content, with_usage: bool) -> list[bytes]:
+    """The stream of an answer of `/v1/responses`, which always has the usage."""
+    begin = answer | {"status": "in_progress", "output": [], "usage": None}
+    events: list[Content] = [
+        {"type": "response.created", "response": begin},
+        {"type": "response.in_progress", "response": begin},
+    ]
+    for index, item in enumerate(answer["output"]):
+        place = {"output_index": index, "item_id": item.get("id") or ""}
+        empty = item | {"status": "in_progress"}
+        empty |= {key: type(item[key])() for key in ("content", "arguments") if item.get(key)}
+        events.append({"type": "response.output_item.added", "output_index": index, "item": empty})
+        events += [place | event for event in _events_of_item(item)]
+        events.append({"type": "response.output_item.done", "output_index": index, "item": item})
+    events.append({"type": "response.completed", "response": answer})
+    numbered = [event | {"sequence_number": number} for number, event in enumerate(events)]
+    return [_event(event, event["type"]) for event in numbered]
+
+
+def _events_of_item(item: Content) -> Iterator[Content]:
+    """What makes up the content of one item of the Responses API."""
+    if item["type"] == "function_call":
+        name = "response.function_call_arguments"
+        for piece in _pieces(item["arguments"]):
+            yield {"type": f"{name}.delta", "delta": piece}
+        yield {"type": f"{name}.done", "arguments": item["arguments"], "name": item["name"]}
+    for index, part in enumerate(item.get("content") or ()):
+        place = {"content_index": index}
+        text = {"text": part["text"]}
+        more = {"logprobs": part.get("logprobs") or []} if part["type"] == "output_text" else {}
+        name = f"response.{part['type']}"  # "output_text" or "reasoning_text"
+        yield {"type": "response.content_part.added", "part": part | {"text": ""}} | place
+        for piece in _pieces(part["text"]):
+            yield {"type": f"{name}.delta", "delta": piece} | place | more
+            more = {"logprobs": []} if more else {}
+        yield {"type": f"{name}.done"} | text | place | more
+        yield {"type": "response.content_part.done", "part": part} | place
+
+
+def _pieces(text: str | None) -> list[str]:
+    """A text in parts of at most `PIECE_CHARS` characters; []: it is empty."""
+    text = text or ""
+    return [text[begin : begin + PIECE_CHARS] for begin in range(0, len(text), PIECE_CHARS)]
+
+
+def _event(data: Content, name: str = "") -> bytes:
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(data, allow_nan=False)}\n\n".encode()

@@ -9,6 +9,7 @@ a request behind another one's.
 import asyncio
 import errno
 import os
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -22,8 +23,14 @@ from one_step_off.endpoint.answers import Answer
 from one_step_off.endpoint.guarded_server import MIB, GuardedServer, HttpLimits
 from one_step_off.endpoint.kept_port import borrow_port
 from one_step_off.endpoint.keys import EpisodeKeys
-from one_step_off.endpoint.refusals import RETRY_SOON, Refused, replica_gone, unknown_key
-from one_step_off.endpoint.routes import Route, route_of
+from one_step_off.endpoint.refusals import (
+    RETRY_SOON,
+    STATUS_OVER,
+    Refused,
+    replica_gone,
+    unknown_key,
+)
+from one_step_off.endpoint.routes import ANSWER, GATEWAY, INTERNAL, Route, route_of
 from one_step_off.endpoint.work_requests import WorkRequests
 
 HOLD_S = 15.0
@@ -48,6 +55,9 @@ GONE_ERRORS = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
 open files, is a problem of this process."""
 
 BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
+MOST_ENDED = 1 << 14
+"""Keys of ended episodes that are remembered."""
+
 RETURNED_HEADERS = ("Retry-After", "x-should-retry", "Allow", "Cache-Control")
 
 
@@ -81,6 +91,7 @@ class Gateway:
         self.limits = limits or HttpLimits()
         self.replicas: dict[int, KnownReplica] = {}
         self.lost: set[int] = set()
+        self.ended: dict[str, None] = {}  # keys of episodes that are over, oldest first
         self.registered: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
         self.work = WorkRequests(self)
         self._starting = asyncio.Lock()
@@ -132,7 +143,7 @@ class Gateway:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         route = route_of(request)
-        if route.name == "return":
+        if route.name in INTERNAL:
             raise Refused(404, "not_found", "there is no such path", route.path)
         if self.keys.is_fleet_key(route.key) and route.name in ("next", "models"):
             self.server.admit(request)
@@ -142,12 +153,14 @@ class Gateway:
         index = self.keys.replica_index(route.key)
         if index is None or route.name == "next":
             raise unknown_key(route.path, bool(route.key))
-        self.server.admit(request)
+        if route.key in self.ended:  # its replica says why; a stranger sends no body
+            return await self._pass_on(request, route, index, b"")
+        self.server.admit(request, route.key)
         self.server.check_body_head(request)
         if request.can_read_body and (request.content_length or HELD_BODY + 1) > HELD_BODY:
             pieces = self.server.body_pieces(request)
             return await self._pass_on(request, route, index, pieces)
-        async with self.server.body(request) as body:
+        async with self.server.body(request, key=route.key) as body:
             return await self._pass_on(request, route, index, body)
 
     async def _pass_on(
@@ -232,12 +245,21 @@ class Gateway:
         task = asyncio.current_task()
         replica.requests.add(task)
         headers = {n: request.headers[n] for n in PASSED_HEADERS if n in request.headers}
+        headers[GATEWAY] = self.keys.fleet_key
         url = URL(f"http://{replica.address}{route.path}", encoded=True)
         try:
             async with self.session.request(
                 request.method, url, data=body or None, headers=headers, allow_redirects=False
             ) as upstream:
-                return await self._return_answer(request, upstream)
+                if upstream.status == STATUS_OVER:
+                    self._end_key(route.key)
+                taken = False
+                try:
+                    response, taken = await self._return_answer(request, upstream)
+                finally:
+                    if not taken and ANSWER in upstream.headers:
+                        self.work.tell_lost(replica, route.key, upstream.headers[ANSWER])
+                return response
         except asyncio.CancelledError:
             if task in replica.requests:  # the client has gone
                 raise
@@ -249,17 +271,25 @@ class Gateway:
         finally:
             replica.requests.discard(task)
 
+    def _end_key(self, key: str) -> None:
+        """An episode is over: cut off what its agent holds."""
+        self.ended[key] = None
+        if len(self.ended) > MOST_ENDED:
+            del self.ended[next(iter(self.ended))]
+        self.server.end_key(key)
+
     async def _return_answer(
         self, request: web.BaseRequest, upstream: aiohttp.ClientResponse
-    ) -> web.StreamResponse:
-        """Send a replica's answer to the client."""
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send a replica's answer to the client. Returns the response, and whether the client has
+        taken all of it."""
         headers = {n: upstream.headers[n] for n in RETURNED_HEADERS if n in upstream.headers}
         content_type = upstream.headers.get("Content-Type", "application/json")
         length = upstream.content_length
         if length is not None and length <= HELD_ANSWER:
             answer = Answer(upstream.status, content_type, [await upstream.read()])
-            response, _ = await self.server.send(request, answer, headers)
-            return response
+            over = upstream.status == STATUS_OVER
+            return await self.server.send(request, answer, headers, close=over)
         response = web.StreamResponse(
             status=upstream.status, headers=headers | {"Content-Type": content_type}
         )
@@ -268,17 +298,20 @@ class Gateway:
         else:
             response.enable_chunked_encoding()
         taken = await self.server.write(request, response.prepare(request))
+        left_s = self.server.limits.write_s  # for the client to take all pieces
         try:
             async for piece in upstream.content.iter_any():
-                taken = taken and await self.server.write(request, response.write(piece))
+                begin = time.monotonic()
+                writing = response.write(piece)
+                taken = taken and await self.server.write(request, writing, left_s)
+                left_s -= time.monotonic() - begin
                 if not taken:
-                    return response
+                    return response, False
         except aiohttp.ClientError:  # the client must not take half an answer for a whole one
             if request.transport is not None:
                 request.transport.abort()
-            return response
-        await self.server.write(request, response.write_eof())
-        return response
+            return response, False
+        return response, await self.server.write(request, response.write_eof())
 
 
 def _end_requests(replica: KnownReplica) -> None:

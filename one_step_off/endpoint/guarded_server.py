@@ -1,8 +1,9 @@
 """An HTTP server that hostile clients can neither stop nor fill: the gateway's and the replicas'.
 
 Connections, heads, bodies and answers all have limits in number, bytes and seconds. A connection is
-a stranger's until it has sent a valid key. Where there are too many, the oldest stranger's is
-closed, so that strangers cannot keep agents out.
+a stranger's until it has sent a valid key, and again when that key has ended. Where there are too
+many, the oldest stranger's is closed, so that strangers cannot keep agents out; then one without a
+request in progress, of the key that has most. No key has more than its share.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import json
 import logging
 import resource
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,8 +27,13 @@ MIB = 1 << 20
 BACKLOG = 4096
 RESERVED_FILES = 256  # file descriptors for what is no connection of a client
 FILES_PER_CONNECTION = 2  # the gateway has one to the replica, too
+SEND_BUFFER = 1 << 16
+"""Bytes of an answer, about, that the kernel takes from the server before the client does."""
+
 SWEEP_S = 1.0
 CONNECTIONS_PER_EPISODE = 4
+SHARE_OF_KEY = 4
+"""A key has at most one in so many of the connections."""
 CLOSE_S = 2.0
 """Seconds for the requests in progress at the end of the server."""
 OVERLOADED = (
@@ -47,21 +54,25 @@ class HttpLimits:
 
     Attributes:
         connections: at once; fewer where the process may open fewer files.
+        connections_per_key: at once.
         stranger_s: for a new connection to send the head of a request with a valid key.
         keep_alive_s: until a connection without a request is closed.
         head_bytes: of the request line, and of each header.
         body_bytes: of one request.
         all_bodies_bytes: of all requests in progress.
+        bodies_bytes_per_key: of those with one key.
         body_s: for a client to send a request's body.
         write_s: for a client to take an answer.
     """
 
     connections: int = 4096
+    connections_per_key: int = 64
     stranger_s: float = 10.0
     keep_alive_s: float = 60.0
     head_bytes: int = 8190
     body_bytes: int = 32 * MIB
     all_bodies_bytes: int = 1024 * MIB
+    bodies_bytes_per_key: int = 128 * MIB
     body_s: float = 60.0
     write_s: float = 60.0
 
@@ -88,8 +99,11 @@ class GuardedServer(web.Server):
     Attributes:
         most_connections: at once.
         open: the connections.
+        busy: those of them with a request in progress.
         strangers: those that have sent no valid key -> when they were opened, oldest first.
+        by_key: those that have, oldest first.
         bodies_bytes: of all requests in progress.
+        bodies_of_key: key -> the same of the requests with it.
     """
 
     def __init__(self, handler: Handler, limits: HttpLimits) -> None:
@@ -109,8 +123,14 @@ class GuardedServer(web.Server):
         files = raise_file_limit() - RESERVED_FILES
         self.most_connections = max(1, min(limits.connections, files // FILES_PER_CONNECTION))
         self.open: set[web.RequestHandler] = set()
+        share = max(1, self.most_connections // SHARE_OF_KEY)
+        self.most_per_key = min(limits.connections_per_key, share)
+        self.busy: set[web.RequestHandler] = set()
         self.strangers: dict[web.RequestHandler, float] = {}
+        self.by_key: dict[str, dict[web.RequestHandler, None]] = {}
+        self._keys: dict[web.RequestHandler, str] = {}
         self.bodies_bytes = 0
+        self.bodies_of_key: Counter[str] = Counter()
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.Task | None = None
 
@@ -135,12 +155,14 @@ class GuardedServer(web.Server):
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         """Called by aiohttp."""
         super().connection_made(handler, transport)
+        transport.set_write_buffer_limits(0)  # a write has ended when the kernel has taken all
         if len(self.open) >= self.most_connections:
-            if not self.strangers:
+            spare = next(iter(self.strangers), None) or self._idlest()
+            if spare is None:
                 transport.write(OVERLOADED)
                 transport.close()
                 return
-            self._abort(next(iter(self.strangers)))
+            self._abort(spare)
         self.open.add(handler)
         self.strangers[handler] = self._loop.time()
 
@@ -148,20 +170,64 @@ class GuardedServer(web.Server):
         self, handler: web.RequestHandler, exc: BaseException | None = None
     ) -> None:
         """Called by aiohttp."""
+        self._forget(handler)
+        super().connection_lost(handler, exc)
+
+    def _forget(self, handler: web.RequestHandler) -> None:
         self.open.discard(handler)
         self.strangers.pop(handler, None)
-        super().connection_lost(handler, exc)
+        self._disown(handler)
+
+    def _disown(self, handler: web.RequestHandler) -> None:
+        key = self._keys.pop(handler, None)
+        if key is not None:
+            self.by_key[key].pop(handler)
+            if not self.by_key[key]:
+                del self.by_key[key]
 
     def _abort(self, handler: web.RequestHandler) -> None:
         """Close a connection at once."""
-        self.open.discard(handler)
-        self.strangers.pop(handler, None)
+        self._forget(handler)
         if handler.transport is not None:
             handler.transport.abort()
 
-    def admit(self, request: web.BaseRequest) -> None:
-        """The request has a valid key: its connection is a stranger's no longer."""
-        self.strangers.pop(request.protocol, None)
+    def _idlest(self) -> web.RequestHandler | None:
+        """A connection without a request, of the key that has most connections; None: all have
+        requests."""
+        idle = self.open - self.busy
+        own = self.by_key
+        return max(idle, key=lambda one: len(own.get(self._keys.get(one, ""), ())), default=None)
+
+    def admit(self, request: web.BaseRequest, key: str = "") -> None:
+        """The request has a valid key: its connection is a stranger's no longer.
+
+        Args:
+            key: whose share of the connections it counts to; "": nobody's.
+
+        Raises:
+            Refused: the key has too many connections, all with requests.
+        """
+        handler = request.protocol
+        if key and self._keys.get(handler) != key:
+            own = self.by_key.get(key, {})
+            if len(own) >= self.most_per_key:
+                idle = next((one for one in own if one not in self.busy), None)
+                if idle is None:
+                    message = f"{len(own)} connections have this key; close some"
+                    raise Refused(
+                        429, "too_many_connections", message, request.path, RETRY_SOON, close=True
+                    )
+                self._abort(idle)
+            self._disown(handler)
+            self.by_key.setdefault(key, {})[handler] = None
+            self._keys[handler] = key
+        self.strangers.pop(handler, None)
+
+    def end_key(self, key: str) -> None:
+        """A key is valid no longer: its connections are strangers' until they send another one."""
+        for handler in list(self.by_key.get(key, ())):
+            self._disown(handler)
+            self.strangers[handler] = self._loop.time()
 
     async def _close_slow_strangers(self) -> None:
         while True:
@@ -175,6 +241,13 @@ class GuardedServer(web.Server):
 
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
         """What aiohttp calls for each request."""
+        self.busy.add(request.protocol)
+        try:
+            return await self._answer(request)
+        finally:
+            self.busy.discard(request.protocol)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             return await self.handler(request)
         except Refused as refused:
@@ -192,12 +265,17 @@ class GuardedServer(web.Server):
             return response
 
     @contextlib.asynccontextmanager
-    async def body(self, request: web.BaseRequest, most: int | None = None) -> AsyncIterator[bytes]:
+    async def body(
+        self, request: web.BaseRequest, most: int | None = None, key: str = ""
+    ) -> AsyncIterator[bytes]:
         """The body of a request; it counts as memory in use during the block.
 
+        Args:
+            key: whose share of the memory it counts to; "": nobody's.
+
         Raises:
-            Refused: it is compressed, too large, too slow, or malformed; or those of all requests
-                are too large.
+            Refused: it is compressed, too large, too slow, or malformed; or those of all requests,
+                or of all with this key, are too large.
         """
         pieces: list[bytes] = []
         counted = 0
@@ -206,12 +284,23 @@ class GuardedServer(web.Server):
                 pieces.append(piece)
                 counted += len(piece)
                 self.bodies_bytes += len(piece)
-                if self.bodies_bytes > self.limits.all_bodies_bytes:
-                    message = "the requests in progress are too large together; try again"
-                    raise Refused(503, "overloaded", message, request.path, RETRY_SOON, close=True)
+                self.bodies_of_key[key] += len(piece)
+                self._check_bodies(request, key)
             yield b"".join(pieces)
         finally:
             self.bodies_bytes -= counted
+            self.bodies_of_key[key] -= counted
+            if not self.bodies_of_key[key]:
+                del self.bodies_of_key[key]
+
+    def _check_bodies(self, request: web.BaseRequest, key: str) -> None:
+        """Raises Refused: the requests in progress are too large together."""
+        message = "the requests in progress are too large together; try again"
+        if key and self.bodies_of_key[key] > self.limits.bodies_bytes_per_key:
+            message = f"of this episode, {message}"
+            raise Refused(429, "too_many_requests", message, request.path, RETRY_SOON, close=True)
+        if self.bodies_bytes > self.limits.all_bodies_bytes:
+            raise Refused(503, "overloaded", message, request.path, RETRY_SOON, close=True)
 
     async def body_pieces(
         self, request: web.BaseRequest, most: int | None = None
@@ -275,13 +364,22 @@ class GuardedServer(web.Server):
 
         return response, await self.write(request, write())
 
-    async def write(self, request: web.BaseRequest, writing: Awaitable[Any]) -> bool:
-        """Await a write to the client, who has `write_s` seconds to take it. Returns whether it was
-        taken. A client that did not take it is disconnected."""
+    async def write(
+        self, request: web.BaseRequest, writing: Awaitable[Any], seconds: float | None = None
+    ) -> bool:
+        """Await a write to the client.
+
+        Args:
+            seconds: that the client has to take it; None: `write_s`.
+
+        Returns:
+            Whether it was taken. A client that did not take it is disconnected.
+        """
         transport = request.transport
         try:
-            async with asyncio.timeout(self.limits.write_s):
+            async with asyncio.timeout(self.limits.write_s if seconds is None else seconds):
                 await writing
+                await request.writer.drain()
         except (TimeoutError, ConnectionError):
             if transport is not None:
                 transport.abort()
@@ -304,6 +402,7 @@ def open_listener(host: str, port: int) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         listening.bind((host, port))
         listening.listen(BACKLOG)
         listening.setblocking(False)

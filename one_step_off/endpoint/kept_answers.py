@@ -8,10 +8,12 @@ refused: no answer was made for it, and those of equal requests belong to others
 
 import asyncio
 import hashlib
+import itertools
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from agent_loop.episode import Episode
 from one_step_off.endpoint.answers import Answer
 
 MOST_KEPT = 8
@@ -20,6 +22,8 @@ MOST_KEPT_BYTES = 1 << 18
 
 MOST_REFUSED = 1024
 """Refused requests of an episode that are remembered."""
+
+MOST_DIGITS = 9  # of a number of retries; Python refuses to read very long ones
 
 COUNTED_RETRIES = "x-stainless-retry-count"
 
@@ -42,7 +46,8 @@ class Attempt:
     def of(cls, path: str, body: bytes, headers: Mapping[str, str]) -> "Attempt":
         """The SDKs of OpenAI and Anthropic count their retries, and others name each request."""
         counted = headers.get(COUNTED_RETRIES, "").strip() or "0"
-        retries = int(counted) if counted.isascii() and counted.isdigit() else 1
+        is_number = counted.isascii() and counted.isdigit() and len(counted) <= MOST_DIGITS
+        retries = int(counted) if is_number else 1
         return cls(request_digest(path, body, headers), retries, "Idempotency-Key" in headers)
 
     @property
@@ -60,6 +65,7 @@ class KeptAnswer:
         making: the task that makes it. It continues when the client disconnects.
         clients: that wait for it, or are being sent it.
         delivered: whether a client has taken all of it.
+        number: its name between the gateway and the replica.
         retries: the highest count of retries among the requests that it was given to.
     """
 
@@ -68,6 +74,15 @@ class KeptAnswer:
     clients: int = 0
     delivered: bool = False
     retries: int = 0
+    number: int = field(default_factory=itertools.count(1).__next__)
+
+    def lose(self, episode: Episode) -> None:
+        """The client has not taken it after all, but the gateway alone. What another turn was built
+        on was taken."""
+        self.delivered = False
+        built_on = {turn.parent for turn in episode.turns_done}
+        for turn in self.making.result().turns:
+            turn.delivered = turn in built_on
 
     @property
     def idle(self) -> bool:
@@ -120,6 +135,11 @@ class KeptAnswers:
         taken = (undelivered or others)[-1]
         taken.retries = max(taken.retries, attempt.retries)
         return taken
+
+    def find(self, number: str) -> KeptAnswer | None:
+        """The delivered answer of this number; None: it is kept no longer."""
+        found = [one for one in self._answers if str(one.number) == number and one.delivered]
+        return found[0] if found else None
 
     def refuse(self, attempt: Attempt) -> None:
         """No answer is made for a request: its next retry is not to get that of an equal one."""

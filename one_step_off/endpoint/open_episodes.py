@@ -95,10 +95,12 @@ class OpenEpisodes:
             del self._reasons[next(iter(self._reasons))]
             self._has_forgotten = True
 
-    def close_all(self, reason: str) -> None:
-        """End all episodes, as `close`."""
-        for key in list(self._open):
+    def close_all(self, reason: str) -> list[str]:
+        """End all episodes, as `close`. Returns their keys."""
+        keys = list(self._open)
+        for key in keys:
             self.close(key, reason)
+        return keys
 
     def of(self, episode: Episode) -> OpenEpisode:
         """The record of an episode. Raises KeyError: it is closed."""

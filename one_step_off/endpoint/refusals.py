@@ -10,6 +10,7 @@ from one_step_off.endpoint.answers import Answer, error_answer
 
 NO_RETRY = {"x-should-retry": "false"}
 RETRY_SOON = {"Retry-After": "1"}
+STATUS_OVER = 410
 
 
 class Refused(Exception):
@@ -56,7 +57,7 @@ def unknown_key(path: str, has_key: bool) -> Refused:
 
 def episode_over(path: str, reason: str, message: str) -> Refused:
     """The episode takes no more requests."""
-    return Refused(410, "episode_over", message, path, NO_RETRY, reason=reason)
+    return Refused(STATUS_OVER, "episode_over", message, path, NO_RETRY, close=True, reason=reason)
 
 
 def replica_gone(path: str) -> Refused:

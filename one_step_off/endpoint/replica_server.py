@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -37,8 +38,8 @@ from one_step_off.endpoint.refusals import (
     episode_over,
     unknown_key,
 )
-from one_step_off.endpoint.routes import Route, route_of
-from one_step_off.endpoint.waiting import happens, seconds_to_wait
+from one_step_off.endpoint.routes import ANSWER, GATEWAY, Route, route_of
+from one_step_off.endpoint.waiting import happens, in_thread, seconds_to_wait
 from one_step_off.rewards.reward import MAX_REWARD, Reward
 
 KEEP_ALIVE_S = 15.0
@@ -47,7 +48,7 @@ KEEP_ALIVE_S = 15.0
 MOST_AT_ONCE = 32
 """Requests of one episode in progress."""
 
-SMALL_BODY = 1 << 20  # bytes of a reward or an error
+SMALL_BODY = 1 << 20  # bytes of a reward or an error, and of what is hashed at once
 REGISTER_S = 2.0
 REGISTER_PAUSE_S = 0.02
 REGISTER_TIMEOUT_S = 5.0
@@ -129,6 +130,7 @@ class ReplicaServer:
             "reward": self._reward,
             "end": self._end,
             "return": self._return,
+            "lost": self._lost,
         }
 
     @property
@@ -162,10 +164,14 @@ class ReplicaServer:
     def close(self, episode: Episode, reason: str = "ended") -> None:
         """End an episode: requests with its key are refused, those in progress too."""
         self.episodes.close(episode.key, reason)
+        if self.address:
+            self._server.end_key(episode.key)
 
     def close_all(self, reason: str) -> None:
         """End all episodes."""
-        self.episodes.close_all(reason)
+        keys = self.episodes.close_all(reason)
+        for key in keys if self.address else ():
+            self._server.end_key(key)
 
     async def offer(self, episode: Episode) -> None:
         """Give this episode to the next agent that asks for work. Returns when the agent, or its
@@ -208,8 +214,12 @@ class ReplicaServer:
     def _admit(self, request: web.BaseRequest, route: Route) -> OpenEpisode:
         """The episode of a request. Raises Refused."""
         open_episode = self.episodes.find(route.key, route.path)
-        self._server.admit(request)
+        self._server.admit(request, "" if self._from_gateway(request) else route.key)
         return open_episode
+
+    def _from_gateway(self, request: web.BaseRequest) -> bool:
+        """Whether the gateway sent it, whose connections are those of all agents."""
+        return self.keys.is_fleet_key(request.headers.get(GATEWAY, ""))
 
     async def _reply(self, request: web.BaseRequest, content: Any) -> web.StreamResponse:
         response, _ = await self._server.send(request, json_answer(200, content))
@@ -221,19 +231,22 @@ class ReplicaServer:
         asking.asked = True
         if self.serving is None:
             raise Refused(503, "starting", "the engine is starting", route.path, RETRY_SOON)
-        async with self._server.body(request) as body:
-            attempt = Attempt.of(route.path, body, request.headers)
+        async with self._server.body(request, key=route.key) as body:
+            read = partial(Attempt.of, route.path, body, request.headers)
+            attempt = await in_thread(read) if len(body) > SMALL_BODY else read()
             kept = asking.answers.take(attempt)
             if kept is None:
                 kept = self._begin(asking, route.path, body, attempt)
             kept.clients += 1
             try:
                 done, _ = await asyncio.wait([kept.making], timeout=KEEP_ALIVE_S)
-                if not done and is_streamed(body):
+                if not done and await in_thread(is_streamed, body):
                     return await self._stream(request, route.path, asking, kept)
                 await asyncio.wait([kept.making])
                 answer = _answer_of(asking, kept, route.path)
-                headers = NO_RETRY if answer.status >= 400 else None
+                headers = dict(NO_RETRY) if answer.status >= 400 else {}
+                if self._from_gateway(request):
+                    headers[ANSWER] = str(kept.number)
                 response, sent = await self._server.send(request, answer, headers)
                 _mark_sent(kept, answer, sent)
                 return response
@@ -280,6 +293,8 @@ class ReplicaServer:
         """Send comments until the answer is there, then its events. The status is sent by then, so
         that an error is an event, too."""
         head = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        if self._from_gateway(request):
+            head[ANSWER] = str(kept.number)
         response = web.StreamResponse(headers=head)
         response.enable_chunked_encoding()
         sent = await self._server.write(request, response.prepare(request))
@@ -406,6 +421,15 @@ class ReplicaServer:
                     if not offered.ended.is_set():
                         return offered
         return None
+
+    async def _lost(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
+        """The agent has not taken an answer that the gateway has taken."""
+        self._check_fleet_key(Route(route.name, route.path, request.headers.get("x-api-key", "")))
+        losing = self._admit(request, route)
+        kept = losing.answers.find(request.query.get("answer", ""))
+        if kept is not None:
+            kept.lose(losing.episode)
+        return await self._reply(request, {"lost": kept is not None})
 
     async def _return(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """The gateway could not give an episode to the agent that had asked for work."""

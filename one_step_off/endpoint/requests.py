@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from one_step_off.endpoint.conversation import ConversationRecord, RequestRefused
+from one_step_off.endpoint.parsers import whole_characters
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -19,11 +20,28 @@ COMPLETION_TOKENS = 16
 
 REFUSED_KEYS = {
     RESPONSES: ("background", "conversation"),
-    COMPLETIONS: ("suffix", "echo", "prompt_embeds"),
-    CHAT: ("echo", "chat_template"),
+    COMPLETIONS: ("suffix", "echo", "prompt_embeds", "use_beam_search"),
+    CHAT: ("echo", "chat_template", "use_beam_search"),
     GENERATE: ("features", "content_parts"),
 }
 """Keys by path that the endpoint does not serve, where they hold anything."""
+
+CHANGES_DISTRIBUTION = (
+    "changes the distribution that tokens are sampled from, so that the policy cannot be trained "
+    "on them; leave it out"
+)
+MANY_ENTRIES = ("logit_bias", "allowed_token_ids", "bad_words")
+"""Such keys, of which each entry would cost time before the engine refuses them."""
+
+MOST_STOP_CHARS = 10_000
+LEAST_VALUES = 100_000
+VALUES_PER_TOKEN = 32
+"""JSON values that a request may have at least, and those per token that an episode has room for.
+A value in a text is a comma or a bracket."""
+
+
+class RequestTooLong(RequestRefused):
+    """A request is longer than any context."""
 
 
 class ThreadRefused(RequestRefused):
@@ -31,14 +49,23 @@ class ThreadRefused(RequestRefused):
     falls back to whole histories by itself."""
 
 
-def parse_body(path: str, body: bytes) -> dict[str, Any]:
+def parse_body(path: str, body: bytes, max_sequence: int) -> dict[str, Any]:
     """The JSON object of a request.
+
+    Args:
+        max_sequence: tokens of context and answer together at most.
 
     Raises:
         RequestRefused: it is none, or it asks for what the endpoint does not serve.
+        RequestTooLong: it has more parts than a context of so many tokens has room for.
     """
+    values = sum(map(body.count, (b",", b"[", b"{")))
+    if values > LEAST_VALUES + VALUES_PER_TOKEN * max_sequence:
+        raise RequestTooLong(f"{values} JSON values are too many for {max_sequence} tokens")
     try:
         content = json.loads(body)
+        if b"\\ud" in body.lower():
+            content = json.loads(whole_characters(json.dumps(content, ensure_ascii=False)))
     except (ValueError, RecursionError) as e:
         raise RequestRefused(f"the body is not JSON: {e}") from None
     if not isinstance(content, dict):
@@ -46,11 +73,45 @@ def parse_body(path: str, body: bytes) -> dict[str, Any]:
     for key in REFUSED_KEYS.get(path, ()):
         if content.get(key):
             raise RequestRefused(f"{key}: this endpoint does not serve it; leave it out")
-    if not isinstance(content.get("messages", []), list):
+    _check_sampling(content)
+    messages = content.get("messages", [])
+    if not isinstance(messages, list):
         raise RequestRefused("messages: must be a list of messages")
+    if len(messages) > max_sequence:  # each has a token at least
+        raise RequestTooLong(f"{len(messages)} messages are too many for {max_sequence} tokens")
     if content.get("thread") and path == MESSAGES:
         raise ThreadRefused("thread: this endpoint keeps no threads; send the whole history")
     return content
+
+
+def _check_sampling(content: dict[str, Any]) -> None:
+    """Refuse what vLLM's classes would take long to read. Raises RequestRefused."""
+    nested = content.get("sampling_params")
+    places = [content, nested] if isinstance(nested, dict) else [content]
+    for place in places:
+        for key in MANY_ENTRIES:
+            if place.get(key):
+                raise RequestRefused(f"{key}: {CHANGES_DISTRIBUTION}")
+        for key in ("stop", "stop_sequences"):
+            texts = place.get(key) or ()
+            if len(json.dumps(texts, default=str)) > MOST_STOP_CHARS:
+                raise RequestRefused(f"{key}: has more than {MOST_STOP_CHARS} characters")
+
+
+def take_stream(content: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether an answer is to be sent as events, and whether with its usage. Takes both out of the
+    request: vLLM makes a whole answer.
+
+    Raises:
+        RequestRefused: they are of another type.
+    """
+    stream = content.pop("stream", None)
+    options = content.pop("stream_options", None)
+    if not isinstance(stream, bool | None):
+        raise RequestRefused(f"stream: must be true or false, not {stream!r:.40}")
+    if not isinstance(options, dict | None):
+        raise RequestRefused(f"stream_options: must be an object, not {options!r:.40}")
+    return bool(stream), bool((options or {}).get("include_usage"))
 
 
 def take_max_tokens(path: str, content: dict[str, Any]) -> int | None:

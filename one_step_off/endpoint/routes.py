@@ -22,9 +22,17 @@ POLICY_PATHS = frozenset(
 
 MODELS = "/v1/models"
 NEXT = "/v1/episodes/next"
+INTERNAL = ("return", "lost")
+"""Names of the routes that only the gateway may use."""
 
-_EPISODE_PATH = re.compile(r"/v1/episodes/([A-Za-z0-9_-]{1,80})(?:/(reward|end|return))?")
-_EPISODE_METHODS = {"": "GET", "reward": "POST", "end": "POST", "return": "POST"}
+GATEWAY = "x-ose-gateway"
+"""Header of the gateway's requests: the fleet key."""
+
+ANSWER = "x-ose-answer"
+"""Header of the answers that the gateway gets: the number of a kept answer."""
+
+_EPISODE_PATH = re.compile(r"/v1/episodes/([A-Za-z0-9_-]{1,80})(?:/(reward|end|return|lost))?")
+_EPISODE_METHODS = {"": "GET", "reward": "POST", "end": "POST", "return": "POST", "lost": "POST"}
 KEY_CHARS = 200
 
 
@@ -33,7 +41,8 @@ class Route:
     """What a request asks for.
 
     Attributes:
-        name: one of "policy", "models", "next", "state", "reward", "end", "return".
+        name: one of "policy", "models", "next", "state", "reward", "end", "return",
+            "lost".
         path: without the query.
         key: of the episode, or of the fleet; "": none was sent.
     """

@@ -5,13 +5,18 @@ parts are ours: its renderer, so that what the policy said before is never token
 (`splicing`), and its engine, so that a request becomes a turn of an episode (`engine_client`).
 """
 
+import asyncio
+import copy
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
+from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-from pydantic import ValidationError
+from openai.types.responses import ResponseOutputMessage, ResponseOutputText
+from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
@@ -33,11 +38,12 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMValidationError
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from agent_loop.episode import LIMITS, Episode, EpisodeOver
 from one_step_off.config.schema import Config
-from one_step_off.endpoint import requests
+from one_step_off.endpoint import events, requests
 from one_step_off.endpoint.answers import Answer, error_answer, json_answer
 from one_step_off.endpoint.call import CURRENT_CALL, Call
 from one_step_off.endpoint.conversation import (
@@ -46,10 +52,10 @@ from one_step_off.endpoint.conversation import (
     plain_messages,
 )
 from one_step_off.endpoint.engine_client import EpisodeEngine
-from one_step_off.endpoint.parsers import tool_parser_name
+from one_step_off.endpoint.parsers import careful_parser, tool_parser_name
 from one_step_off.endpoint.refusals import episode_over
 from one_step_off.endpoint.splicing import SplicingRenderer
-from one_step_off.endpoint.streams import StreamedMessage, event_of_response, text_of_stream
+from one_step_off.endpoint.waiting import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +63,27 @@ MODEL = "policy"
 """The name under which vLLM serves the policy; requests may use any other."""
 
 EVENTS = "text/event-stream"
+TOO_LONG = "context_length_exceeded"  # OpenAI's name: some agents shorten their history then
+
+REQUESTS: dict[str, type[BaseModel]] = {
+    requests.CHAT: ChatCompletionRequest,
+    requests.COMPLETIONS: CompletionRequest,
+    requests.RESPONSES: ResponsesRequest,
+    requests.MESSAGES: AnthropicMessagesRequest,
+    requests.COUNT_TOKENS: AnthropicCountTokensRequest,
+    requests.GENERATE: GenerateRequest,
+}
+STREAMS: dict[str, Callable[[dict[str, Any], bool], list[bytes]]] = {
+    requests.CHAT: events.chat_events,
+    requests.COMPLETIONS: events.completion_events,
+    requests.RESPONSES: events.response_events,
+    requests.MESSAGES: events.message_events,
+    requests.GENERATE: events.token_events,
+}
+
+MOST_CONTEXTS = 8
+"""A request that is so many times too long is refused before it is tokenized. One that is less
+too long gets an empty answer, cut off at its length."""
 
 STATUS_OF_REFUSAL = 400
 STATUS_OF_LIMIT = 403  # clients do not try it again
@@ -64,39 +91,80 @@ STATUS_OF_FAILURE = 500
 
 
 class _Chat(OpenAIServingChat):
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`. The policy's turn is read in a thread."""
+
+    only_objects = False
+    """Whether the arguments of a call must be a JSON object."""
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         """See `OpenAIServingChat`."""
         return _noting_answer(await super().create_chat_completion(request, raw_request))
 
+    async def chat_completion_full_generator(
+        self, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """See `OpenAIServingChat`."""
+        outputs = [output async for output in result_generator]
+        make = super().chat_completion_full_generator
+        return await in_thread(_run, make, request, outputs, args, kwargs)
 
-class _Messages(AnthropicServingMessages):
+    def _make_parser(self, request: Any, tokenizer: Any, chat_template_kwargs: Any) -> Any:
+        parser = super()._make_parser(request, tokenizer, chat_template_kwargs)
+        return careful_parser(parser, self.only_objects)
+
+
+class _Messages(_Chat, AnthropicServingMessages):
     """`/v1/messages`, which vLLM serves by way of a chat."""
 
-    async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
-        """See `OpenAIServingChat`."""
-        return _noting_answer(await super().create_chat_completion(request, raw_request))
+    only_objects = True
+
+
+class _Responses(OpenAIServingResponses):
+    """`/v1/responses`."""
+
+    async def responses_full_generator(
+        self, request: Any, sampling_params: Any, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """See `OpenAIServingResponses`."""
+        outputs = [output async for output in result_generator]
+        make = partial(super().responses_full_generator, request, sampling_params)
+        return await in_thread(_run, make, outputs, args, kwargs)
+
+    def _make_response_output_items(self, *args: Any, **kwargs: Any) -> list[Any]:
+        items = super()._make_response_output_items(*args, **kwargs)
+        if not items:  # clients send back what was said, even nothing
+            nothing = ResponseOutputText(text="", annotations=[], type="output_text")
+            message = {"role": "assistant", "status": "completed", "type": "message"}
+            items = [ResponseOutputMessage(id=f"msg_{uuid4().hex}", content=[nothing], **message)]
+        return items
+
+    def _make_response_parser(self, request: Any, tokenizer: Any, chat_template_kwargs: Any) -> Any:
+        parser = super()._make_response_parser(request, tokenizer, chat_template_kwargs)
+        return careful_parser(parser)
+
+
+def _run(make: Callable[..., Any], *arguments: Any) -> Any:
+    """What `make`, a coroutine function of vLLM, returns. It has nothing to wait for.
+
+    Args:
+        arguments: its own; then the outputs that it iterates over, its other ones, and those with
+            names.
+    """
+    *first, outputs, args, kwargs = arguments
+
+    async def replay() -> AsyncIterator[Any]:
+        for output in outputs:
+            yield output
+
+    return asyncio.run(make(*first, replay(), *args, **kwargs))
 
 
 def _noting_answer(result: Any) -> Any:
-    """The result of a chat. Puts the answer into the current call, as the client receives it."""
-    if isinstance(result, ErrorResponse):
-        return result
-    call = CURRENT_CALL.get()
+    """The result of a chat. Puts the answer into the current call."""
     if isinstance(result, ChatCompletionResponse):
         message = result.choices[0].message.model_dump()
-        call.answer = plain_messages([message | {"role": "assistant"}])
-        return result
-    return _noting_events(result, call)
-
-
-async def _noting_events(events: AsyncIterator[str], call: Call) -> AsyncIterator[str]:
-    message = StreamedMessage()
-    async for event in events:
-        message.add(event)
-        yield event
-    call.answer = plain_messages([message.message()])
+        CURRENT_CALL.get().answer = plain_messages([message | {"role": "assistant"}])
+    return result
 
 
 class Serving:
@@ -124,23 +192,25 @@ class Serving:
             "tool_parser": tool_parser,
             "reasoning_parser": cfg.agent.reasoning_parser,
         }
+        bounded = copy.copy(engine.model_config)
+        bounded.max_model_len *= MOST_CONTEXTS
         online_renderer = OnlineRenderer(
-            client.model_config, renderer, request_logger=None, **common, **parsers
+            bounded, renderer, request_logger=None, **common, **parsers
         )
         shared: dict[str, Any] = {"online_renderer": online_renderer, "request_logger": None}
         self.models = models
         self.chat = _Chat(client, models, "assistant", **shared, **common, **parsers)
         self.messages = _Messages(client, models, "assistant", **shared, **common, **parsers)
-        self.responses = OpenAIServingResponses(client, models, **shared, **common, **parsers)
+        self.responses = _Responses(client, models, **shared, **common, **parsers)
         self.completions = OpenAIServingCompletion(client, models, **shared)
         self.tokens = ServingTokens(client, models, **shared)
-        self.routes: dict[str, Callable[[dict[str, Any], Call], Awaitable[Any]]] = {
-            requests.CHAT: self._chat,
-            requests.COMPLETIONS: self._completion,
-            requests.RESPONSES: self._response,
-            requests.MESSAGES: self._message,
-            requests.COUNT_TOKENS: self._count_tokens,
-            requests.GENERATE: self._generate,
+        self.routes: dict[str, Callable[[Any], Awaitable[Any]]] = {
+            requests.CHAT: self.chat.create_chat_completion,
+            requests.COMPLETIONS: self.completions.create_completion,
+            requests.RESPONSES: self.responses.create_responses,
+            requests.MESSAGES: self.messages.create_messages,
+            requests.COUNT_TOKENS: self.messages.count_tokens,
+            requests.GENERATE: self.tokens.serve_tokens,
         }
 
     async def answer(self, episode: Episode, path: str, body: bytes) -> Answer:
@@ -160,29 +230,25 @@ class Serving:
         call = Call(episode, record)
         token = CURRENT_CALL.set(call)
         try:
-            content = requests.parse_body(path, body)
-            call.max_tokens = requests.take_max_tokens(path, content)
-            content = requests.prepare(path, content, MODEL, record)
-            answer = await self._answer(path, content, call)
+            async with record.reading:
+                request = await in_thread(_read_request, path, body, call)
+            result = await self.routes[path](request)
+            if isinstance(result, ErrorResponse):
+                code = int(result.error.code)
+                answer = error_answer(path, code, result.error.type, result.error.message)
+            else:
+                async with record.reading:
+                    answer = await in_thread(_write_answer, path, result, call)
         except Exception as e:
             return self._failure(path, _not_canceled(call.error or e), episode)
         finally:
             CURRENT_CALL.reset(token)
-        if call.error is not None:  # the error has become an event, or an answer
+        if call.error is not None:  # the error has become an answer
             return self._failure(path, _not_canceled(call.error), episode)
         if answer.status == 200:
             call.remember()
-        answer.turns = call.turns
+            answer.turns = call.turns
         return answer
-
-    async def _answer(self, path: str, content: dict[str, Any], call: Call) -> Answer:
-        result = await self.routes[path](content, call)
-        if isinstance(result, ErrorResponse):
-            code = int(result.error.code)
-            return error_answer(path, code, result.error.type, result.error.message)
-        if isinstance(result, list):
-            return Answer(200, EVENTS, result)
-        return Answer(200, "application/json", [result])
 
     def _failure(self, path: str, error: BaseException, episode: Episode) -> Answer:
         """What the agent receives where the policy made no turn."""
@@ -199,6 +265,10 @@ class Serving:
                 return error_answer(path, STATUS_OF_LIMIT, f"episode_{error.reason}", str(error))
             case EpisodeOver():
                 return episode_over(path, error.reason, str(error)).answer
+            case requests.RequestTooLong():
+                return error_answer(path, STATUS_OF_REFUSAL, TOO_LONG, str(error))
+            case VLLMValidationError(parameter="input_tokens" | "input_text"):
+                return error_answer(path, STATUS_OF_REFUSAL, TOO_LONG, str(error))
             case RequestRefused():
                 return error_answer(path, STATUS_OF_REFUSAL, "invalid_request_error", str(error))
             case ValidationError():
@@ -210,59 +280,36 @@ class Serving:
             log.error("%s for episode %s failed", path, episode.name, exc_info=error)
         return error_answer(path, status, response.error.type, response.error.message)
 
-    # --- one method per path: an error, the JSON of an answer, or the events of a stream ---
 
-    async def _chat(self, content: dict[str, Any], call: Call) -> Any:
-        request = ChatCompletionRequest.model_validate(content)
-        return await _json_or_events(await self.chat.create_chat_completion(request))
+def _read_request(path: str, body: bytes, call: Call) -> BaseModel:
+    """The request as vLLM's classes take it.
 
-    async def _message(self, content: dict[str, Any], call: Call) -> Any:
-        request = AnthropicMessagesRequest.model_validate(content)
-        return await _json_or_events(
-            await self.messages.create_messages(request), exclude_none=True
-        )
+    Raises:
+        RequestRefused, ValidationError: it is none, or too long.
+    """
+    call.body_bytes = len(body)
+    content = requests.parse_body(path, body, call.episode.max_sequence)
+    call.max_tokens = requests.take_max_tokens(path, content)
+    call.stream, call.with_usage = requests.take_stream(content)
+    content = requests.prepare(path, content, MODEL, call.record)
+    if path == requests.RESPONSES:
+        call.items = requests.input_items(content)
+    return REQUESTS[path].model_validate(content)
 
-    async def _count_tokens(self, content: dict[str, Any], call: Call) -> Any:
-        request = AnthropicCountTokensRequest.model_validate(content)
-        return await _json_or_events(await self.messages.count_tokens(request), exclude_none=True)
 
-    async def _completion(self, content: dict[str, Any], call: Call) -> Any:
-        request = CompletionRequest.model_validate(content)
-        result = await self.completions.create_completion(request)
-        if isinstance(result, CompletionResponse):
-            call.answer_text = result.choices[0].text
-        answer = await _json_or_events(result)
-        if isinstance(answer, list):
-            call.answer_text = text_of_stream(answer)
-        return answer
-
-    async def _generate(self, content: dict[str, Any], call: Call) -> Any:
-        request = GenerateRequest.model_validate(content)
-        return await _json_or_events(await self.tokens.serve_tokens(request))
-
-    async def _response(self, content: dict[str, Any], call: Call) -> Any:
-        request = ResponsesRequest.model_validate(content)
-        result = await self.responses.create_responses(request)
-        if isinstance(result, ErrorResponse):
-            return result
-        events = None
-        response = result
-        if not isinstance(result, ResponsesResponse):
-            events = []
-            async for event in result:
-                events.append(event_of_response(event))
-                response = getattr(event, "response", None) or response
-        if isinstance(response, ResponsesResponse):
-            self._note_response(response, content, call)
-        if events is not None:
-            return events
-        return response.model_dump_json(by_alias=True).encode()
-
-    @staticmethod
-    def _note_response(response: ResponsesResponse, content: dict[str, Any], call: Call) -> None:
-        call.answer = plain_messages(construct_chat_messages_with_tool_call(response.output))
-        output = [item.model_dump(mode="json", exclude_none=True) for item in response.output]
-        call.record.responses[response.id] = [*requests.input_items(content), *output]
+def _write_answer(path: str, result: BaseModel, call: Call) -> Answer:
+    """What vLLM's classes returned, whole or as a stream."""
+    if isinstance(result, CompletionResponse):
+        call.answer_text = result.choices[0].text
+    if isinstance(result, ResponsesResponse):
+        call.answer = plain_messages(construct_chat_messages_with_tool_call(result.output))
+        output = [item.model_dump(mode="json", exclude_none=True) for item in result.output]
+        call.record.add_response(result.id, [*call.items, *output], call.body_bytes)
+    without_none = path.startswith(requests.MESSAGES)
+    content = result.model_dump(mode="json", by_alias=True, exclude_none=without_none)
+    if not call.stream:
+        return json_answer(200, content)
+    return Answer(200, EVENTS, STREAMS[path](content, call.with_usage))
 
 
 def _not_canceled(error: BaseException) -> BaseException:
@@ -278,14 +325,3 @@ def _validation_line(error: ValidationError) -> str:
     field = faults[0]["loc"][:1]
     reasons = dict.fromkeys(fault["msg"] for fault in faults if fault["loc"][:1] == field)
     return f"{'.'.join(map(str, field))}: {' or '.join(list(reasons)[:3])}"
-
-
-async def _json_or_events(result: Any, exclude_none: bool = False) -> Any:
-    """What a serving class returned, as an error, the bytes of JSON, or a list of events."""
-    if isinstance(result, ErrorResponse):
-        return result
-    if hasattr(result, "model_dump_json"):
-        return result.model_dump_json(exclude_none=exclude_none).encode()
-    if isinstance(result, (dict, list)):
-        return json.dumps(result).encode()
-    return [chunk.encode() async for chunk in result]

@@ -9,6 +9,7 @@ messages.
 
 import json
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,13 @@ from agent_loop.episode import Turn
 from one_step_off.config.errors import ConfigError
 from one_step_off.endpoint.call import CURRENT_CALL, Call
 from one_step_off.endpoint.conversation import PlainMessage, RequestRefused, plain_messages
+from one_step_off.endpoint.waiting import in_thread
 
 NOT_FOR_NEW_MESSAGES = ("tools", "tokenize", "add_generation_prompt", "continue_final_message")
 """Settings of the chat template that say nothing about the messages after a turn."""
+
+MOST_ENCODERS = 64
+"""Settings of the chat template whose encoders are kept."""
 
 
 class SplicingRenderer:
@@ -31,6 +36,8 @@ class SplicingRenderer:
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._encoders: dict[str, TurnEncoder] = {}
+        self._making_encoder = Lock()
+        self._token_chars = max(map(len, tokenizer.get_vocab()))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._renderer, name)
@@ -42,14 +49,33 @@ class SplicingRenderer:
         call = CURRENT_CALL.get()
         (messages,) = conversations
         template_kwargs = chat_params.chat_template_kwargs
-        call.settings = json.dumps(template_kwargs, sort_keys=True, default=str)
-        call.messages = plain_messages(messages)
-        ids = self._spliced(call, template_kwargs)
+        async with call.record.reading:
+            ids = await in_thread(self._known_ids, call, messages, template_kwargs)
         if ids is None:
             return await self._renderer.render_chat_async(
                 conversations, chat_params, *args, **kwargs
             )
         return [[]], [tokens_input(ids)]
+
+    def _known_ids(
+        self, call: Call, messages: list[Any], template_kwargs: dict[str, Any]
+    ) -> list[int] | None:
+        """What is known of the tokens of messages without rendering them all; None: nothing."""
+        call.settings = json.dumps(template_kwargs, sort_keys=True, default=str)
+        call.messages = plain_messages(messages)
+        ids = self._spliced(call, template_kwargs)
+        if ids is None:
+            own = [message.text for message in call.messages if message.role == "assistant"]
+            texts = [message.text for message in call.messages if message.role != "assistant"]
+            # Templates leave out some of what the policy said, of which no turn is too long.
+            ids = self._too_long(call, [*texts, max(own, key=len, default="")])
+        return ids
+
+    def _too_long(self, call: Call, texts: Sequence[str]) -> list[int] | None:
+        """Where texts have more characters than the episode has room for: any ids, as many as they
+        have at least. To tokenize them could take minutes."""
+        least = sum(map(len, texts)) // self._token_chars
+        return [0] * least if least > call.episode.max_sequence else None
 
     def _spliced(self, call: Call, template_kwargs: dict[str, Any]) -> list[int] | None:
         """The recorded tokens and those of the new messages; None: the messages must be
@@ -60,6 +86,9 @@ class SplicingRenderer:
         if found is None:
             return None
         turn, new_messages = found
+        too_long = self._too_long(call, [message.text for message in new_messages])
+        if too_long is not None:
+            return too_long
         try:
             new_ids = self._encoder(template_kwargs).encode(
                 [_as_message(message) for message in new_messages], turn.generated.ids
@@ -71,9 +100,12 @@ class SplicingRenderer:
     def _encoder(self, template_kwargs: dict[str, Any]) -> TurnEncoder:
         own = {k: v for k, v in template_kwargs.items() if k not in NOT_FOR_NEW_MESSAGES}
         name = json.dumps(own, sort_keys=True, default=str)
-        if name not in self._encoders:
-            self._encoders[name] = TurnEncoder(self._tokenizer, own)
-        return self._encoders[name]
+        with self._making_encoder:
+            if name not in self._encoders:
+                self._encoders[name] = TurnEncoder(self._tokenizer, own)
+            if len(self._encoders) > MOST_ENCODERS:
+                del self._encoders[next(iter(self._encoders))]
+            return self._encoders[name]
 
     async def render_cmpl_async(
         self, prompts: Sequence[Any], *args: Any, **kwargs: Any
@@ -89,13 +121,25 @@ class SplicingRenderer:
         text = _text_of_prompt(prompts[0])
         if text is not None:
             call.text = text
-            found = call.record.find_text(text)
-            known = self._text_after(*found) if found else None
-            if known is not None:
-                ids, new_text = known
-                new_ids = self._tokenizer(new_text, add_special_tokens=False)["input_ids"]
-                return [tokens_input([*ids.tolist(), *new_ids])]
+            async with call.record.reading:
+                ids = await in_thread(self._ids_of_text, call, text)
+            if ids is not None:
+                return [tokens_input(ids)]
         return await self._renderer.render_cmpl_async(prompts, *args, **kwargs)
+
+    def _ids_of_text(self, call: Call, text: str) -> list[int] | None:
+        """The recorded tokens that a prompt begins with, and those of the text behind them; None:
+        it begins with none."""
+        too_long = self._too_long(call, [text])
+        if too_long is not None:
+            return too_long
+        found = call.record.find_text(text)
+        known = self._text_after(*found) if found else None
+        if known is None:
+            return None
+        ids, new_text = known
+        new_ids = self._tokenizer(new_text, add_special_tokens=False)["input_ids"]
+        return [*ids.tolist(), *new_ids]
 
     def _text_after(self, turn: Turn, answer: str, text: str) -> tuple[np.ndarray, str] | None:
         """The recorded tokens of which the agent has the text, and the text behind them; None:

@@ -2,6 +2,10 @@
 
 import asyncio
 import contextlib
+import contextvars
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -10,6 +14,18 @@ from one_step_off.endpoint.refusals import Refused
 MOST_WAIT_S = 60.0
 DEFAULT_WAIT_S = 30.0
 LONGEST_TIMER_S = 1e6
+
+THREADS = ThreadPoolExecutor(2, "endpoint")
+"""For work on requests that would block the event loop: a replica that does not answer is killed.
+They are few, because what they do in Python makes the event loop wait for its turn."""
+
+Result = TypeVar("Result")
+
+
+async def in_thread(function: Callable[..., Result], *arguments: object) -> Result:
+    """What a function returns. It runs in one of `THREADS`, with the caller's context variables."""
+    run = contextvars.copy_context().run
+    return await asyncio.get_running_loop().run_in_executor(THREADS, run, function, *arguments)
 
 
 def seconds_to_wait(request: web.BaseRequest) -> float:

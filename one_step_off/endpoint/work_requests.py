@@ -131,8 +131,15 @@ class WorkRequests:
         replica = self.gateway.replicas.get(index)
         if replica is None:
             return
+        await self._post(replica, f"/v1/episodes/{key}/return")
+
+    def tell_lost(self, replica: KnownReplica, key: str, number: str) -> None:
+        """A client has not taken the answer of this number: nobody has seen the turns in it."""
+        self._start(self._post(replica, f"/v1/episodes/{key}/lost?answer={number}"))
+
+    async def _post(self, replica: KnownReplica, path: str) -> None:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with self._call(replica, "POST", f"/v1/episodes/{key}/return") as answer:
+            async with self._call(replica, "POST", path) as answer:
                 await answer.read()
 
     def _start(self, work) -> asyncio.Task:
