@@ -50,11 +50,12 @@ def parse_call(text: str, start: int = 0) -> tuple[Call, int]:
 def hermes_calls(text: str) -> list[Call]:
     """The calls in a turn of Hermes or Qwen: `<tool_call>{"name": ..., "arguments":
     {...}}</tool_call>`, any number of times, after the thoughts."""
-    return [call for _, call in find_hermes_calls(text)]
+    found, _ = scan_hermes(text)
+    return [call for _, call in found]
 
 
-def find_hermes_calls(text: str) -> list[tuple[int, Call]]:
-    """The same, each with the position of its tag.
+def scan_hermes(text: str) -> tuple[list[tuple[int, Call]], bool]:
+    """The same, each with the position of its tag; and whether the turn ends among its thoughts.
 
     A tag inside of a call's JSON is text. The first `</think>` elsewhere ends the thoughts, whose
     calls are none; later ones are text, too.
@@ -72,7 +73,7 @@ def find_hermes_calls(text: str) -> list[tuple[int, Call]]:
             found.clear()
             has_thought = True
             thinks = False
-    return found
+    return found, thinks
 
 
 def _tagged_call(text: str, start: int, thinks: bool) -> tuple[Call, int]:

@@ -2,6 +2,7 @@
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from agent_loop.episode import Episode, Turn
 from one_step_off.endpoint.conversation import ConversationRecord, PlainMessage
@@ -15,6 +16,7 @@ class Call:
         record: of the episode.
         max_tokens: of the answer, as the agent asked; None: as many as there is room for.
         settings: what the chat template was given besides the messages.
+        given: the messages of a chat request, as the client sent them.
         messages: that were rendered; None where the request has no messages.
         text: that was the prompt; None where it was no text.
         answer: the policy's answer as chat messages, as the client receives it.
@@ -27,6 +29,7 @@ class Call:
     record: ConversationRecord
     max_tokens: int | None = None
     settings: str = ""
+    given: list[Any] | None = None
     messages: list[PlainMessage] | None = None
     text: str | None = None
     answer: list[PlainMessage] = field(default_factory=list)

@@ -17,6 +17,11 @@ MARKS = (
 
 DEFAULT_TOOL_PARSER = "hermes"
 
+HERMES_PARSERS = ("hermes", "qwen3_json")
+"""vLLM's names of the parser that `hermes_parser` replaces."""
+
+OWN_HERMES = "hermes_by_json"
+
 
 def check_parsers(cfg: Config) -> None:
     """Check `agent.tool_parser` and `agent.reasoning_parser`.
@@ -42,7 +47,16 @@ def tool_parser_name(cfg: Config, tokenizer: Any) -> str | None:
     name = cfg.agent.tool_parser
     if name == "none":
         return None
-    return parser_of_template(str(tokenizer.chat_template)) if name == "auto" else name
+    if name == "auto":
+        name = parser_of_template(str(tokenizer.chat_template))
+    if name not in HERMES_PARSERS:
+        return name
+    from vllm.tool_parsers import ToolParserManager
+
+    ToolParserManager.register_lazy_module(
+        OWN_HERMES, "one_step_off.endpoint.hermes_parser", "HermesParser"
+    )
+    return OWN_HERMES
 
 
 def _check(cfg: Config, key: str, name: str, known: list[str]) -> None:

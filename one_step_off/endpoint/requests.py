@@ -3,7 +3,13 @@
 import json
 from typing import Any
 
-from one_step_off.endpoint.conversation import ConversationRecord, RequestRefused
+from one_step_off.data.messages import Message
+from one_step_off.endpoint.conversation import (
+    ConversationRecord,
+    RequestRefused,
+    checked_messages,
+    checked_tools,
+)
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -16,6 +22,9 @@ PATHS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, GENERATE)
 
 COMPLETION_TOKENS = 16
 """Tokens of a completion whose request names no number: OpenAI's default."""
+
+RENDERED = (CHAT, RESPONSES, MESSAGES, COUNT_TOKENS)
+"""The paths whose requests are written by the chat template."""
 
 REFUSED_KEYS = {
     RESPONSES: ("background", "conversation"),
@@ -76,7 +85,11 @@ def take_max_tokens(path: str, content: dict[str, Any]) -> int | None:
 
 
 def prepare(
-    path: str, content: dict[str, Any], model: str, record: ConversationRecord
+    path: str,
+    content: dict[str, Any],
+    model: str,
+    record: ConversationRecord,
+    settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The request as vLLM receives it.
 
@@ -86,11 +99,17 @@ def prepare(
     Args:
         model: the name under which vLLM serves the policy.
         record: of the episode, for `previous_response_id`.
+        settings: of the chat template, of the run and the row; the request's take precedence.
 
     Raises:
-        RequestRefused: the previous response is unknown.
+        RequestRefused: the previous response is unknown, or a message or tool cannot be used.
     """
     content = content | {"model": model}
+    own_settings = content.get("chat_template_kwargs")
+    if path in RENDERED and settings and isinstance(own_settings, dict | None):
+        content["chat_template_kwargs"] = settings | (own_settings or {})
+    if path == CHAT:
+        content["tools"] = checked_tools(content.get("tools"))
     content["tools"] = [_plain_tool(tool) for tool in content.get("tools") or ()]
     if not content["tools"]:
         del content["tools"]
@@ -101,6 +120,24 @@ def prepare(
         content = _with_history(content, record)
         content["store"] = False
     return content
+
+
+def as_vllm_checks(messages: list[Any]) -> list[Message]:
+    """Messages in the form that vLLM's checks of a request want: arguments are JSON text, calls
+    have ids.
+
+    Raises:
+        RequestRefused: names the message and the key that cannot be used.
+    """
+    checked = []
+    for message in checked_messages(messages, from_policy=True):
+        calls = []
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            calls.append({"id": "", **call, "function": function | {"arguments": text}})
+        checked.append(message | {"tool_calls": calls} if calls else message)
+    return checked
 
 
 def _plain_tool(tool: Any) -> Any:

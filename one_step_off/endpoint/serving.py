@@ -110,6 +110,7 @@ class Serving:
             tokenizer: the policy's.
         """
         self.records: WeakKeyDictionary[Episode, ConversationRecord] = WeakKeyDictionary()
+        self.settings = cfg.data.chat_template_kwargs
         # A policy that learns writes many broken calls; each would be a traceback in the log.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         client = EpisodeEngine(engine, tokenizer)
@@ -163,7 +164,8 @@ class Serving:
         try:
             content = requests.parse_body(path, body)
             call.max_tokens = requests.take_max_tokens(path, content)
-            content = requests.prepare(path, content, MODEL, record)
+            settings = self.settings | episode.prompt.chat_template_kwargs
+            content = requests.prepare(path, content, MODEL, record, settings)
             answer = await self._answer(path, content, call)
         except Exception as e:
             return self._failure(path, _not_canceled(call.error or e), episode)
@@ -218,6 +220,9 @@ class Serving:
     # --- one method per path: an error, the JSON of an answer, or the events of a stream ---
 
     async def _chat(self, content: dict[str, Any], call: Call) -> Any:
+        call.given = content.get("messages")
+        if call.given is not None:
+            content = content | {"messages": requests.as_vllm_checks(call.given)}
         request = ChatCompletionRequest.model_validate(content)
         return await _json_or_events(await self.chat.create_chat_completion(request))
 

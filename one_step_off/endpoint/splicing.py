@@ -17,11 +17,16 @@ from vllm.inputs.engine import tokens_input
 from agent_loop.chat_template import TurnEncoder
 from agent_loop.episode import Turn
 from one_step_off.config.errors import ConfigError
+from one_step_off.data.messages import knows_developer
 from one_step_off.endpoint.call import CURRENT_CALL, Call
-from one_step_off.endpoint.conversation import PlainMessage, RequestRefused, plain_messages
+from one_step_off.endpoint.conversation import (
+    RequestRefused,
+    checked_messages,
+    plain_messages,
+)
 
 NOT_FOR_NEW_MESSAGES = ("tools", "tokenize", "add_generation_prompt", "continue_final_message")
-"""Settings of the chat template that say nothing about the messages after a turn."""
+"""What vLLM's renderer receives besides the settings of the chat template."""
 
 
 class SplicingRenderer:
@@ -30,7 +35,7 @@ class SplicingRenderer:
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
         self._renderer = renderer
         self._tokenizer = tokenizer
-        self._encoders: dict[str, TurnEncoder] = {}
+        self._encoder = TurnEncoder(tokenizer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._renderer, name)
@@ -43,11 +48,13 @@ class SplicingRenderer:
         (messages,) = conversations
         template_kwargs = chat_params.chat_template_kwargs
         call.settings = json.dumps(template_kwargs, sort_keys=True, default=str)
+        if call.given is not None:  # as the client sent them: vLLM's own checks rewrite them
+            messages = call.given
         call.messages = plain_messages(messages)
         ids = self._spliced(call, template_kwargs)
         if ids is None:
             return await self._renderer.render_chat_async(
-                conversations, chat_params, *args, **kwargs
+                [checked_messages(messages)], chat_params, *args, **kwargs
             )
         return [[]], [tokens_input(ids)]
 
@@ -59,21 +66,22 @@ class SplicingRenderer:
         found = call.record.find(call.settings, call.messages)
         if found is None:
             return None
-        turn, new_messages = found
+        turn, said, new_messages = found
+        template = self._tokenizer.get_chat_template(tools=template_kwargs.get("tools"))
+        is_moved = any(message.role == "developer" for message in new_messages)
+        if is_moved and not knows_developer(template):
+            return None  # it goes to the beginning of the prompt, see `messages_for`
+        settings = {k: v for k, v in template_kwargs.items() if k not in NOT_FOR_NEW_MESSAGES}
         try:
-            new_ids = self._encoder(template_kwargs).encode(
-                [_as_message(message) for message in new_messages], turn.generated.ids
+            new_ids = self._encoder.encode(
+                [message.message for message in new_messages],
+                turn.generated.ids,
+                said.message.get("tool_calls", ()),
+                settings,
             )
         except ConfigError:  # the template cannot write these messages alone
             return None
         return np.concatenate([turn.ids, new_ids]).tolist()
-
-    def _encoder(self, template_kwargs: dict[str, Any]) -> TurnEncoder:
-        own = {k: v for k, v in template_kwargs.items() if k not in NOT_FOR_NEW_MESSAGES}
-        name = json.dumps(own, sort_keys=True, default=str)
-        if name not in self._encoders:
-            self._encoders[name] = TurnEncoder(self._tokenizer, own)
-        return self._encoders[name]
 
     async def render_cmpl_async(
         self, prompts: Sequence[Any], *args: Any, **kwargs: Any
@@ -112,10 +120,6 @@ class SplicingRenderer:
         if self._tokenizer.decode(ids[:-1]) == answer:
             return turn.ids[:-1], text
         return None
-
-
-def _as_message(message: PlainMessage) -> dict[str, str]:
-    return {"role": message.role, "content": message.text}
 
 
 def _text_of_prompt(prompt: Any) -> str | None:
