@@ -185,7 +185,7 @@ class TemplateNotes:
     @cached_property
     def _writes_calls(self) -> bool:
         name = secrets.token_hex(16)
-        call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": {}}}
+        call = {"id": name, "type": "function", "function": {"name": name, "arguments": {}}}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         return self._shows(name, [*QUESTION, turn], None)
 

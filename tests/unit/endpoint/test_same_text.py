@@ -111,7 +111,7 @@ def text_of_vllm(
     dumped = [tool.model_dump() for tool in request.tools] if request.tools else None
     params = request.build_chat_params(None, "string")
     params = params.with_defaults({"tools": dumped, "tokenize": False})
-    _, prompt = serving.chat.renderer._renderer.render_messages(request.messages, params)
+    _, prompt = serving.chat.renderer.render_messages(request.messages, params)
     return prompt["prompt"]
 
 
