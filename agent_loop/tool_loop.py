@@ -24,14 +24,17 @@ THOUGHTS_END = "</think>"
 CALL_BEGIN = "<tool_call>"
 CALL_END = "</tool_call>"
 
+LONGEST_TOKEN_OF_JSON = 6
+"""Characters of `\\u12ab`; `false` has five."""
+
 _TAG = re.compile(f"{CALL_BEGIN}|{THOUGHTS_END}")
 _BLANKS = re.compile(r"\s*")
 _SEPARATORS = re.compile(r"[; \n\t]*")
 
 
 def parse_call(text: str, start: int = 0) -> tuple[Call, int]:
-    """The call in JSON that begins at `start`, and where the JSON ends: at `start` where it is
-    none."""
+    """The call in JSON that begins at `start`, and where the JSON ends: at `start` where it is none,
+    and at the end of the text where it is cut off."""
     end = start
     try:
         parsed, end = json.JSONDecoder().raw_decode(text, start)
@@ -41,10 +44,20 @@ def parse_call(text: str, start: int = 0) -> tuple[Call, int]:
         if isinstance(arguments, str):  # some models write JSON inside of JSON
             arguments = json.loads(arguments)
     except (ValueError, RecursionError) as e:
+        if _is_cut_off(e, text):
+            end = len(text)
         return ("", f"the call is not valid JSON: {e}"), end
     if not isinstance(arguments, dict) or not isinstance(parsed.get("name"), str):
         return ("", 'a call is {"name": ..., "arguments": {...}}'), end
     return (parsed["name"], arguments), end
+
+
+def _is_cut_off(error: Exception, text: str) -> bool:
+    """Whether JSON is wrong because its text ends too early."""
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    in_string = error.msg.startswith("Unterminated string")
+    return error.doc is text and (in_string or len(text) - error.pos <= LONGEST_TOKEN_OF_JSON)
 
 
 def hermes_calls(text: str) -> list[Call]:
@@ -82,7 +95,10 @@ def _tagged_call(text: str, start: int, thinks: bool) -> tuple[Call, int]:
     Args:
         thinks: the tag stands among thoughts, which may mention it without a call.
     """
-    call, end = parse_call(text, _BLANKS.match(text, start).end())
+    begin = _BLANKS.match(text, start).end()
+    call, end = parse_call(text, begin)
+    if not call[0] and (end == begin or thinks):
+        end = start  # no JSON, or thoughts that begin like it
     behind = _BLANKS.match(text, end).end()
     if end > start and text.startswith(CALL_END, behind):
         return call, behind + len(CALL_END)
@@ -106,6 +122,8 @@ def llama_calls(text: str) -> list[Call]:
     while text.startswith("{", start):
         call, end = parse_call(text, start)
         calls.append(call)
+        if end == start:
+            break
         start = _SEPARATORS.match(text, end).end()
     return calls
 

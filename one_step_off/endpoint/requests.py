@@ -135,7 +135,9 @@ def as_vllm_checks(messages: list[Any]) -> list[Message]:
         for call in message.get("tool_calls", ()):
             function = call["function"]
             text = json.dumps(function["arguments"], ensure_ascii=False)
-            calls.append({"id": "", **call, "function": function | {"arguments": text}})
+            calls.append(
+                {"id": "", "type": "function", **call, "function": function | {"arguments": text}}
+            )
         checked.append(message | {"tool_calls": calls} if calls else message)
     return checked
 
