@@ -33,8 +33,8 @@ _SEPARATORS = re.compile(r"[; \n\t]*")
 
 
 def parse_call(text: str, start: int = 0) -> tuple[Call, int]:
-    """The call in JSON that begins at `start`, and where the JSON ends: at `start` where it is none,
-    and at the end of the text where it is cut off."""
+    """The call in JSON that begins at `start`, and where the JSON ends: at `start` where there is
+    none, and at the end of the text where it is cut off."""
     end = start
     try:
         parsed, end = json.JSONDecoder().raw_decode(text, start)
