@@ -133,8 +133,8 @@ def _text_and_thoughts(content: Any, role: str) -> tuple[str, str | None]:
         text = _text_of_part(part, f"content[{j}]", is_thought and role == ASSISTANT)
         if text is not None and role == "system" and text.startswith(_BILLING_HEADER):
             # Its first line changes in every request of Claude Code; vLLM leaves it out, too.
-            text = text.partition("\n")[2] or None
-        if text is None:
+            text = text.partition("\n")[2]
+        if not text:
             continue
         (thoughts if is_thought else texts).append(text)
     return "\n".join(texts), "\n".join(thoughts) if thoughts else None
@@ -219,6 +219,19 @@ def _arguments(arguments: Any) -> dict[str, Any] | None:
         except (ValueError, RecursionError):
             return None
     return dict(arguments) if isinstance(arguments, Mapping) else None
+
+
+def openai_messages(messages: Sequence[Message]) -> list[Message]:
+    """Normalized messages in the form of OpenAI's API: arguments are JSON text, calls have ids."""
+    chat = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False, default=str)
+            function = call["function"] | {"arguments": arguments}
+            calls.append({"id": "", "type": "function"} | call | {"function": function})
+        chat.append(message | {"tool_calls": calls} if calls else message)
+    return chat
 
 
 # --- tools and settings ---

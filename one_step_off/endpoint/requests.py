@@ -3,11 +3,9 @@
 import json
 from typing import Any
 
-from one_step_off.data.messages import Message
 from one_step_off.endpoint.conversation import (
     ConversationRecord,
     RequestRefused,
-    checked_messages,
     checked_tools,
 )
 
@@ -120,26 +118,6 @@ def prepare(
         content = _with_history(content, record)
         content["store"] = False
     return content
-
-
-def as_vllm_checks(messages: list[Any]) -> list[Message]:
-    """Messages in the form that vLLM's checks of a request want: arguments are JSON text, calls
-    have ids.
-
-    Raises:
-        RequestRefused: names the message and the key that cannot be used.
-    """
-    checked = []
-    for message in checked_messages(messages, from_policy=True):
-        calls = []
-        for call in message.get("tool_calls", ()):
-            function = call["function"]
-            text = json.dumps(function["arguments"], ensure_ascii=False)
-            calls.append(
-                {"id": "", "type": "function", **call, "function": function | {"arguments": text}}
-            )
-        checked.append(message | {"tool_calls": calls} if calls else message)
-    return checked
 
 
 def _plain_tool(tool: Any) -> Any:

@@ -38,12 +38,14 @@ from vllm.renderers.online_renderer import OnlineRenderer
 
 from agent_loop.episode import Episode, EpisodeOver
 from one_step_off.config.schema import Config
+from one_step_off.data.messages import openai_messages
 from one_step_off.endpoint import requests
 from one_step_off.endpoint.answers import Answer, error_answer, json_answer
 from one_step_off.endpoint.call import CURRENT_CALL, Call
 from one_step_off.endpoint.conversation import (
     ConversationRecord,
     RequestRefused,
+    checked_messages,
     plain_messages,
 )
 from one_step_off.endpoint.engine_client import EpisodeEngine
@@ -222,7 +224,8 @@ class Serving:
     async def _chat(self, content: dict[str, Any], call: Call) -> Any:
         call.given = content.get("messages")
         if call.given is not None:
-            content = content | {"messages": requests.as_vllm_checks(call.given)}
+            checked = checked_messages(call.given, from_policy=True)
+            content = content | {"messages": openai_messages(checked)}
         request = ChatCompletionRequest.model_validate(content)
         return await _json_or_events(await self.chat.create_chat_completion(request))
 

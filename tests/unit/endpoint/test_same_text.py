@@ -4,6 +4,7 @@ families, and the same tokens turn by turn."""
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from typing import Any
 
@@ -98,6 +99,22 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_serving(cfg)
 
 
+@functools.cache
+def own_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+
+
+def tokenizer_with(serving: Any, template: str) -> Any:
+    """A tokenizer with this template. vLLM's renderer, which has its own, gets it, too."""
+    renderer = serving.chat.renderer
+    renderer.get_tokenizer().chat_template = template
+    tokenizer = own_tokenizer(renderer.model_config.tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def text_of_vllm(
     serving: Any, messages: list[Any], tools: list[Any], own_settings: dict[str, Any]
 ) -> str:
@@ -116,7 +133,7 @@ def text_of_vllm(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(messages=CHATS, tools=TOOL_LISTS, own_settings=SETTINGS)
 def test_rows_have_the_text_of_vllms_server(
     serving: Any,
@@ -125,8 +142,7 @@ def test_rows_have_the_text_of_vllms_server(
     tools: list[Any],
     own_settings: dict[str, Any],
 ) -> None:
-    tokenizer = serving.chat.renderer.get_tokenizer()
-    tokenizer.chat_template = FAMILIES[family]
+    tokenizer = tokenizer_with(serving, FAMILIES[family])
     theirs = text_of_vllm(serving, messages, tools, own_settings)
     normalized = normalized_messages(messages, "messages")
     rendered_tools = normalized_tools(tools, "tools")
@@ -145,8 +161,7 @@ def test_rows_have_the_text_of_vllms_server(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_of_data_has_the_tokens_of_vllms_server(serving: Any, family: str, tmp_path) -> None:
-    tokenizer = serving.chat.renderer.get_tokenizer()
-    tokenizer.chat_template = FAMILIES[family]
+    tokenizer = tokenizer_with(serving, FAMILIES[family])
     function = {"name": "count_ships", "arguments": '{"harbour": "north", "since": 3}'}
     call = {"id": "functions.count_ships:0", "type": "function", "function": function}
     messages = [
@@ -185,8 +200,7 @@ def test_a_row_of_data_has_the_tokens_of_vllms_server(serving: Any, family: str,
 def test_answers_to_calls_are_what_the_template_writes_behind_the_calls(
     serving: Any, family: str, calls: list[Any], content: str, own_settings: dict[str, Any]
 ) -> None:
-    tokenizer = serving.chat.renderer.get_tokenizer()
-    tokenizer.chat_template = FAMILIES[family]
+    tokenizer = tokenizer_with(serving, FAMILIES[family])
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
     answers = [
         {
@@ -212,7 +226,7 @@ def test_answers_to_calls_are_what_the_template_writes_behind_the_calls(
 
 
 def test_a_template_that_hides_answers_to_calls_is_refused(serving: Any) -> None:
-    tokenizer = serving.chat.renderer.get_tokenizer()
-    tokenizer.chat_template = FAMILIES["kimi"].replace("{{ m.content }}<|im_end|>\n", "", 1)
+    hiding = FAMILIES["kimi"].replace("{{ m.content }}<|im_end|>\n", "", 1)
+    tokenizer = tokenizer_with(serving, hiding)
     with pytest.raises(ConfigError, match="does not render messages of 'tool'"):
         TurnEncoder(tokenizer).check_roles(("tool",))
