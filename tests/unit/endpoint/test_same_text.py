@@ -34,13 +34,16 @@ VALUES = st.recursive(
 )
 NAMES = st.sampled_from(["f", "count_ships", "sea.depth"])
 IDS = st.sampled_from(["call_1", "functions.f:0", "functions.f:0", "x"])  # duplicates too
-PARTS = st.one_of(
-    WORDS,
-    st.builds(lambda text: {"type": "text", "text": text}, WORDS),
-    st.builds(lambda text: {"type": "output_text", "text": text}, WORDS),
-    st.builds(lambda text: {"type": "refusal", "refusal": text}, WORDS),
-)
-CONTENTS = WORDS | st.lists(PARTS, min_size=1, max_size=3)
+TEXT_PARTS = st.builds(lambda text: {"type": "text", "text": text}, WORDS)
+REFUSALS = st.builds(lambda text: {"type": "refusal", "refusal": text}, WORDS)
+
+
+def contents_of(role: str) -> st.SearchStrategy:
+    """What vLLM's server accepts of such a message."""
+    parts = TEXT_PARTS | REFUSALS if role == "assistant" else TEXT_PARTS
+    return WORDS | st.lists(parts, min_size=1, max_size=3)
+
+
 ARGUMENTS = st.dictionaries(WORDS, VALUES, max_size=3)
 CALLS = st.builds(
     lambda id, name, arguments, blanks: {
@@ -54,7 +57,7 @@ CALLS = st.builds(
 
 @st.composite
 def messages_of(draw: Any, role: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": role, "content": draw(CONTENTS)}
+    message: dict[str, Any] = {"role": role, "content": draw(contents_of(role))}
     if draw(st.booleans()):
         message["name"] = draw(NAMES)
     if role == "tool" and draw(st.booleans()):
@@ -63,7 +66,7 @@ def messages_of(draw: Any, role: str) -> dict[str, Any]:
         calls = draw(st.lists(CALLS, max_size=3))
         if calls:
             message["tool_calls"] = calls
-            message["content"] = draw(st.none() | CONTENTS)
+            message["content"] = draw(st.none() | contents_of(role))
             if draw(st.booleans()):
                 del message["content"]
         thoughts = draw(st.sampled_from(["", "reasoning", "reasoning_content"]))
