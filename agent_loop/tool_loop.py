@@ -5,6 +5,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
@@ -63,30 +64,45 @@ def _is_cut_off(error: Exception, text: str) -> bool:
 def hermes_calls(text: str) -> list[Call]:
     """The calls in a turn of Hermes or Qwen: `<tool_call>{"name": ..., "arguments":
     {...}}</tool_call>`, any number of times, after the thoughts."""
-    found, _ = scan_hermes(text)
-    return [call for _, call in found]
+    return [call for _, call in scan_hermes(text).found]
 
 
-def scan_hermes(text: str) -> tuple[list[tuple[int, Call]], bool]:
-    """The same, each with the position of its tag; and whether the turn ends among its thoughts.
+@dataclass
+class HermesScan:
+    """What a turn of Hermes holds.
+
+    Attributes:
+        found: the position of its tag, and the call, of each call.
+        thinks: the turn ends among its thoughts.
+        json: (begin, end) of the JSON of all calls, those among thoughts too.
+    """
+
+    found: list[tuple[int, Call]] = field(default_factory=list)
+    thinks: bool = False
+    json: list[tuple[int, int]] = field(default_factory=list)
+
+
+def scan_hermes(text: str) -> HermesScan:
+    """The calls in a turn, and where they stand.
 
     A tag inside of a call's JSON is text. The first `</think>` elsewhere ends the thoughts, whose
     calls are none; later ones are text, too.
     """
-    found: list[tuple[int, Call]] = []
-    thinks = text.lstrip().startswith(THOUGHTS_BEGIN)
+    scan = HermesScan(thinks=text.lstrip().startswith(THOUGHTS_BEGIN))
     has_thought = False  # where the prompt began the thoughts, the turn has their end alone
     position = 0
     while tag := _TAG.search(text, position):
         position = tag.end()
         if tag.group() == CALL_BEGIN:
-            call, position = _tagged_call(text, position, thinks)
-            found.append((tag.start(), call))
+            call, position = _tagged_call(text, position, scan.thinks)
+            scan.found.append((tag.start(), call))
+            if call[0]:
+                scan.json.append((tag.end(), position))
         elif not has_thought:
-            found.clear()
+            scan.found.clear()
             has_thought = True
-            thinks = False
-    return found, thinks
+            scan.thinks = False
+    return scan
 
 
 def _tagged_call(text: str, start: int, thinks: bool) -> tuple[Call, int]:

@@ -1,10 +1,12 @@
-"""vLLM's parser of Hermes calls, with the project's own reading of them.
+"""vLLM's parsers of Hermes calls and of thoughts, with the project's own reading of calls.
 
 vLLM looks for the closing tag of a call before it reads the JSON, so a tag inside of an argument
 ends the call, or begins another one. In a stream it also sends calls that turn out to be broken.
+Its parsers of thoughts take tags inside of an argument for their own.
 """
 
 import json
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +22,10 @@ from vllm.renderers.chat_utils import make_tool_call_id
 from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
 from vllm.tool_parsers.utils import partial_tag_overlap
 
-from agent_loop.tool_loop import CALL_BEGIN, scan_hermes
+from agent_loop.tool_loop import CALL_BEGIN, THOUGHTS_BEGIN, THOUGHTS_END, scan_hermes
+
+# Random, so that no turn contains them.
+_MARKS = {tag: secrets.token_hex(16) for tag in (THOUGHTS_BEGIN, THOUGHTS_END)}
 
 
 class HermesParser(Hermes2ProToolParser):
@@ -28,7 +33,7 @@ class HermesParser(Hermes2ProToolParser):
 
     def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
         """See `ToolParser`."""
-        found, _ = scan_hermes(model_output)
+        found = scan_hermes(model_output).found
         if not found or any(not name for _, (name, _) in found):
             return ExtractedToolCallInformation(
                 tools_called=False, tool_calls=[], content=model_output
@@ -52,11 +57,10 @@ class HermesParser(Hermes2ProToolParser):
     ) -> DeltaMessage | None:
         """See `ToolParser`. A call is sent when its JSON is complete, and none behind a broken one
         or among thoughts that have not ended."""
-        found, thinks = scan_hermes(current_text)
-        if thinks:
-            found = []
+        scan = scan_hermes(current_text)
+        found = [] if scan.thinks else scan.found
         end = len(current_text)
-        if not thinks:
+        if not scan.thinks:
             end -= partial_tag_overlap(current_text, CALL_BEGIN)
         if found:
             end = found[0][0]
@@ -84,3 +88,42 @@ class HermesParser(Hermes2ProToolParser):
 
 def _text(arguments: dict[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False)
+
+
+def outside_calls(parser_class: type) -> type:
+    """A parser of thoughts that takes no tag inside of a call's JSON for the end of thoughts.
+
+    A stream needs no such parser but where a turn without thoughts meets a parser that always
+    expects them: vLLM looks for the tokens that end them once.
+    """
+
+    class OutsideCalls(parser_class):
+        def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, ...]:
+            hidden = _hide_tags(model_output)
+            has_tags = any(tag in hidden for tag in _MARKS)
+            if hidden != model_output and not has_tags:  # no thoughts, and calls with tags
+                return None, model_output
+            return tuple(map(_show_tags, super().extract_reasoning(hidden, request)))
+
+    return OutsideCalls
+
+
+def _hide_tags(text: str) -> str:
+    """The text with marks for the tags of thoughts inside of calls."""
+    pieces = []
+    shown = 0
+    for begin, end in scan_hermes(text).json:
+        inner = text[begin:end]
+        for tag, mark in _MARKS.items():
+            inner = inner.replace(tag, mark)
+        pieces += [text[shown:begin], inner]
+        shown = end
+    return "".join([*pieces, text[shown:]])
+
+
+def _show_tags(text: str | None) -> str | None:
+    if text is None:
+        return None
+    for tag, mark in _MARKS.items():
+        text = text.replace(mark, tag)
+    return text

@@ -59,6 +59,25 @@ def tool_parser_name(cfg: Config, tokenizer: Any) -> str | None:
     return OWN_HERMES
 
 
+def reasoning_parser_name(cfg: Config, tool_parser: str | None) -> str:
+    """vLLM's name of the parser of thoughts; "": there is none.
+
+    Args:
+        tool_parser: of `tool_parser_name`.
+    """
+    name = cfg.agent.reasoning_parser
+    if not name or tool_parser != OWN_HERMES:
+        return name
+    from vllm.reasoning import ReasoningParserManager
+
+    from one_step_off.endpoint.hermes_parser import outside_calls
+
+    own = f"{name}_outside_calls"
+    parser_class = outside_calls(ReasoningParserManager.get_reasoning_parser(name))
+    ReasoningParserManager.register_module(own, module=parser_class)
+    return own
+
+
 def _check(cfg: Config, key: str, name: str, known: list[str]) -> None:
     if name not in known:
         listed = f"use {', '.join(sorted(known))}"

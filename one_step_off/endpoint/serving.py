@@ -49,7 +49,7 @@ from one_step_off.endpoint.conversation import (
     plain_messages,
 )
 from one_step_off.endpoint.engine_client import EpisodeEngine
-from one_step_off.endpoint.parsers import tool_parser_name
+from one_step_off.endpoint.parsers import reasoning_parser_name, tool_parser_name
 from one_step_off.endpoint.splicing import SplicingRenderer
 from one_step_off.endpoint.streams import StreamedMessage, event_of_response, text_of_stream
 
@@ -126,7 +126,7 @@ class Serving:
         parsers = {
             "enable_auto_tools": tool_parser is not None,
             "tool_parser": tool_parser,
-            "reasoning_parser": cfg.agent.reasoning_parser,
+            "reasoning_parser": reasoning_parser_name(cfg, tool_parser),
         }
         online_renderer = OnlineRenderer(
             engine.model_config, renderer, request_logger=None, **common, **parsers

@@ -254,3 +254,39 @@ def test_thoughts_that_the_template_drops_stay_in_recorded_tokens(
     assert ask(serving, episode, requests.CHAT, again).status == 200
     assert context(policy).startswith(first + turn)
     assert len(episode.segments()) == 1
+
+
+@pytest.fixture(scope="module", params=["deepseek_r1", "qwen3"])
+def thinking_serving(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    from transformers import AutoTokenizer
+
+    cfg = Config()
+    cfg.model.dtype = "float32"
+    cfg.model.path = tiny_qwen.build("qwen2", str(tmp_path_factory.mktemp("model")))
+    cfg.agent.reasoning_parser = request.param
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=False)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = QWEN
+    tokenizer.save_pretrained(cfg.model.path)
+    return make_serving(cfg)
+
+
+@pytest.mark.parametrize(
+    ("thought", "stream"),
+    [("<think>so</think>\n", False), ("<think>so</think>\n", True), ("", False)],
+)
+def test_a_tag_inside_of_an_argument_ends_no_thoughts(
+    thinking_serving: Any, thought: str, stream: bool
+) -> None:
+    text = "a </think> b <think>"
+    _, episode = talk(thinking_serving, f"{thought}{call_text(text)}<|im_end|>")
+    body = {"model": "x", "messages": [QUESTION], "tools": TOOLS, "stream": stream}
+    answer = ask(thinking_serving, episode, requests.CHAT, body)
+    message = message_of(answer, stream)
+    (call,) = message["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"text": text}
+    assert not (message["content"] or "").strip()
+    if thought and not stream:
+        assert message["reasoning"] == "so"
