@@ -146,7 +146,7 @@ def _text_of_part(part: Any, place: str, is_thought: bool) -> str | None:
         return part
     if not isinstance(part, Mapping):
         raise BadMessage(f"{place}: holds {part!r:.40}, not a part with a type")
-    kind = part.get("type") or ("text" if "text" in part else None)
+    kind = part.get("type")
     if kind not in TEXT_OF_PART and not is_thought:
         raise BadMessage(f"{place}: has a part of type {kind!r}: {NOT_CARRIED}")
     key = TEXT_OF_PART.get(kind, "text")

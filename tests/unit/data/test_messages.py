@@ -77,7 +77,7 @@ def test_the_old_form_of_calls_and_answers() -> None:
         ("a", "a"),
         ([], ""),
         ([{"type": "text", "text": "a"}, "b", {"type": "refusal", "refusal": "c"}], "a\nb\nc"),
-        ([{"type": "text", "text": None}, {"text": "b"}], "b"),
+        ([{"type": "text", "text": None}, {"type": "text", "text": "b"}], "b"),
         ([{"type": "reasoning", "text": "hm"}, {"type": "text", "text": "a"}], "a"),
     ],
 )
@@ -111,6 +111,7 @@ BAD = [
     ),
     ({**USER, "content": [{"type": "input_audio"}]}, "type 'input_audio': only text"),
     ({**USER, "content": [{"type": "no_such"}]}, "type 'no_such'"),
+    ({**USER, "content": [{"text": "a"}]}, "content[0]: has a part of type None"),
     ({**USER, "content": [{"type": "reasoning", "text": "a"}]}, "type 'reasoning'"),
     ({**USER, "content": [{"type": "text", "text": 3}]}, "content[0].text: holds 3"),
     ({**USER, "name": 3}, "name: holds 3, not a text"),
