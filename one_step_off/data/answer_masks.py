@@ -80,9 +80,7 @@ class ChatRenderer:
         """The text of a chat and its answers. Raises BadRow: the template refuses it, or where the
         answers are is not certain."""
         try:
-            rendered = self._by_markers(chat) if self.marked else self._by_prefixes(chat)
-            _require_calls(chat, rendered)
-            return rendered
+            return self._by_markers(chat) if self.marked else self._by_prefixes(chat)
         except BadRow:
             raise
         except Exception as error:  # templates are programs, and refuse chats in their own ways
@@ -103,6 +101,11 @@ class ChatRenderer:
         marked = [(begin, end) for begin, end in kept if begin < end]
         if not marked:
             raise BadRow(f"{TEMPLATE} marks no answer in it")
+        answers = "".join(texts[0][begin:end] for begin, end in marked)
+        for i, message in enumerate(chat.messages):
+            is_trained = message["role"] == ASSISTANT and i not in chat.untrained
+            if is_trained and not _is_written(message, answers):
+                raise BadRow(f"message {i}: {TEMPLATE} does not write its tool calls")
         return RenderedChat(texts[0], marked)
 
     @staticmethod
@@ -135,7 +138,10 @@ class ChatRenderer:
                     "follow, so it is not certain which tokens are answers; give one answer per "
                     "row, or a template with {% generation %}"
                 )
-            spans.append((len(prompt), len(ended)))
+            if _is_written(message, ended[len(prompt) :]):
+                spans.append((len(prompt), len(ended)))
+        if not spans:
+            raise BadRow(f"{TEMPLATE} does not write the tool calls of its answers")
         return RenderedChat(whole, spans)
 
     def _text(self, chat: Chat, messages: list[Message], **options: Any) -> str:
@@ -143,17 +149,16 @@ class ChatRenderer:
         return render_chat(self.tokenizer, messages, chat.tools, settings, **options)
 
 
-def _require_calls(chat: Chat, rendered: RenderedChat) -> None:
-    """Raises BadRow: of an answer that only calls tools, the template writes no call: nothing but
-    the end of the turn would be learned."""
-    answers = "".join(rendered.text[begin:end] for begin, end in rendered.spans)
-    for i, message in enumerate(chat.messages):
-        if message["role"] != ASSISTANT or message["content"].strip() or i in chat.untrained:
-            continue
-        for call in message["tool_calls"]:
-            # Some templates write the id alone, which holds the name.
-            if call["function"]["name"] not in answers and call.get("id", "\0") not in answers:
-                raise BadRow(f"message {i}: {TEMPLATE} does not write its tool calls")
+def _is_written(answer: Message, text: str) -> bool:
+    """Whether a template has written an answer into `text`. Of one that only calls tools, some
+    write nothing but the end of the turn, which is nothing to learn."""
+    if answer["content"].strip():
+        return True
+    for call in answer["tool_calls"]:
+        # Some templates write the id alone, which holds the name.
+        if call["function"]["name"] not in text and call.get("id", "\0") not in text:
+            return False
+    return True
 
 
 def mask_answers(

@@ -125,9 +125,19 @@ def test_rows_that_cannot_be_learned_are_named(tmp_path: Path, row: Any, reason:
         load(tmp_path, [row], tokenizer_with(HERMES))
 
 
-def test_an_answer_whose_calls_the_template_does_not_write_is_refused(tmp_path: Path) -> None:
+def test_an_answer_of_calls_that_the_template_does_not_write_is_not_learned(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(CHATML)
+    data = load(tmp_path, [{"messages": CHAT}], tokenizer)
+    assert answers(data.stream.prompts[0], tokenizer) == ["Seven.<|im_end|>"]
+    assert any("1 rows have tool calls, which the chat temp" in line for line in data.lines())
+    with pytest.raises(ConfigError, match="does not write the tool calls of its answers"):
+        load(tmp_path, [{"messages": CHAT[:2]}], tokenizer)
+    marked = (
+        "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content }}<|im_end|>"
+        "{% endgeneration %}{% endfor %}"
+    )
     with pytest.raises(ConfigError, match="message 1: .* does not write its tool calls"):
-        load(tmp_path, [{"messages": CHAT}], tokenizer_with(CHATML))
+        load(tmp_path, [{"messages": CHAT[:2]}], tokenizer_with(marked))
 
 
 def test_calls_need_a_template(tmp_path: Path) -> None:
