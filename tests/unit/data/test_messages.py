@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from one_step_off.config.data_checks import TEMPLATE_ARGUMENTS
+from one_step_off.config.data_checks import TEMPLATE_ARGUMENTS, check_data
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import DataConfig
 from one_step_off.data.messages import (
     BadMessage,
@@ -340,3 +341,34 @@ def test_tools_that_the_loop_lacks_are_noted(tmp_path: Path) -> None:
     assert report.notes == [
         f"warning: 1 rows have the tool 'f', not in agent.tools (the first: {path}:1)"
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["data.chat_template_kwargs={tools: []}"], "tools is set by the program; remove it"),
+        (["data.chat_template_kwargs=[1]"], "data.chat_template_kwargs"),
+        (
+            ["data.chat_template_kwargs={a: 1}", "data.chat_template=never"],
+            "data.chat_template=never uses no template",
+        ),
+        (
+            ["data.apply_chat_template_kwargs.enable_thinking=false"],
+            "use data.chat_template_kwargs; .*from_verl.md",
+        ),
+        (
+            ["data.apply_chat_template_kwargs={enable_thinking: false}"],
+            "use data.chat_template_kwargs; .*from_verl.md",
+        ),
+        (["chat_template_kwargs={a: 1}"], "use data.chat_template_kwargs; .*from_trl.md"),
+    ],
+)
+def test_settings_in_a_config_that_cannot_be_used(arguments: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_data(load_config(arguments))
+
+
+def test_settings_in_a_config() -> None:
+    cfg = load_config(["data.chat_template_kwargs.enable_thinking=false"])
+    check_data(cfg)
+    assert cfg.data.chat_template_kwargs == {"enable_thinking": False}
