@@ -8,11 +8,13 @@ while turn := await trajectory.generate(generate):  # a turn of the policy, kept
 return trajectory
 """
 
+from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import numpy as np
 
-from agent_loop.chat_template import Message, TurnEncoder
+from agent_loop.chat_template import TurnEncoder
 from agent_loop.episode import Episode
 from agent_loop.trajectory import (
     Generate,
@@ -26,6 +28,7 @@ from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.registry import Registry
 from one_step_off.config.schema import Config
 from one_step_off.config.sources import source_of
+from one_step_off.data.messages import Message, normalized_messages
 from one_step_off.data.samples import Prompt
 
 __all__ = [
@@ -42,6 +45,10 @@ __all__ = [
 ]
 
 LOOPS = Registry("agent.loop", "module:Class")
+
+CURRENT_PROMPT: ContextVar[Prompt | None] = ContextVar("CURRENT_PROMPT", default=None)
+"""The row of the running trajectory, whose settings the chat template receives in every turn. A
+loop serves many rows at once, and `encode_messages` is not told which."""
 
 
 class Endpoint(Protocol):
@@ -114,7 +121,7 @@ class AgentLoop:
                 f"agent.loop: {type(self).__name__} has several turns, so it needs a chat "
                 "template; use a model that has one, without data.chat_template=never"
             )
-        self.turn_encoder.frame((self.observation_role,))
+        self.turn_encoder.check_roles((self.observation_role,), cfg.data.chat_template_kwargs)
 
     async def check(self, prompt: Prompt) -> None:
         """Receives the first row of this loop before any engine starts.
@@ -143,10 +150,20 @@ class AgentLoop:
         """Decode tokens, without special tokens."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def encode_messages(self, messages: list[Message], turn_ids: np.ndarray) -> np.ndarray:
+    def encode_messages(
+        self,
+        messages: list[Message],
+        turn_ids: np.ndarray,
+        calls: Sequence[dict[str, Any]] = (),
+    ) -> np.ndarray:
         """The tokens that the chat template writes between the policy's turn `turn_ids` and its
-        next turn, int32 [T]; see `TurnEncoder.encode`."""
-        return self.turn_encoder.encode(messages, turn_ids)
+        next turn, int32 [T]; see `TurnEncoder.encode`. `calls`: the tool calls in that turn."""
+        prompt = CURRENT_PROMPT.get()
+        settings = self.cfg.data.chat_template_kwargs
+        if prompt is not None:
+            settings = settings | prompt.chat_template_kwargs
+        messages = normalized_messages(messages, "messages")
+        return self.turn_encoder.encode(messages, turn_ids, calls, settings)
 
     def turn(self, messages: list[Message], said: np.ndarray) -> np.ndarray:
         """Deprecated: `encode_messages`."""

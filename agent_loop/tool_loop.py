@@ -5,29 +5,38 @@ import json
 import re
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
+from agent_loop.chat_template import QUESTION
 from agent_loop.tools import Toolbox
 from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.schema import Config
+from one_step_off.data.messages import Message, render_chat
 from one_step_off.data.samples import Prompt
 
 Call = tuple[str, Any]
 """Name and arguments. The name is empty where the call cannot be read; then the arguments say
 why."""
 
-_TAGGED_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
+THOUGHTS_BEGIN = "<think>"
+THOUGHTS_END = "</think>"
+CALL_BEGIN = "<tool_call>"
+CALL_END = "</tool_call>"
+
+LONGEST_TOKEN_OF_JSON = 6
+"""Characters of `\\u12ab`; `false` has five."""
+
+_TAG = re.compile(f"{CALL_BEGIN}|{THOUGHTS_END}")
+_BLANKS = re.compile(r"\s*")
 _SEPARATORS = re.compile(r"[; \n\t]*")
 
 
-def parse_call(text: str, start: int = 0, nothing_behind: bool = False) -> tuple[Call, int]:
-    """The call in JSON that begins at `start`, and where it ends.
-
-    Args:
-        nothing_behind: the call must end with the text.
-    """
-    end = len(text)
+def parse_call(text: str, start: int = 0) -> tuple[Call, int]:
+    """The call in JSON that begins at `start`, and where the JSON ends: at `start` where there is
+    none, and at the end of the text where it is cut off."""
+    end = start
     try:
         parsed, end = json.JSONDecoder().raw_decode(text, start)
         arguments = None
@@ -35,24 +44,89 @@ def parse_call(text: str, start: int = 0, nothing_behind: bool = False) -> tuple
             arguments = parsed.get("arguments", parsed.get("parameters", {}))
         if isinstance(arguments, str):  # some models write JSON inside of JSON
             arguments = json.loads(arguments)
-        if nothing_behind and end < len(text):
-            raise ValueError("there is text behind it")
     except (ValueError, RecursionError) as e:
+        if _is_cut_off(e, text):
+            end = len(text)
         return ("", f"the call is not valid JSON: {e}"), end
     if not isinstance(arguments, dict) or not isinstance(parsed.get("name"), str):
         return ("", 'a call is {"name": ..., "arguments": {...}}'), end
     return (parsed["name"], arguments), end
 
 
+def _is_cut_off(error: Exception, text: str) -> bool:
+    """Whether JSON is wrong because its text ends too early."""
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    in_string = error.msg.startswith("Unterminated string")
+    return error.doc is text and (in_string or len(text) - error.pos <= LONGEST_TOKEN_OF_JSON)
+
+
 def hermes_calls(text: str) -> list[Call]:
     """The calls in a turn of Hermes or Qwen: `<tool_call>{"name": ..., "arguments":
     {...}}</tool_call>`, any number of times, after the thoughts."""
-    answer = text.rpartition("</think>")[2]
-    calls = []
-    for inner in _TAGGED_CALL.findall(answer):
-        call, _ = parse_call(inner.strip(), nothing_behind=True)
-        calls.append(call)
-    return calls
+    return [call for _, call in scan_hermes(text).found]
+
+
+@dataclass
+class HermesScan:
+    """What a turn of Hermes holds.
+
+    Attributes:
+        found: the position of its tag, and the call, of each call.
+        thinks: the turn ends among its thoughts.
+        json: (begin, end) of the JSON of all calls, those among thoughts too.
+    """
+
+    found: list[tuple[int, Call]] = field(default_factory=list)
+    thinks: bool = False
+    json: list[tuple[int, int]] = field(default_factory=list)
+
+
+def scan_hermes(text: str) -> HermesScan:
+    """The calls in a turn, and where they stand.
+
+    A tag inside of a call's JSON is text. The first `</think>` elsewhere ends the thoughts, whose
+    calls are none; later ones are text, too.
+    """
+    scan = HermesScan(thinks=text.lstrip().startswith(THOUGHTS_BEGIN))
+    has_thought = False  # where the prompt began the thoughts, the turn has their end alone
+    position = 0
+    while tag := _TAG.search(text, position):
+        position = tag.end()
+        if tag.group() == CALL_BEGIN:
+            call, position = _tagged_call(text, position, scan.thinks)
+            scan.found.append((tag.start(), call))
+            if call[0]:
+                scan.json.append((tag.end(), position))
+        elif not has_thought:
+            scan.found.clear()
+            has_thought = True
+            scan.thinks = False
+    return scan
+
+
+def _tagged_call(text: str, start: int, thinks: bool) -> tuple[Call, int]:
+    """The call behind a tag that ends at `start`, and where the search for tags goes on.
+
+    Args:
+        thinks: the tag stands among thoughts, which may mention it without a call.
+    """
+    begin = _BLANKS.match(text, start).end()
+    call, end = parse_call(text, begin)
+    if not call[0] and (end == begin or thinks):
+        end = start  # no JSON, or thoughts that begin like it
+    behind = _BLANKS.match(text, end).end()
+    if end > start and text.startswith(CALL_END, behind):
+        return call, behind + len(CALL_END)
+    if end > start and behind == len(text):
+        return call, behind
+    if call[0]:
+        call = ("", "the call is not valid JSON: there is text behind it")
+    close = text.find(CALL_END, end)
+    inner = text[end:close]
+    if close < 0 or CALL_BEGIN in inner or (thinks and THOUGHTS_END in inner):
+        return call, end
+    return call, close + len(CALL_END)
 
 
 def llama_calls(text: str) -> list[Call]:
@@ -64,6 +138,8 @@ def llama_calls(text: str) -> list[Call]:
     while text.startswith("{", start):
         call, end = parse_call(text, start)
         calls.append(call)
+        if end == start:
+            break
         start = _SEPARATORS.match(text, end).end()
     return calls
 
@@ -122,7 +198,8 @@ class ToolLoop(AgentLoop):
                 "use another model"
             )
         self.tools = self.toolbox.schemas
-        self.turn_encoder.frame(("tool", "tool"))  # the answers to two calls in one turn
+        # The answers to two calls in one turn.
+        self.turn_encoder.check_roles(("tool", "tool"), cfg.data.chat_template_kwargs)
         if not taught:
             self._require_tools_in_prompts()
 
@@ -133,8 +210,8 @@ class ToolLoop(AgentLoop):
         renamed = schema | {"function": schema["function"] | {"name": name}}
         refused = "agent.loop: the model's chat template does not accept the tools"
         with as_config_error(refused, "use another model"):
-            question = [{"role": "user", "content": "?"}]
-            text = self.tokenizer.apply_chat_template(question, tools=[renamed], tokenize=False)
+            settings = self.cfg.data.chat_template_kwargs
+            text = render_chat(self.tokenizer, [QUESTION], [renamed], settings)
         if name not in text:
             raise ConfigError(
                 "agent.loop: the model's chat template does not write the tools into prompts; "
@@ -154,22 +231,47 @@ class ToolLoop(AgentLoop):
             calls = self.parse_calls(self.text(turn.ids))
             if not calls:
                 break
-            answers = await self._answers(calls, trajectory)
-            if not trajectory.observe("tool", self.encode_messages(answers, turn.ids)):
+            made = self._made_calls(calls, trajectory)
+            answers = await self._answers(calls, made, trajectory)
+            named = [call for call in made if call]
+            if not trajectory.observe("tool", self.encode_messages(answers, turn.ids, named)):
                 break
         return trajectory
 
-    async def _answers(self, calls: list[Call], trajectory: Trajectory) -> list[dict[str, str]]:
-        """Make the calls of one turn, at once; returns the messages with their answers."""
+    def _made_calls(self, calls: list[Call], trajectory: Trajectory) -> list[dict[str, Any]]:
+        """The calls of one turn that are made, as the chat template reads them; {} in the place of
+        one that cannot be read. Their ids count the calls of the trajectory; some templates want
+        nine letters and digits."""
+        first = int(trajectory.facts["tool_calls"])
+        made: list[dict[str, Any]] = []
+        for number, (name, arguments) in enumerate(calls[: self.max_calls], first):
+            call = {}
+            if name:
+                function = {"name": name, "arguments": arguments}
+                call = {"id": f"call{number:05d}", "type": "function", "function": function}
+            made.append(call)
+        return made
+
+    async def _answers(
+        self, calls: list[Call], made: list[dict[str, Any]], trajectory: Trajectory
+    ) -> list[Message]:
+        """Make the calls of one turn, at once; returns the messages with their answers. `made`: see
+        `_made_calls`."""
         seconds = trajectory.seconds_left
-        made = calls[: self.max_calls]
         refused = len(calls) - len(made)
-        answers = await asyncio.gather(*(self._answer(call, seconds) for call in made))
+        answers = await asyncio.gather(
+            *(self._answer(call, seconds) for call in calls[: len(made)])
+        )
         failed = sum(not succeeded for _, succeeded in answers)
         trajectory.count("tool_calls", len(calls))
         trajectory.count("tool_errors", failed + refused)
         trajectory.facts["used_tools"] = 1
-        messages = [{"role": "tool", "content": text} for text, _ in answers]
+        messages: list[Message] = []
+        for (text, _), call in zip(answers, made, strict=True):
+            message = {"role": "tool", "content": text}
+            if call:
+                message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
+            messages.append(message)
         if refused:  # one answer for them all, because a model may write a thousand
             text = (
                 f"error: more than {self.max_calls} calls in one turn; "

@@ -24,6 +24,13 @@ USER_FUNCTION_FORM = "module:function, where the module is in this folder or on 
 USER_CLASS_FORM = "module:Class, where the module is in this folder or on PYTHONPATH"
 EXTERNAL_LOOP = "external"  # agents in processes of their own
 
+TEMPLATE_ARGUMENTS = (
+    *("conversation", "messages", "tools", "chat_template", "tokenize"),
+    *("add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"),
+    *("return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs"),
+)
+"""What the program itself tells a chat template, or the tokenizer: no settings of a template."""
+
 
 def check_data(cfg: Config) -> None:
     """Check the data sources, and the reward functions that score them. Raises ConfigError."""
@@ -43,8 +50,20 @@ def check_data(cfg: Config) -> None:
     for key, files in files_by_key.items():
         for source in split_files(files):
             check_source(f"data.{key}", source)
+    _check_template_settings(cfg)
     _check_rewards(cfg)
     check_sources(cfg, check_source, _check_loop, _check_reward)
+
+
+def _check_template_settings(cfg: Config) -> None:
+    """Raises ConfigError: a setting of the chat template is none, or there is no template."""
+    key = "data.chat_template_kwargs"
+    settings = cfg.data.chat_template_kwargs
+    for name in TEMPLATE_ARGUMENTS:
+        if name in settings:
+            raise key_error(cfg, key, f"{name} is set by the program; remove it")
+    if settings and cfg.data.chat_template == "never":
+        raise key_error(cfg, key, "data.chat_template=never uses no template; remove one of them")
 
 
 def check_source(key: str, source: str) -> None:

@@ -78,6 +78,9 @@ class DataConfig:
     chat_template: str = config_key(
         "auto", "auto: the tokenizer's chat template, if it has one", choices="auto always never"
     )
+    chat_template_kwargs: dict[str, Any] = config_key(
+        {}, "settings of the chat template for all rows, e.g. {enable_thinking: false}"
+    )
     instruction: str = config_key("", "text appended to each question of the gsm8k format")
     train_batch_size: int = config_key(
         64, "prompts per step (each gives rollout.n trajectories)", low=1

@@ -98,7 +98,8 @@ def _matching_keys(dotted: str, exactly: bool) -> list[str]:
     """The keys of other trainers that `dotted` may be, best first."""
     given = dotted.lstrip("+~")  # verl's prefixes
     names = dict.fromkeys(key for row in rows() for key, _ in row.keys)  # each once, in order
-    matches = [key for key in names if key == given]
+    # An entry of a mapping is answered as the mapping.
+    matches = [key for key in names if key == given or given.startswith(f"{key}.")]
     if not exactly:
         last_part = dotted.rpartition(".")[2]
         matches += [key for key in names if key.endswith(f".{given}")]

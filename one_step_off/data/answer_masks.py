@@ -15,17 +15,15 @@ across the border, and the engine would see others than the trainer.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from one_step_off.config.errors import first_line
+from one_step_off.data.messages import ASSISTANT, Message, messages_for, render_chat
 from one_step_off.data.rows import BadRow
 
-Message = dict[str, Any]
-
-ASSISTANT = "assistant"
 SHOWN_CHARACTERS = 20
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TEMPLATE = "the chat template of model.path"
@@ -37,13 +35,17 @@ class Chat:
 
     Attributes:
         where: "file:row", for messages.
-        messages: with "role" and "content" each.
-        tools: JSON schemas, for the template; None: none.
+        messages: normalized.
+        tools: for the template; None: none.
+        chat_template_kwargs: settings of the template.
+        untrained: the numbers of the answers that are context only.
     """
 
     where: str
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    untrained: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,7 @@ class ChatRenderer:
         """The text of a chat and its answers. Raises BadRow: the template refuses it, or where the
         answers are is not certain."""
         try:
-            if self.marked:
-                return self._by_markers(chat)
-            return self._by_prefixes(chat)
+            return self._by_markers(chat) if self.marked else self._by_prefixes(chat)
         except BadRow:
             raise
         except Exception as error:  # templates are programs, and refuse chats in their own ways
@@ -90,23 +90,43 @@ class ChatRenderer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered: Any = render_jinja_template(
-            [chat.messages],
+            [messages_for(self.template, chat.messages)],
             tools=chat.tools,
             chat_template=self.template,
             return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
+            **(self.tokenizer.special_tokens_map | chat.chat_template_kwargs),
         )
         texts, spans = rendered
-        marked = [(begin, end) for begin, end in spans[0] if begin < end]
+        kept = self._trained_spans(chat, spans[0])
+        marked = [(begin, end) for begin, end in kept if begin < end]
         if not marked:
             raise BadRow(f"{TEMPLATE} marks no answer in it")
+        answers = "".join(texts[0][begin:end] for begin, end in marked)
+        for i, message in enumerate(chat.messages):
+            is_trained = message["role"] == ASSISTANT and i not in chat.untrained
+            if is_trained and not _is_written(message, answers):
+                raise BadRow(f"message {i}: {TEMPLATE} does not write its tool calls")
         return RenderedChat(texts[0], marked)
+
+    @staticmethod
+    def _trained_spans(chat: Chat, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The marked spans without those of untrained answers. Raises BadRow: which these are is
+        not certain."""
+        if not chat.untrained:
+            return spans
+        answers = [i for i, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
+        if len(answers) != len(spans):
+            raise BadRow(
+                f"message {min(chat.untrained)} has weight 0, and {TEMPLATE} marks "
+                f"{len(spans)} texts for {len(answers)} answers"
+            )
+        return [span for i, span in zip(answers, spans, strict=True) if i not in chat.untrained]
 
     def _by_prefixes(self, chat: Chat) -> RenderedChat:
         whole = self._text(chat, chat.messages)
         spans = []
         for i, message in enumerate(chat.messages):
-            if message["role"] != ASSISTANT:
+            if message["role"] != ASSISTANT or i in chat.untrained:
                 continue
             if i == 0:
                 raise BadRow("its first message is an answer: nothing stands before it")
@@ -118,12 +138,27 @@ class ChatRenderer:
                     "follow, so it is not certain which tokens are answers; give one answer per "
                     "row, or a template with {% generation %}"
                 )
-            spans.append((len(prompt), len(ended)))
+            if _is_written(message, ended[len(prompt) :]):
+                spans.append((len(prompt), len(ended)))
+        if not spans:
+            raise BadRow(f"{TEMPLATE} does not write the tool calls of its answers")
         return RenderedChat(whole, spans)
 
     def _text(self, chat: Chat, messages: list[Message], **options: Any) -> str:
-        tools: dict[str, Any] = {"tools": chat.tools} if chat.tools else {}
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, **tools, **options)
+        settings = chat.chat_template_kwargs
+        return render_chat(self.tokenizer, messages, chat.tools, settings, **options)
+
+
+def _is_written(answer: Message, text: str) -> bool:
+    """Whether a template has written an answer into `text`. Of one that only calls tools, some
+    write nothing but the end of the turn, which is nothing to learn."""
+    if answer["content"].strip():
+        return True
+    for call in answer["tool_calls"]:
+        # Some templates write the id alone, which holds the name.
+        if call["function"]["name"] not in text and call.get("id", "\0") not in text:
+            return False
+    return True
 
 
 def mask_answers(

@@ -18,6 +18,13 @@ from one_step_off.config.errors import ConfigError, first_line
 from one_step_off.config.schema import DataConfig
 from one_step_off.config.sources import split_files
 from one_step_off.data.environment_rows import no_environment
+from one_step_off.data.messages import (
+    BadMessage,
+    normalized_messages,
+    normalized_settings,
+    normalized_tools,
+    without_nulls,
+)
 from one_step_off.data.plain_numbers import number_text, plain_number
 from one_step_off.data.samples import Prompt
 from one_step_off.data.word_problems import GENERATORS, default_test_size
@@ -28,6 +35,11 @@ MAX_LISTED_ROWS = 5
 _UTF8_BOM = b"\xef\xbb\xbf"
 _NO_IDS = np.zeros(0, np.int32)
 
+
+CHAT_COLUMNS = ("prompt", "messages", "completion", "tools", "chat_template_kwargs")
+"""What a chat template receives of a row."""
+
+MEDIA_COLUMNS = ("images", "videos", "audios")
 
 ReadTasks = Callable[[str], list[dict[str, Any]]]
 """The tasks of the run's environment for a split, as columns."""
@@ -110,7 +122,7 @@ def _read_file(path: str) -> Iterator[tuple[int, Any]]:
     import pyarrow.parquet as pq
 
     if path.endswith(".parquet"):
-        yield from enumerate(pq.read_table(path).to_pylist(), 1)
+        yield from _table_rows(pq.read_table(path).to_pylist())
         return
     with open(path, "rb") as file:
         data = file.read().removeprefix(_UTF8_BOM)
@@ -121,6 +133,15 @@ def _read_file(path: str) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
             yield number, _parse_json_line(line)
+
+
+def _table_rows(rows: list[dict[str, Any]]) -> Iterator[tuple[int, Any]]:
+    """Numbered rows of an Arrow table, whose chats lack the nulls that the table put there: in a
+    table every message has the entries of all messages, and every call the arguments of all calls.
+    """
+    for number, row in enumerate(rows, 1):
+        chat = {name: without_nulls(row[name]) for name in CHAT_COLUMNS if name in row}
+        yield number, row | chat
 
 
 def _parse_json_line(line: bytes) -> Any:
@@ -146,7 +167,7 @@ def _read_hub(source: str, split: str) -> Iterator[tuple[int, Any]]:
 
     name, _, config = source.partition(":")
     rows = datasets.load_dataset(name, config or HUB_CONFIGS.get(name), split=split)
-    return enumerate(rows.to_list(), 1)
+    return _table_rows(rows.to_list())
 
 
 def read_source(
@@ -236,23 +257,44 @@ def _parse_messages(columns: dict[str, Any]) -> dict[str, Any]:
     prompt = columns.get("prompt")
     if not isinstance(prompt, list) or not prompt:
         raise BadRow(f"column 'prompt' holds {prompt!r:.40}, not a list of chat messages")
-    for i, message in enumerate(prompt):
-        if not _is_message(message):
-            raise BadRow(
-                f"message {i} of 'prompt' is not an object with the texts 'role' and 'content'"
-            )
-    if not any(message["content"].strip() for message in prompt):
+    messages = chat_messages(prompt, "prompt")
+    if not any(message["content"].strip() or message.get("tool_calls") for message in messages):
         raise BadRow("all messages of 'prompt' are empty")
     reward_model = columns.get("reward_model")
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
     return {"messages": messages, "ground_truth": _truth_text(truth), "chat": True}
 
 
-def _is_message(message: Any) -> bool:
-    if not isinstance(message, dict):
-        return False
-    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+def chat_messages(messages: list[Any], name: str) -> list[dict[str, Any]]:
+    """The messages of a column as the chat template receives them. Raises BadRow: one cannot be
+    used, or has nothing to say."""
+    try:
+        normalized = normalized_messages(messages, name)
+    except BadMessage as error:
+        raise BadRow(str(error)) from None
+    for i, message in enumerate(messages):
+        if message.get("content") is None and not (
+            normalized[i].keys() & {"tool_calls", "reasoning"}
+        ):
+            raise BadRow(f"message {i} of {name!r} has no text 'content'")
+    return normalized
+
+
+def template_fields(columns: dict[str, Any]) -> dict[str, Any]:
+    """The row's own tools and settings for the chat template. Raises BadRow: they are malformed, or
+    the row has images."""
+    for name in MEDIA_COLUMNS:
+        if columns.get(name) and f"<{name[:-1]}>" in str(columns.get("prompt")):
+            raise BadRow(f"column {name!r}: only text can be trained on")
+    try:
+        return {
+            "tools": normalized_tools(columns.get("tools"), "tools"),
+            "chat_template_kwargs": normalized_settings(
+                columns.get("chat_template_kwargs"), "chat_template_kwargs"
+            ),
+        }
+    except BadMessage as error:
+        raise BadRow(f"column {error}") from None
 
 
 def _truth_text(truth: Any) -> str:
@@ -284,15 +326,12 @@ def _extra_columns(columns: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     return extra
 
 
-def _check_unicode(fields: dict[str, Any]) -> None:
+def check_unicode(*values: Any) -> None:
     """Raises BadRow: JSON may hold lone surrogates, and one would stop the tokenization of all
     rows.
     """
-    texts = [fields["ground_truth"]]
-    for message in fields["messages"]:
-        texts += [message["role"], message["content"]]
     try:
-        "".join(texts).encode()
+        json.dumps(values, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
         raise BadRow("its text is not valid Unicode") from None
 
@@ -314,7 +353,8 @@ def _parse_row(columns: Any, instruction: str) -> dict[str, Any]:
             f"found the columns {names}, not question+answer or prompt+reward_model; "
             "rename the columns"
         )
-    _check_unicode(fields)
+    fields |= template_fields(columns)
+    check_unicode(*fields.values())
     loop = columns.get("agent_loop")
     if not isinstance(loop, str | None):
         raise BadRow(f"column 'agent_loop' holds {loop!r:.40}, not a text")

@@ -36,7 +36,9 @@ class Prompt:
         text: what the token ids came from.
         ground_truth, data_source: arguments of the reward function.
         extra: the row's other columns, for reward functions that take `extra_info`.
-        messages: the chat.
+        messages: the chat, normalized (see `data/messages.py`).
+        tools: the row's own tools; None: those of its agent loop.
+        chat_template_kwargs: the settings of the chat template.
         agent_loop: the loop of this row; empty: that of the config.
         where: "file:row" for messages, rows counted from 1.
         source: the name of its source in `data.train_files`, whose reward function and limits hold
@@ -49,7 +51,9 @@ class Prompt:
     ground_truth: str
     data_source: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     agent_loop: str = ""
     where: str = ""
     source: str = ""

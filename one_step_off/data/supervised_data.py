@@ -28,7 +28,7 @@ from one_step_off.data.rows import BadRow, DataReport, read_source
 from one_step_off.data.run_data import HELD_OUT_SEED, RunData
 from one_step_off.data.samples import Prompt, Sample, Stamp
 from one_step_off.data.supervised_rows import parse_chat
-from one_step_off.data.tokenization import plain_token_ids
+from one_step_off.data.tokenization import TemplateNotes, needs_template, plain_token_ids
 
 TOKENIZED_ROWS = 1000
 """Rows that are tokenized at once: each needs its text several times."""
@@ -112,6 +112,7 @@ class _Loader:
         self.renderer = None
         if has_template and setting != "never":
             self.renderer = ChatRenderer(tokenizer)
+            self.notes = TemplateNotes(tokenizer, cfg.data.chat_template_kwargs)
 
     def load(
         self, files: str, split: str, seed: int, epoch: int, report: DataReport
@@ -137,6 +138,8 @@ class _Loader:
             example = f";{skipped_rows[0]}" if skipped_rows else ""
             raise ConfigError(f"{counts}: no row is left; fix the rows{example}")
         self._add_notes(rows, cut, unended, report)
+        if self.renderer is not None:
+            report.notes += self.notes.take_lines()
         return rows
 
     def _read(
@@ -155,7 +158,8 @@ class _Loader:
                 index = report.rows
                 report.rows += 1
                 try:
-                    chats.append((index, parse_chat(location, columns, instruction)))
+                    chat = parse_chat(location, columns, instruction, data.chat_template_kwargs)
+                    chats.append((index, chat))
                 except BadRow as error:
                     report.skip(location, str(error), data)
         return chats
@@ -179,6 +183,7 @@ class _Loader:
             try:
                 rendered.append(self.renderer.render(chat))
                 kept.append((index, chat))
+                self.notes.add(chat)
             except BadRow as error:
                 report.skip(chat.where, str(error), self.cfg.data)
         masked = mask_answers(rendered, self.tokenizer, self.special_ids)
@@ -191,6 +196,9 @@ class _Loader:
     def _without_template(self, chat: Chat) -> tuple[str, MaskedTokens]:
         """A question and its answer without a chat template: the tokens of the prompt, as in RL,
         then those of a blank and the answer, and the end token."""
+        needed = needs_template(chat)
+        if needed:
+            raise BadRow(f"it has {needed}, which need a chat template; use a chat model")
         *prompt, answer = chat.messages
         if answer["role"] != "assistant" or any(m["role"] == "assistant" for m in prompt):
             raise BadRow(
@@ -255,4 +263,5 @@ def _row(epoch: int, index: int, text: str, chat: Chat, tokens: MaskedTokens) ->
     row = SupervisedRow(
         (epoch, index), tokens.ids, text, "", where=chat.where, messages=chat.messages
     )
+    row = replace(row, tools=chat.tools, chat_template_kwargs=chat.chat_template_kwargs)
     return replace(row, is_answer=tokens.is_answer)

@@ -7,40 +7,51 @@ the generators of word problems).
 
 from typing import Any
 
-from one_step_off.data.answer_masks import ASSISTANT, Chat, Message
-from one_step_off.data.rows import BadRow
+from one_step_off.data.answer_masks import Chat
+from one_step_off.data.messages import ASSISTANT, Message
+from one_step_off.data.rows import BadRow, chat_messages, check_unicode, template_fields
 
 FORMATS = "messages, prompt+completion or question+answer"
 
 
-def parse_chat(where: str, columns: Any, instruction: str) -> Chat:
+def parse_chat(
+    where: str, columns: Any, instruction: str, settings: dict[str, Any] | None = None
+) -> Chat:
     """The chat of a row.
 
     Args:
         where: "file:row".
         columns: of the row, or a BadRow.
         instruction: appended to each question of the gsm8k format, as in the prompts of RL.
+        settings: of the chat template; the row's own take precedence.
 
     Raises:
-        BadRow: columns are missing, or there is no answer to learn from.
+        BadRow: columns are missing or malformed, or there is no answer to learn from.
     """
     if isinstance(columns, BadRow):
         raise columns
     if not isinstance(columns, dict):
         raise BadRow(f"a JSON {type(columns).__name__}, not an object with columns")
+    context = 0  # messages that are no part of a completion
+    name = "messages"
     if "messages" in columns:
-        messages = _messages(columns, "messages")
+        raw = _list(columns, "messages")
     elif columns.keys() >= {"prompt", "completion"}:
-        messages = _prompt_and_completion(columns)
+        prompt = _list(columns, "prompt", "user")
+        context = len(prompt)
+        name = "prompt+completion"
+        raw = prompt + _list(columns, "completion", ASSISTANT)
     elif columns.keys() >= {"question", "answer"}:
         question = _text(columns, "question") + instruction
-        messages = [_message("user", question), _message(ASSISTANT, _text(columns, "answer"))]
+        raw = [_message("user", question), _message(ASSISTANT, _text(columns, "answer"))]
     else:
         names = ", ".join(map(str, columns))
         raise BadRow(f"found the columns {names}, not {FORMATS}; rename the columns")
-    _check(messages)
-    tools = columns.get("tools")
-    return Chat(where, messages, tools if isinstance(tools, list) and tools else None)
+    messages = chat_messages(raw, name)
+    fields = template_fields(columns)
+    check_unicode(messages, *fields.values())
+    fields["chat_template_kwargs"] = (settings or {}) | fields["chat_template_kwargs"]
+    return Chat(where, messages, **fields, untrained=_untrained(messages, raw, context))
 
 
 def _message(role: str, content: str) -> Message:
@@ -54,46 +65,40 @@ def _text(columns: dict[str, Any], name: str) -> str:
     return value
 
 
-def _messages(columns: dict[str, Any], name: str) -> list[Message]:
-    """The messages in a column, without entries that are null: parquet gives every message all
-    entries."""
+def _list(columns: dict[str, Any], name: str, role_of_text: str = "") -> list[Any]:
+    """The messages in a column, as they stand there. A text is one message of `role_of_text`."""
     messages = columns[name]
+    if role_of_text and isinstance(messages, str):
+        return [_message(role_of_text, _text(columns, name))]
     if not isinstance(messages, list) or not messages:
         raise BadRow(f"column {name!r} holds {messages!r:.40}, not a list of chat messages")
-    chat = []
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRow(f"message {i} of {name!r} is not an object with the text 'role'")
-        entries = {key: value for key, value in message.items() if value is not None}
-        has_calls = bool(entries.get("tool_calls"))
-        if not isinstance(entries.get("content", "" if has_calls else None), str):
-            raise BadRow(f"message {i} of {name!r} has no text 'content'")
-        chat.append({"content": ""} | entries)
-    return chat
+    return messages
 
 
-def _prompt_and_completion(columns: dict[str, Any]) -> list[Message]:
-    if isinstance(columns["prompt"], str):
-        prompt = [_message("user", _text(columns, "prompt"))]
-    else:
-        prompt = _messages(columns, "prompt")
-    if isinstance(columns["completion"], str):
-        return [*prompt, _message(ASSISTANT, _text(columns, "completion"))]
-    return [*prompt, *_messages(columns, "completion")]
+def _untrained(messages: list[Message], raw: list[Any], context: int) -> frozenset[int]:
+    """The numbers of the answers that are not trained on: those of a prompt, and those with weight
+    0, as OpenAI's sets mark them.
 
+    Args:
+        raw: the messages as they stand in the row.
+        context: how many of them are a prompt.
 
-def _check(messages: list[Message]) -> None:
-    """Raises BadRow: there is no answer, an empty one, or text that is not valid Unicode."""
-    answers = 0
-    for i, message in enumerate(messages):
-        try:
-            message["content"].encode()
-        except UnicodeEncodeError:
-            raise BadRow("its text is not valid Unicode") from None
-        if message["role"] != ASSISTANT:
+    Raises:
+        BadRow: there is no answer to learn, an empty one, or a weight of another kind.
+    """
+    answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
+    trained = []
+    for i in answers:
+        weight = raw[i].get("weight")
+        if weight not in (None, 0, 1):
+            raise BadRow(f"message {i}: weight: is {weight!r:.40}, not 0 or 1")
+        if i < context or weight == 0:
             continue
-        if not message["content"].strip() and not message.get("tool_calls"):
+        if not messages[i]["content"].strip() and not messages[i].get("tool_calls"):
             raise BadRow(f"message {i}, an answer of the assistant, is empty")
-        answers += 1
+        trained.append(i)
     if not answers:
         raise BadRow("none of its messages is of the role assistant: there is no answer to learn")
+    if not trained:
+        raise BadRow("all of its answers have weight 0: there is no answer to learn")
+    return frozenset(answers) - frozenset(trained)

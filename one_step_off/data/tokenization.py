@@ -1,15 +1,21 @@
 """From rows to prompts: chat template, token ids, and the limit on their number."""
 
+import re
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from one_step_off.config.errors import ConfigError, first_line, located_config_error
 from one_step_off.config.schema import DataConfig
+from one_step_off.data.messages import render_chat
 from one_step_off.data.rows import DataReport, Row
 from one_step_off.data.samples import Prompt
+
+QUESTION = [{"role": "user", "content": "?"}]
 
 ToolsOfLoop = Callable[[str], list[dict[str, Any]] | None]
 """The JSON schemas of the tools of an agent loop, for the chat template; None: it has none.
@@ -83,25 +89,113 @@ def _prompt_texts(
     report: DataReport,
     tools_of_loop: ToolsOfLoop,
 ) -> list[tuple[Row, str]]:
-    """The text of each row's prompt, without the rows that the template refuses."""
+    """Each row and the text of its prompt, without the rows that the template refuses. A row has
+    the config's settings of the template, too, from now on."""
     texts_by_row = []
+    notes = TemplateNotes(tokenizer, cfg.chat_template_kwargs) if templated else None
     for row in rows:
         with located_config_error(f"data row {row.where}, column agent_loop={row.agent_loop!r}: "):
-            tools = tools_of_loop(row.agent_loop)
-        if not templated:
+            loop_tools = tools_of_loop(row.agent_loop)
+        needed = needs_template(row)
+        if notes is None and needed:
+            report.skip(row.where, f"it has {needed}, which need a chat template", cfg)
+            continue
+        if notes is None:
             texts_by_row.append((row, "\n".join(message["content"] for message in row.messages)))
             continue
-        tool_arguments: dict[str, Any] = {"tools": tools} if tools else {}
+        row = replace(row, chat_template_kwargs=cfg.chat_template_kwargs | row.chat_template_kwargs)
+        tools = row.tools or loop_tools
         try:
-            text = tokenizer.apply_chat_template(
-                row.messages, tokenize=False, add_generation_prompt=True, **tool_arguments
+            text = render_chat(
+                tokenizer,
+                row.messages,
+                tools,
+                row.chat_template_kwargs,
+                add_generation_prompt=True,
             )
         except Exception as error:  # templates are programs, and refuse roles in their own ways
             reason = f"the chat template of model.path refuses it: {first_line(error)}"
             report.skip(row.where, reason, cfg)
         else:
+            notes.add(row, loop_tools)
             texts_by_row.append((row, text))
+    if notes is not None:
+        report.notes += notes.take_lines()
     return texts_by_row
+
+
+def needs_template(row: Any) -> str:
+    """What a row has that only a chat template can write; "": nothing."""
+    named = {
+        "tools": row.tools,
+        "settings of a chat template": row.chat_template_kwargs,
+        "tool calls": any(message.get("tool_calls") for message in row.messages),
+        "thoughts": any(message.get("reasoning") for message in row.messages),
+    }
+    return next((name for name, value in named.items() if value), "")
+
+
+class TemplateNotes:
+    """Counts the rows of which the chat template does not write everything. An engine's server
+    would not either, so they are used."""
+
+    def __init__(self, tokenizer: Any, settings: dict[str, Any]) -> None:
+        """`settings`: of the config."""
+        self.tokenizer = tokenizer
+        self.template = tokenizer.get_chat_template()
+        self.rows: dict[str, list[str]] = {}
+        """What holds for rows -> these rows."""
+        self.unread = [f"data.chat_template_kwargs.{name}" for name in self._unread(settings)]
+
+    def add(self, row: Any, loop_tools: list[dict[str, Any]] | None = None) -> None:
+        """Note what there is about a row that the template has rendered: it has `where`,
+        `messages`, `tools` and `chat_template_kwargs`."""
+        facts = []
+        if row.tools and not self._writes_tools:
+            facts.append("have tools, which the chat template of model.path does not write")
+        if any(message.get("tool_calls") for message in row.messages) and not self._writes_calls:
+            facts.append("have tool calls, which the chat template of model.path does not write")
+        if row.tools and loop_tools:
+            known = {tool["function"]["name"] for tool in loop_tools}
+            own = {tool["function"]["name"] for tool in row.tools}
+            facts += [f"have the tool {name!r}, not in agent.tools" for name in sorted(own - known)]
+        for fact in facts:
+            self.rows.setdefault(fact, []).append(row.where)
+
+    def take_lines(self) -> list[str]:
+        """For the user, of the rows since the last call."""
+        unread = [f"warning: {key}: the chat template does not read it" for key in self.unread]
+        noted = []
+        for fact, rows in self.rows.items():
+            noted.append(f"warning: {len(rows)} rows {fact} (the first: {rows[0]})")
+        self.rows = {}
+        return unread + noted
+
+    def _unread(self, settings: dict[str, Any]) -> list[str]:
+        return [
+            name for name in settings if not re.search(rf"\b{re.escape(name)}\b", self.template)
+        ]
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        name = secrets.token_hex(16)  # no template contains it by itself
+        function = {"name": name, "description": "?", "parameters": {"type": "object"}}
+        return self._shows(name, QUESTION, [{"type": "function", "function": function}])
+
+    @cached_property
+    def _writes_calls(self) -> bool:
+        name = secrets.token_hex(16)
+        call = {"id": name, "type": "function", "function": {"name": name, "arguments": {}}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return self._shows(name, [*QUESTION, turn], None)
+
+    def _shows(
+        self, name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> bool:
+        try:
+            return name in render_chat(self.tokenizer, messages, tools)
+        except Exception:  # it writes tools or calls only where something else is there, too
+            return True
 
 
 def _token_ids(texts: list[str], tokenizer: Any, templated: bool) -> list[list[int]]:

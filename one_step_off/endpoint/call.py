@@ -20,6 +20,7 @@ class Call:
         with_usage: whether these end with the usage.
         items: of a request of the Responses API, all up to the answer.
         settings: what the chat template was given besides the messages.
+        given: the messages of a chat request, as the client sent them.
         messages: that were rendered; None where the request has no messages.
         text: that was the prompt; None where it was no text.
         answer: the policy's answer as chat messages, as the client receives it.
@@ -36,6 +37,7 @@ class Call:
     with_usage: bool = False
     items: list[Any] = field(default_factory=list)
     settings: str = ""
+    given: list[Any] | None = None
     messages: list[PlainMessage] | None = None
     text: str | None = None
     answer: list[PlainMessage] = field(default_factory=list)

@@ -8,15 +8,21 @@ in the arguments of a call, no thoughts. So messages are compared in a plain for
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from agent_loop.episode import Turn
+from one_step_off.data.messages import (
+    THOUGHT_PARTS,
+    BadMessage,
+    Message,
+    normalized_messages,
+    normalized_tools,
+)
 
-TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 MOST_RESPONSE_BYTES = 32 << 20
-THOUGHT_PARTS = ("thinking", "reasoning", "reasoning_text", "redacted_thinking")
+UNCOMPARED_PARTS = (*THOUGHT_PARTS, "thinking")
 
 
 class RequestRefused(Exception):
@@ -30,33 +36,61 @@ class PlainMessage:
     Attributes:
         calls: (name, arguments) of each tool call; arguments as sorted JSON, or as they are where
             they are no JSON.
+        others: what else the chat template may write, as sorted JSON. Clients change ids and leave
+            out thoughts, so these are not compared; nor is what only the assistant's messages have.
+        message: as the chat template receives it.
     """
 
     role: str
     text: str
     calls: tuple[tuple[str, str], ...] = ()
+    others: str = ""
+    message: Message = field(default_factory=dict, compare=False)
 
     def joined(self, other: "PlainMessage") -> "PlainMessage":
         """This message followed by another of the same role."""
         text = "\n".join(part for part in (self.text, other.text) if part)
-        return PlainMessage(self.role, text, self.calls + other.calls)
+        calls = [*self.message.get("tool_calls", ()), *other.message.get("tool_calls", ())]
+        message = self.message | other.message | ({"tool_calls": calls} if calls else {})
+        return PlainMessage(self.role, text, self.calls + other.calls, message=message)
 
     def digest(self, before: bytes) -> bytes:
         """A digest of the messages with the digest `before`, and this one."""
-        content = json.dumps([self.role, self.text, self.calls]).encode()
+        content = json.dumps([self.role, self.text, self.calls, self.others]).encode()
         return hashlib.sha256(before + content).digest()
 
 
-def plain_messages(messages: Iterable[dict[str, Any]]) -> list[PlainMessage]:
+def checked_messages(messages: Sequence[Any]) -> list[Message]:
+    """The messages of a request as the chat template receives them. The policy may have written
+    them: arguments that are no JSON object are taken for {}, as vLLM does.
+
+    Raises:
+        RequestRefused: names the message and the key that cannot be used.
+    """
+    try:
+        return normalized_messages(messages, "messages", empty_for_broken_arguments=True)
+    except BadMessage as error:
+        raise RequestRefused(str(error)) from None
+
+
+def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """The tools of a request as the chat template receives them. Raises RequestRefused."""
+    try:
+        return normalized_tools(tools, "tools")
+    except BadMessage as error:
+        raise RequestRefused(str(error)) from None
+
+
+def plain_messages(messages: Sequence[dict[str, Any]]) -> list[PlainMessage]:
     """Chat messages in their plain form. Consecutive messages of the assistant are one: some APIs
     send a text and each call as items of their own.
 
     Raises:
-        RequestRefused: a message has a part that is no text.
+        RequestRefused: a message has a part that is no text, or is malformed.
     """
     plain: list[PlainMessage] = []
-    for position, message in enumerate(messages):
-        one = _plain_message(position, message)
+    for given, message in zip(messages, checked_messages(messages), strict=True):
+        one = _plain_message(given, message)
         if plain and one.role == plain[-1].role == "assistant":
             plain[-1] = plain[-1].joined(one)
         else:
@@ -64,44 +98,31 @@ def plain_messages(messages: Iterable[dict[str, Any]]) -> list[PlainMessage]:
     return plain
 
 
-def _plain_message(position: int, message: dict[str, Any]) -> PlainMessage:
-    role = str(message.get("role", ""))
-    text = _text_of(position, message.get("content"))
+def _plain_message(given: dict[str, Any], message: Message) -> PlainMessage:
+    """`message`: the given one, normalized."""
+    role = message["role"]
     if role != "assistant":
-        return PlainMessage(role, text)
+        uncompared = ("role", "content", "tool_call_id")
+        others = {k: v for k, v in message.items() if k not in uncompared and v is not None}
+        shown = json.dumps(others, sort_keys=True, default=str) if others else ""
+        return PlainMessage(role, message["content"], others=shown, message=message)
     calls = []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function") or {}
-        calls.append((str(function.get("name")), _plain_arguments(function.get("arguments"))))
+    raw_calls = given.get("tool_calls") or ()
+    for raw, call in zip(raw_calls, message.get("tool_calls", ()), strict=False):
+        arguments = (raw.get("function") or {}).get("arguments")
+        calls.append((call["function"]["name"], _plain_arguments(arguments)))
     # Streams and whole answers differ in the blanks around a call, and some clients strip texts.
-    return PlainMessage(role, text.strip(), tuple(calls))
+    text = _text_without_thoughts(given.get("content"), message)
+    return PlainMessage(role, text.strip(), tuple(calls), message=message)
 
 
-def _text_of(position: int, content: Any) -> str:
-    """The text of a message's content.
-
-    Raises:
-        RequestRefused: it has a part that is no text.
-    """
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        kind = part.get("type", "text")
-        if kind in THOUGHT_PARTS:
-            continue
-        if kind not in TEXT_PARTS:
-            raise RequestRefused(
-                f"message {position} has a part of type {kind!r}: this endpoint trains on text "
-                "alone; send the content as text"
-            )
-        texts.append(str(part.get("text") or part.get("refusal") or ""))
-    return "\n".join(texts)
+def _text_without_thoughts(content: Any, message: Message) -> str:
+    """The text of an answer, which clients send back with or without its thoughts."""
+    if not content or isinstance(content, str):
+        return message["content"]
+    parts = [p for p in content if isinstance(p, str) or p.get("type") not in UNCOMPARED_PARTS]
+    (plain,) = checked_messages([{"role": "assistant", "content": parts}])
+    return plain["content"]
 
 
 def _plain_arguments(arguments: Any) -> str:
@@ -153,10 +174,10 @@ class ConversationRecord:
 
     def find(
         self, settings: str, messages: Sequence[PlainMessage]
-    ) -> tuple[Turn, list[PlainMessage]] | None:
-        """The latest turn that these messages contain unchanged, with all that came before it, and
-        the messages after it; None where there is none, or where a message of the assistant comes
-        after it that the policy did not write."""
+    ) -> tuple[Turn, PlainMessage, list[PlainMessage]] | None:
+        """The latest turn that these messages contain unchanged, with all that came before it, its
+        message here, and the messages after it; None where there is none, or where a message of the
+        assistant comes after it that the policy did not write."""
         digests = self._digests(settings, messages)
         for position in range(len(messages), 0, -1):
             turn = self.by_messages.get(digests[position])
@@ -165,7 +186,7 @@ class ConversationRecord:
             new = list(messages[position:])
             if not new or any(message.role == "assistant" for message in new):
                 return None
-            return turn, new
+            return turn, messages[position - 1], new
         return None
 
     def add_response(self, id: str, items: list[Any], request_bytes: int) -> None:

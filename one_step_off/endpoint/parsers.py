@@ -26,6 +26,10 @@ DEFAULT_TOOL_PARSER = "hermes"
 
 MOST_TAG_CHARS = 64
 """Characters of the tags and blanks around the thoughts of a turn."""
+HERMES_PARSERS = ("hermes", "qwen3_json")
+"""vLLM's names of the parser that `hermes_parser` replaces."""
+
+OWN_HERMES = "hermes_by_json"
 
 
 def check_parsers(cfg: Config) -> None:
@@ -52,7 +56,35 @@ def tool_parser_name(cfg: Config, tokenizer: Any) -> str | None:
     name = cfg.agent.tool_parser
     if name == "none":
         return None
-    return parser_of_template(str(tokenizer.chat_template)) if name == "auto" else name
+    if name == "auto":
+        name = parser_of_template(str(tokenizer.chat_template))
+    if name not in HERMES_PARSERS:
+        return name
+    from vllm.tool_parsers import ToolParserManager
+
+    ToolParserManager.register_lazy_module(
+        OWN_HERMES, "one_step_off.endpoint.hermes_parser", "HermesParser"
+    )
+    return OWN_HERMES
+
+
+def reasoning_parser_name(cfg: Config, tool_parser: str | None) -> str:
+    """vLLM's name of the parser of thoughts; "": there is none.
+
+    Args:
+        tool_parser: of `tool_parser_name`.
+    """
+    name = cfg.agent.reasoning_parser
+    if not name or tool_parser != OWN_HERMES:
+        return name
+    from vllm.reasoning import ReasoningParserManager
+
+    from one_step_off.endpoint.hermes_parser import outside_calls
+
+    own = f"{name}_outside_calls"
+    parser_class = outside_calls(ReasoningParserManager.get_reasoning_parser(name))
+    ReasoningParserManager.register_module(own, module=parser_class)
+    return own
 
 
 def _check(cfg: Config, key: str, name: str, known: list[str]) -> None:

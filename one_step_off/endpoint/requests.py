@@ -3,7 +3,11 @@
 import json
 from typing import Any
 
-from one_step_off.endpoint.conversation import ConversationRecord, RequestRefused
+from one_step_off.endpoint.conversation import (
+    ConversationRecord,
+    RequestRefused,
+    checked_tools,
+)
 from one_step_off.endpoint.parsers import whole_characters
 
 CHAT = "/v1/chat/completions"
@@ -17,6 +21,9 @@ PATHS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, GENERATE)
 
 COMPLETION_TOKENS = 16
 """Tokens of a completion whose request names no number: OpenAI's default."""
+
+RENDERED = (CHAT, RESPONSES, MESSAGES, COUNT_TOKENS)
+"""The paths whose requests are written by the chat template."""
 
 REFUSED_KEYS = {
     RESPONSES: ("background", "conversation"),
@@ -137,7 +144,11 @@ def take_max_tokens(path: str, content: dict[str, Any]) -> int | None:
 
 
 def prepare(
-    path: str, content: dict[str, Any], model: str, record: ConversationRecord
+    path: str,
+    content: dict[str, Any],
+    model: str,
+    record: ConversationRecord,
+    settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The request as vLLM receives it.
 
@@ -147,11 +158,17 @@ def prepare(
     Args:
         model: the name under which vLLM serves the policy.
         record: of the episode, for `previous_response_id`.
+        settings: of the chat template, of the run and the row; the request's take precedence.
 
     Raises:
-        RequestRefused: the previous response is unknown.
+        RequestRefused: the previous response is unknown, or a message or tool cannot be used.
     """
     content = content | {"model": model}
+    own_settings = content.get("chat_template_kwargs")
+    if path in RENDERED and settings and isinstance(own_settings, dict | None):
+        content["chat_template_kwargs"] = settings | (own_settings or {})
+    if path == CHAT:
+        content["tools"] = checked_tools(content.get("tools"))
     content["tools"] = [_plain_tool(tool) for tool in content.get("tools") or ()]
     if not content["tools"]:
         del content["tools"]

@@ -43,16 +43,18 @@ from vllm.renderers.online_renderer import OnlineRenderer
 
 from agent_loop.episode import LIMITS, Episode, EpisodeOver
 from one_step_off.config.schema import Config
+from one_step_off.data.messages import openai_messages
 from one_step_off.endpoint import events, requests
 from one_step_off.endpoint.answers import Answer, error_answer, json_answer
 from one_step_off.endpoint.call import CURRENT_CALL, Call
 from one_step_off.endpoint.conversation import (
     ConversationRecord,
     RequestRefused,
+    checked_messages,
     plain_messages,
 )
 from one_step_off.endpoint.engine_client import EpisodeEngine
-from one_step_off.endpoint.parsers import careful_parser, tool_parser_name
+from one_step_off.endpoint.parsers import careful_parser, reasoning_parser_name, tool_parser_name
 from one_step_off.endpoint.refusals import episode_over
 from one_step_off.endpoint.splicing import SplicingRenderer
 from one_step_off.endpoint.waiting import in_thread
@@ -177,6 +179,7 @@ class Serving:
             tokenizer: the policy's.
         """
         self.records: WeakKeyDictionary[Episode, ConversationRecord] = WeakKeyDictionary()
+        self.settings = cfg.data.chat_template_kwargs
         # A policy that learns writes many broken calls; each would be a traceback in the log.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         client = EpisodeEngine(engine, tokenizer)
@@ -190,7 +193,7 @@ class Serving:
         parsers = {
             "enable_auto_tools": tool_parser is not None,
             "tool_parser": tool_parser,
-            "reasoning_parser": cfg.agent.reasoning_parser,
+            "reasoning_parser": reasoning_parser_name(cfg, tool_parser),
         }
         bounded = copy.copy(engine.model_config)
         bounded.max_model_len *= MOST_CONTEXTS
@@ -230,8 +233,9 @@ class Serving:
         call = Call(episode, record)
         token = CURRENT_CALL.set(call)
         try:
+            settings = self.settings | episode.prompt.chat_template_kwargs
             async with record.reading:
-                request = await in_thread(_read_request, path, body, call)
+                request = await in_thread(_read_request, path, body, call, settings)
             result = await self.routes[path](request)
             if isinstance(result, ErrorResponse):
                 code = int(result.error.code)
@@ -281,8 +285,11 @@ class Serving:
         return error_answer(path, status, response.error.type, response.error.message)
 
 
-def _read_request(path: str, body: bytes, call: Call) -> BaseModel:
+def _read_request(path: str, body: bytes, call: Call, settings: dict[str, Any]) -> BaseModel:
     """The request as vLLM's classes take it.
+
+    Args:
+        settings: of the chat template, of the run and the row.
 
     Raises:
         RequestRefused, ValidationError: it is none, or too long.
@@ -291,9 +298,12 @@ def _read_request(path: str, body: bytes, call: Call) -> BaseModel:
     content = requests.parse_body(path, body, call.episode.max_sequence)
     call.max_tokens = requests.take_max_tokens(path, content)
     call.stream, call.with_usage = requests.take_stream(content)
-    content = requests.prepare(path, content, MODEL, call.record)
+    content = requests.prepare(path, content, MODEL, call.record, settings)
     if path == requests.RESPONSES:
         call.items = requests.input_items(content)
+    if path == requests.CHAT and "messages" in content:
+        call.given = content["messages"]
+        content["messages"] = openai_messages(checked_messages(call.given))
     return REQUESTS[path].model_validate(content)
 
 

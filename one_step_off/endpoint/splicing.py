@@ -9,7 +9,6 @@ messages.
 
 import json
 from collections.abc import Sequence
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,17 @@ from vllm.inputs.engine import tokens_input
 from agent_loop.chat_template import TurnEncoder
 from agent_loop.episode import Turn
 from one_step_off.config.errors import ConfigError
+from one_step_off.data.messages import knows_developer
 from one_step_off.endpoint.call import CURRENT_CALL, Call
-from one_step_off.endpoint.conversation import PlainMessage, RequestRefused, plain_messages
+from one_step_off.endpoint.conversation import (
+    RequestRefused,
+    checked_messages,
+    plain_messages,
+)
 from one_step_off.endpoint.waiting import in_thread
 
 NOT_FOR_NEW_MESSAGES = ("tools", "tokenize", "add_generation_prompt", "continue_final_message")
-"""Settings of the chat template that say nothing about the messages after a turn."""
-
-MOST_ENCODERS = 64
-"""Settings of the chat template whose encoders are kept."""
+"""What vLLM's renderer receives besides the settings of the chat template."""
 
 
 class SplicingRenderer:
@@ -35,9 +36,8 @@ class SplicingRenderer:
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
         self._renderer = renderer
         self._tokenizer = tokenizer
-        self._encoders: dict[str, TurnEncoder] = {}
-        self._making_encoder = Lock()
         self._token_chars = max(map(len, tokenizer.get_vocab()))
+        self._encoder = TurnEncoder(tokenizer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._renderer, name)
@@ -49,12 +49,13 @@ class SplicingRenderer:
         call = CURRENT_CALL.get()
         (messages,) = conversations
         template_kwargs = chat_params.chat_template_kwargs
+        if call.given is not None:  # as the client sent them: vLLM's own checks rewrite them
+            messages = call.given
         async with call.record.reading:
+            checked = await in_thread(checked_messages, messages)
             ids = await in_thread(self._known_ids, call, messages, template_kwargs)
         if ids is None:
-            return await self._renderer.render_chat_async(
-                conversations, chat_params, *args, **kwargs
-            )
+            return await self._renderer.render_chat_async([checked], chat_params, *args, **kwargs)
         return [[]], [tokens_input(ids)]
 
     def _known_ids(
@@ -85,27 +86,25 @@ class SplicingRenderer:
         found = call.record.find(call.settings, call.messages)
         if found is None:
             return None
-        turn, new_messages = found
+        turn, said, new_messages = found
         too_long = self._too_long(call, [message.text for message in new_messages])
         if too_long is not None:
             return too_long
+        template = self._tokenizer.get_chat_template(tools=template_kwargs.get("tools"))
+        is_moved = any(message.role == "developer" for message in new_messages)
+        if is_moved and not knows_developer(template):
+            return None  # it goes to the beginning of the prompt, see `messages_for`
+        settings = {k: v for k, v in template_kwargs.items() if k not in NOT_FOR_NEW_MESSAGES}
         try:
-            new_ids = self._encoder(template_kwargs).encode(
-                [_as_message(message) for message in new_messages], turn.generated.ids
+            new_ids = self._encoder.encode(
+                [message.message for message in new_messages],
+                turn.generated.ids,
+                said.message.get("tool_calls", ()),
+                settings,
             )
         except ConfigError:  # the template cannot write these messages alone
             return None
         return np.concatenate([turn.ids, new_ids]).tolist()
-
-    def _encoder(self, template_kwargs: dict[str, Any]) -> TurnEncoder:
-        own = {k: v for k, v in template_kwargs.items() if k not in NOT_FOR_NEW_MESSAGES}
-        name = json.dumps(own, sort_keys=True, default=str)
-        with self._making_encoder:
-            if name not in self._encoders:
-                self._encoders[name] = TurnEncoder(self._tokenizer, own)
-            if len(self._encoders) > MOST_ENCODERS:
-                del self._encoders[next(iter(self._encoders))]
-            return self._encoders[name]
 
     async def render_cmpl_async(
         self, prompts: Sequence[Any], *args: Any, **kwargs: Any
@@ -156,10 +155,6 @@ class SplicingRenderer:
         if self._tokenizer.decode(ids[:-1]) == answer:
             return turn.ids[:-1], text
         return None
-
-
-def _as_message(message: PlainMessage) -> dict[str, str]:
-    return {"role": message.role, "content": message.text}
 
 
 def _text_of_prompt(prompt: Any) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from agent_loop.base import Generated, Loops, Trajectory
+from agent_loop.base import CURRENT_PROMPT, Generated, Loops, Trajectory
 from agent_loop.episode import Episode, RewardMissing, data_kind
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
@@ -112,6 +112,7 @@ class TrajectoryRun:
         loops = self.replica.loops
         loop = loops.get(self.prompt.agent_loop)
         limits = loops.limits(self.most_tokens, self.prompt.source)
+        CURRENT_PROMPT.set(self.prompt)
         trajectory = await loop.run(self.prompt, self._generate, self._score, limits)
         samples = trajectory.samples(self.prompt, self.index)
         for sample in samples:

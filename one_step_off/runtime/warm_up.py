@@ -27,6 +27,7 @@ COMPARED_KEYS = (
     "data.max_prompt_length",
     "data.max_response_length",
     "data.chat_template",
+    "data.chat_template_kwargs",
     "data.instruction",
     "data.shuffle",
     "data.generator_size",

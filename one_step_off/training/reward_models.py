@@ -18,6 +18,7 @@ import numpy as np
 from one_step_off.cluster.errors import RoleError
 from one_step_off.cluster.remote_calls import OnSpan
 from one_step_off.config.schema import Config
+from one_step_off.data.messages import render_chat
 from one_step_off.data.packing import PackedArrays
 from one_step_off.data.samples import Batch, PromptLookup, Sample
 from one_step_off.rewards.reward import MAX_REWARD, RewardError
@@ -46,7 +47,8 @@ def sequences_for(
         prompt = find_prompt(sample.prompt_id)
         if reward_tokenizer.chat_template and prompt.messages:
             chat = [*prompt.messages, {"role": "assistant", "content": sample.response}]
-            texts.append(reward_tokenizer.apply_chat_template(chat, tokenize=False))
+            settings = prompt.chat_template_kwargs
+            texts.append(render_chat(reward_tokenizer, chat, prompt.tools, settings))
         else:
             texts.append(prompt.text + sample.response)
     # A chat template has written the special tokens already.

@@ -6,6 +6,7 @@ import json
 import numpy as np
 
 from agent_loop.episode_row import episode_row
+from one_step_off.data.messages import normalized_messages
 from one_step_off.data.samples import Prompt
 
 
@@ -51,3 +52,16 @@ def test_values_that_json_does_not_know_are_sent_in_a_form_that_it_does():
     assert row["bytes"] == "AP8="
     assert row["day"] == "2026-11-23"
     assert row["5"] == [True, None]
+
+
+def test_a_row_with_calls_has_the_form_that_openais_clients_send():
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    settings = {"enable_thinking": False}
+    messages = normalized_messages(chat, "prompt")
+    row = row_of(messages=messages, tools=tools, chat_template_kwargs=settings)
+    sent = row["messages"][1]["tool_calls"][0]
+    assert sent["function"] == {"name": "f", "arguments": '{"a": "é"}'}
+    assert normalized_messages(row["messages"], "messages")[1]["tool_calls"][0] == call | {"id": ""}
+    assert (row["tools"], row["chat_template_kwargs"]) == (tools, settings)
