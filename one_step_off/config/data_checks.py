@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from one_step_off.config import packages
-from one_step_off.config.errors import ConfigError, key_error
+from one_step_off.config.errors import ConfigError, key_error, refuse_here
 from one_step_off.config.schema import Config, RewardConfig
 from one_step_off.config.source_checks import check_sources
 from one_step_off.config.text import did_you_mean, format_value
@@ -57,9 +57,8 @@ def check_source(key: str, source: str) -> None:
             )
     elif source.endswith(FILE_ENDINGS):
         if not os.path.isfile(source):
-            raise ConfigError(
-                f"{location}: no such file (working directory {os.getcwd()}); check the path"
-            )
+            problem = f"no such file (working directory {os.getcwd()}); check the path"
+            refuse_here(ConfigError(f"{location}: {problem}"))
     else:
         exists = os.path.exists(source)
         may_be_hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", source)
@@ -129,19 +128,13 @@ def check_output(cfg: Config) -> None:
     parent = _nearest_existing_folder(output_dir)
     is_writable = os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
     if not is_writable or "\0" in output_dir:
-        raise key_error(
-            cfg,
-            "trainer.output_dir",
-            f"{parent} is not a folder that can be written to; name another",
-        )
+        problem = f"{parent} is not a folder that can be written to; name another"
+        refuse_here(key_error(cfg, "trainer.output_dir", problem))
     _check_resume(cfg)
     for name in ("tensorboard", "wandb"):
         if getattr(cfg.logging, name) and not packages.is_installed(name):
-            raise key_error(
-                cfg,
-                f"logging.{name}",
-                f"the package {name} is missing; pip install {name}, or set it to false",
-            )
+            problem = f"the package {name} is missing; pip install {name}, or set it to false"
+            refuse_here(key_error(cfg, f"logging.{name}", problem))
     if cfg.logging.wandb and not cfg.logging.wandb_project.strip():
         raise key_error(cfg, "logging.wandb_project", "empty; name a project")
 
@@ -162,4 +155,5 @@ def _check_resume(cfg: Config) -> None:
     fix = did_you_mean(
         resume, ("auto", "never"), "use auto, never, or OUTPUT_DIR/checkpoints/step_000050"
     )
-    raise key_error(cfg, "trainer.resume", f"no checkpoint there (state.json is missing); {fix}")
+    problem = f"no checkpoint there (state.json is missing); {fix}"
+    refuse_here(key_error(cfg, "trainer.resume", problem))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
 
@@ -14,6 +15,29 @@ class ConfigError(Exception):
 
     The program ends with exit code 2.
     """
+
+
+_missing_here: ContextVar[list[str] | None] = ContextVar("missing_here", default=None)
+
+
+@contextmanager
+def noting_what_is_missing() -> Iterator[list[str]]:
+    """In the block `refuse_here` notes what this machine lacks in the list, in place of raising."""
+    missing: list[str] = []
+    token = _missing_here.set(missing)
+    try:
+        yield missing
+    finally:
+        _missing_here.reset(token)
+
+
+def refuse_here(error: ConfigError) -> None:
+    """Raise an error of which this machine is the cause: another one may have the file, the folder
+    or the package. In a block of `noting_what_is_missing` it is noted instead."""
+    missing = _missing_here.get()
+    if missing is None:
+        raise error
+    missing.append(str(error))
 
 
 @contextmanager

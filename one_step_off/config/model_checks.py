@@ -3,7 +3,7 @@
 import os
 import re
 
-from one_step_off.config.errors import ConfigError, key_error
+from one_step_off.config.errors import ConfigError, key_error, refuse_here
 from one_step_off.config.schema import Config
 from one_step_off.config.text import format_value
 
@@ -62,10 +62,14 @@ def check_model_path(key: str, path: str) -> None:
         return
     is_hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)
     if os.path.exists(path) or not is_hub_id:
-        raise ConfigError(
+        error = ConfigError(
             f"{location}: no such directory, and not a hub id such as "
             "Qwen/Qwen2.5-0.5B-Instruct; check the path"
         )
+        may_be_elsewhere = os.path.isabs(path) and not os.path.exists(path)
+        if not may_be_elsewhere:
+            raise error
+        refuse_here(error)
 
 
 def _check_model_directory(location: str, path: str) -> None:

@@ -16,7 +16,7 @@ from one_step_off.config.device_shares import (
     on_one_node,
     shares_device,
 )
-from one_step_off.config.errors import ConfigError, key_error
+from one_step_off.config.errors import ConfigError, key_error, refuse_here
 from one_step_off.config.placement import MODEL_PARALLEL
 from one_step_off.config.roles import data_parallel_size, role_settings
 from one_step_off.config.schema import Config
@@ -201,12 +201,13 @@ def _check_fsdp_layout(
 def _check_megatron_packages(role: str, device: str) -> None:
     location = f"{role}.backend=megatron"
     if not packages.is_installed("megatron.core"):
-        raise ConfigError(f"{location}: megatron-core is missing; run MEGATRON=1 shell/setup.sh")
+        problem = "megatron-core is missing; run MEGATRON=1 shell/setup.sh"
+        refuse_here(ConfigError(f"{location}: {problem}"))
     if device == "cuda" and not packages.is_installed("transformer_engine"):
-        raise ConfigError(
-            f"{location}: transformer-engine, for GPUs, is missing; "
-            "run EXTRA=gpu MEGATRON=1 shell/setup.sh"
+        problem = (
+            "transformer-engine, for GPUs, is missing; run EXTRA=gpu MEGATRON=1 shell/setup.sh"
         )
+        refuse_here(ConfigError(f"{location}: {problem}"))
 
 
 def _check_megatron_layout(role: str, sizes: dict[str, int], ranks: int) -> None:
