@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 def console_script() -> int:
-    """The entry point of the command `one-step-off`."""
+    """The entry point of the command `one-step-off`: a run, or `one-step-off convert SCRIPT`."""
     return main(sys.argv[1:])
 
 
@@ -70,6 +70,10 @@ def _main(argv: list[str]) -> int:
     if not argv:
         print(USAGE, file=sys.stderr)
         return 2
+    if argv[0] == "convert":
+        from one_step_off.runtime.convert import main as convert
+
+        return convert(argv[1:])
     if "--help" in argv or "-h" in argv:
         print(help_text(), end="", flush=True)
         return 0

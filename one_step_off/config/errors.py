@@ -17,6 +17,22 @@ class ConfigError(Exception):
     """
 
 
+class UnknownKey(ConfigError):
+    """A key that does not exist. Its message names the key and what to write."""
+
+
+class UnknownKeys(ConfigError):
+    """Several keys that do not exist. The message has a line for each.
+
+    Attributes:
+        lines: the first says how many they are.
+    """
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
 _missing_here: ContextVar[list[str] | None] = ContextVar("missing_here", default=None)
 
 
@@ -65,7 +81,7 @@ def located_config_error(location: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{location}{error}") from None
+        raise type(error)(f"{location}{error}") from None
 
 
 def first_line(error: BaseException) -> str:

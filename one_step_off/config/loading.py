@@ -9,7 +9,7 @@ import dataclasses
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
@@ -17,12 +17,17 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from one_step_off.config.errors import ConfigError, located_config_error
+from one_step_off.config.errors import (
+    ConfigError,
+    UnknownKey,
+    UnknownKeys,
+    located_config_error,
+)
 from one_step_off.config.old_keys import replace_old_keys
 from one_step_off.config.schema import Config
 from one_step_off.config.shipped import find_config_file, shipped_names
 from one_step_off.config.text import did_you_mean, format_value
-from one_step_off.config.unknown_keys import hint
+from one_step_off.config.unknown_keys import PAGES, hint, leaves
 from one_step_off.config.yaml_io import YAML_ERRORS, parse_yaml, yaml_error_text
 
 # The types of the schema in words, as they complete "must be ...".
@@ -42,6 +47,10 @@ _TYPE_TEXTS: dict[Any, str] = {
     list[str]: "a list of names, such as [a, b]",
     str | list[dict[str, Any]]: "text, or a list such as [{files: a.jsonl, weight: 0.7}]",
 }
+
+
+ALL_KEYS = " (all keys: --help)"
+MAX_UNKNOWN_KEYS = 60  # that one message lists
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ def find_key(dotted: str, value: Any = None) -> ConfigKey:
             f"write {section}.KEY=VALUE (all keys: --help)"
         )
     shown, suggestion = hint(dotted, value, KEYS, SECTIONS)
-    raise ConfigError(f"{format_value(shown)}: unknown key; {suggestion} (all keys: --help)")
+    raise UnknownKey(f"{format_value(shown)}: unknown key; {suggestion}{ALL_KEYS}")
 
 
 # --- from the file and the arguments to assignments ---
@@ -125,10 +134,19 @@ class _Assignment:
 def _read_file(path: str) -> Iterator[_Assignment]:
     """The keys that a config file sets."""
     content, root = _parse_file(path)
-    lines = _line_numbers(root)
+    yield from _assignments_of(path, content, _line_numbers(root))
+
+
+def _assignments_of(path: str, content: dict, lines: dict[str, int]) -> Iterator[_Assignment]:
+    """The keys that the content of a file sets. Those of an unknown section are found to be unknown
+    one by one."""
     for section, keys in content.items():
         with located_config_error(f"{path}:{lines.get(str(section), 1)}: "):
             _check_section(section, keys)
+        if section not in SECTIONS:
+            for dotted, value in _unknown_entries(str(section), keys):
+                yield _Assignment(dotted, value, f"{path}:{_line_of(dotted, lines)}: ")
+            continue
         for name, value in (keys or {}).items():
             dotted = f"{section}.{name}"
             yield _Assignment(dotted, value, f"{path}:{lines.get(dotted, 1)}: ")
@@ -153,21 +171,27 @@ def _parse_file(path: str) -> tuple[dict, yaml.MappingNode]:
     return content, root
 
 
-def _line_numbers(root: yaml.MappingNode) -> dict[str, int]:
-    """The line of each section and of each "section.key", from 1."""
+def _line_numbers(root: yaml.MappingNode, prefix: str = "") -> dict[str, int]:
+    """The line of each section, of each "section.key" and of the keys in it, from 1."""
     lines = {}
-    for section, body in root.value:
-        lines[str(section.value)] = section.start_mark.line + 1
-        if not isinstance(body, yaml.MappingNode):
-            continue
-        for key, _ in body.value:
-            lines[f"{section.value}.{key.value}"] = key.start_mark.line + 1
+    for key, body in root.value:
+        dotted = f"{prefix}{key.value}"
+        lines[dotted] = key.start_mark.line + 1
+        if isinstance(body, yaml.MappingNode):
+            lines |= _line_numbers(body, f"{dotted}.")
     return lines
+
+
+def _line_of(dotted: str, lines: dict[str, int]) -> int:
+    """The line of a key, or of the nearest one that holds it."""
+    while dotted not in lines and "." in dotted:
+        dotted = dotted.rpartition(".")[0]
+    return lines.get(dotted, 1)
 
 
 def _check_section(section: Any, keys: Any) -> None:
     if section not in SECTIONS:
-        find_key(str(section), keys)
+        return
     if not isinstance(keys, dict | None):
         raise ConfigError(
             f"{section}={format_value(keys)}: must be a mapping of keys, such as {{key: value}}"
@@ -381,12 +405,28 @@ def load_config(argv: list[str]) -> Config:
     Raises ConfigError: an argument or a key that cannot be understood, or a value of a wrong type
     or out of bounds. What must fit together is checked by `runtime.validation.validate`.
     """
+    return _config_of(_assignments(argv))
+
+
+def load_config_text(text: str) -> Config:
+    """The config that a YAML text holds. Raises ConfigError, as `load_config` does."""
+    content, root = parse_yaml(text)
+    return _config_of(_assignments_of("config", content, _line_numbers(root)))
+
+
+def _config_of(assignments: Iterable[_Assignment]) -> Config:
     tree = dataclasses.asdict(Config())
     locations: dict[str, str] = {}
-    for assignment in _assignments(argv):
-        with located_config_error(assignment.location):
-            dotted = _assign(tree, assignment.dotted, assignment.value)
-            locations[dotted] = assignment.location
+    unknown: list[UnknownKey] = []
+    for assignment in assignments:
+        for dotted, value in _entries(assignment):
+            try:
+                with located_config_error(assignment.location):
+                    key = _assign(tree, dotted, value)
+                    locations[key] = assignment.location
+            except UnknownKey as error:
+                unknown.append(error)
+    _raise_unknown(unknown)
     tree = _resolve_interpolations(tree, locations)
     cfg = Config()
     for key in KEYS.values():
@@ -395,6 +435,39 @@ def load_config(argv: list[str]) -> Config:
         setattr(getattr(cfg, key.section), key.name, value)
     replace_old_keys(cfg)
     return cfg
+
+
+def _entries(assignment: _Assignment) -> Iterator[tuple[str, Any]]:
+    """The assignment, or those of its entries where its key does not exist."""
+    section_and_key = ".".join(assignment.dotted.split(".")[:2])
+    if section_and_key in KEYS or assignment.dotted in SECTIONS:
+        yield assignment.dotted, assignment.value
+    else:
+        yield from _unknown_entries(assignment.dotted, assignment.value)
+
+
+def _unknown_entries(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """An unknown key; the entries of its mapping where these are keys of another trainer."""
+    shown, _ = hint(dotted, value, KEYS, SECTIONS)
+    if shown == dotted:
+        yield dotted, value
+    else:
+        yield from leaves(dotted, value)
+
+
+def _raise_unknown(unknown: list[UnknownKey]) -> None:
+    """Raises UnknownKey or UnknownKeys, if there are any."""
+    if len(unknown) == 1:
+        raise unknown[0]
+    if not unknown:
+        return
+    lines = [str(error).replace(ALL_KEYS, "") for error in unknown[:MAX_UNKNOWN_KEYS]]
+    if len(unknown) > MAX_UNKNOWN_KEYS:
+        lines.append(f"... and {len(unknown) - MAX_UNKNOWN_KEYS} more")
+    head = f"{len(unknown)} unknown keys{ALL_KEYS}"
+    if any(page in line for line in lines for page in PAGES.values()):
+        head += "; one-step-off convert SCRIPT translates a script of verl or TRL"
+    raise UnknownKeys([f"{head}:", *lines])
 
 
 def _assignments(argv: list[str]) -> Iterator[_Assignment]:

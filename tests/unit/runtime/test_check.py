@@ -102,6 +102,7 @@ import os
 from own_check import ask
 ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
 """
+ROOT = Path(__file__).parents[3]
 EXTERNAL = ["agent.loop=external", "data.max_response_length=64", "agent.timeout_s=20"]
 TOOLS = ["agent.loop=tool", "agent.loop_kwargs={tool: {taught: true}}"]
 
@@ -155,7 +156,7 @@ def test_all_that_works(own, models, capsys):
     [
         (["reward.function=own_check:rigth"], ["FAIL  imports", "no attribute 'rigth'"]),
         (["reward.function=own_check:splits"],
-         ["FAIL  reward", "IndexError at own_check.py:20", "begins 'I do not know.'", "; fix"]),
+         ["FAIL  reward", "IndexError at own_check.py:19", "begins 'I do not know.'", "; fix"]),
         (["agent.loop=own_check:Stops"],
          ["FAIL  agent", "AttributeError at own_check.py:", "'nothing'"]),
         (["agent.loop=environment", "agent.loop_kwargs={environment: {env: 'own_check:Steps'}}",
@@ -255,7 +256,7 @@ def test_supervised(own, models, capsys):
     assert "PASS  sft       2 steps; training data: 16 rows, 16 used" in out
     (own / "rows.jsonl").write_text('{"question": "1 + 1?"}\n')
     assert main_sft.main([*argv, "sft.train_files=rows.jsonl"]) == 2
-    assert "FAIL  sft       data" in capsys.readouterr().out
+    assert "FAIL  sft " in capsys.readouterr().out
 
 
 def test_a_cluster_config_on_a_laptop(own, capsys):
@@ -267,7 +268,7 @@ def test_a_cluster_config_on_a_laptop(own, capsys):
         "agent: {loop: external, python: /cluster/venv/bin/python}\n"
         "trainer: {total_steps: 2, output_dir: /proc/nowhere/run}\n"
     )
-    env = dict(os.environ, CUDA_VISIBLE_DEVICES="")
+    env = dict(os.environ, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
     command = [sys.executable, "-m", "one_step_off.main_ppo", "config=cluster.yaml"]
     done = subprocess.run(
         [*command, "--dry-run"], env=env, capture_output=True, text=True, timeout=60
