@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from one_step_off.config import packages
@@ -9,7 +10,7 @@ from one_step_off.config.errors import ConfigError, key_error, refuse_here
 from one_step_off.config.schema import Config, RewardConfig
 from one_step_off.config.source_checks import check_sources
 from one_step_off.config.text import did_you_mean, format_value
-from one_step_off.config.user_code import is_user_spec
+from one_step_off.config.user_code import is_user_spec, similar_spec
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 # The names that other packages register. They are repeated here because importing their owners
@@ -52,9 +53,9 @@ def check_source(key: str, source: str) -> None:
     location = f"{key}={format_value(source)}"
     if source.startswith("generator:"):
         if source.removeprefix("generator:") not in GENERATORS:
-            raise ConfigError(
-                f"{location}: no such generator; use generator:{' or generator:'.join(GENERATORS)}"
-            )
+            names = [f"generator:{name}" for name in GENERATORS]
+            fix = did_you_mean(source, names, f"use {' or '.join(names)}", cutoff=0.75)
+            raise ConfigError(f"{location}: no such generator; {fix}")
     elif source.endswith(FILE_ENDINGS):
         if not os.path.isfile(source):
             problem = f"no such file (working directory {os.getcwd()}); check the path"
@@ -85,8 +86,15 @@ def _check_rewards(cfg: Config) -> None:
 
 def _check_reward(key: str, name: str) -> None:
     if name not in BUILT_IN_REWARDS and not is_user_spec(name):
-        problem = f"must be gsm8k, math, or your own as {USER_FUNCTION_FORM}"
-        raise ConfigError(f"{key}={format_value(name)}: {problem}")
+        otherwise = f"must be gsm8k, math, or your own as {USER_FUNCTION_FORM}"
+        fix = did_you_mean_function(name, BUILT_IN_REWARDS, otherwise)
+        raise ConfigError(f"{key}={format_value(name)}: no such function; {fix}")
+
+
+def did_you_mean_function(spec: str, names: Iterable[str], otherwise: str) -> str:
+    """As `did_you_mean`, for a built-in name or the user's `module:function`."""
+    similar = similar_spec(spec)
+    return f"did you mean {similar}?" if similar else did_you_mean(spec, names, otherwise)
 
 
 def check_agent(cfg: Config) -> None:
@@ -108,7 +116,7 @@ def _check_loop(key: str, spec: str) -> None:
     if spec in BUILT_IN_LOOPS or is_user_spec(spec):
         return
     otherwise = f"use {', '.join(BUILT_IN_LOOPS)}, or your own as {USER_CLASS_FORM}"
-    fix = did_you_mean(spec, BUILT_IN_LOOPS, otherwise)
+    fix = did_you_mean_function(spec, BUILT_IN_LOOPS, otherwise)
     raise ConfigError(f"{key}={format_value(spec)}: no such name; {fix}")
 
 
@@ -116,7 +124,7 @@ def _check_tool(spec: str) -> None:
     if not spec or spec in BUILT_IN_TOOLS or spec.startswith("mcp:http") or is_user_spec(spec):
         return
     otherwise = f"use {', '.join(BUILT_IN_TOOLS)}, or your own as {USER_FUNCTION_FORM}"
-    fix = did_you_mean(spec, BUILT_IN_TOOLS, otherwise)
+    fix = did_you_mean_function(spec, BUILT_IN_TOOLS, otherwise)
     raise ConfigError(f"agent.tools={format_value(spec)}: no such name; {fix}")
 
 

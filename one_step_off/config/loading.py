@@ -309,7 +309,11 @@ def checked_value(key: ConfigKey, value: Any) -> Any:
         value = _choice_of_boolean(value, choices)
     value = _convert(key.dotted, value_type, value, key.type_text)
     if choices and value not in choices:
-        raise ConfigError(f"{key.dotted}={format_value(value)}: must be {key.type_text}")
+        similar = did_you_mean(str(value), choices, "")
+        suggestion = f"; {similar}" if similar else ""
+        raise ConfigError(
+            f"{key.dotted}={format_value(value)}: must be {key.type_text}{suggestion}"
+        )
     if key.metadata.get("path"):
         # The libraries that open the files do not know ~.
         return ",".join(os.path.expanduser(part.strip()) for part in value.split(","))
@@ -399,8 +403,8 @@ def load_config(argv: list[str]) -> Config:
     """The config of `config=FILE section.key=value ...`.
 
     The file overrides the defaults, the arguments override the file. `config=` may be omitted in
-    front of a name that ends in .yaml or .yml. A mapping in the file or in an argument replaces the
-    default; `section.key.name=value` changes one entry of it.
+    front of a name that ends in .yaml or .yml, and `--config FILE` means the same. A mapping in the
+    file or in an argument replaces the default; `section.key.name=value` changes one entry of it.
 
     Raises ConfigError: an argument or a key that cannot be understood, or a value of a wrong type
     or out of bounds. What must fit together is checked by `runtime.validation.validate`.
@@ -472,7 +476,7 @@ def _raise_unknown(unknown: list[UnknownKey]) -> None:
 
 def _assignments(argv: list[str]) -> Iterator[_Assignment]:
     """What the config file sets, then what the arguments set. Raises ConfigError."""
-    arguments = [_with_config_prefix(argument) for argument in argv]
+    arguments = [_with_config_prefix(argument) for argument in _without_config_flag(argv)]
     for argument in arguments:
         _check_argument_form(argument)
     files = [arg.removeprefix("config=") for arg in arguments if arg.startswith("config=")]
@@ -487,6 +491,21 @@ def _assignments(argv: list[str]) -> Iterator[_Assignment]:
             yield _read_argument(argument)
 
 
+def _without_config_flag(argv: list[str]) -> Iterator[str]:
+    """The arguments, with config=FILE in place of --config FILE, --config=FILE and -c FILE."""
+    remaining = iter(argv)
+    for argument in remaining:
+        flag, equals, path = argument.partition("=")
+        if flag not in ("--config", "-c"):
+            yield argument
+            continue
+        if not equals:
+            path = next(remaining, "")
+        if not path:
+            raise ConfigError(f"argument {flag}: names no file; write config=FILE")
+        yield f"config={path}"
+
+
 def _with_config_prefix(argument: str) -> str:
     if re.fullmatch(r"[^=-][^=]*\.ya?ml", argument):
         return f"config={argument}"
@@ -497,8 +516,19 @@ def _check_argument_form(argument: str) -> None:
     """Raises ConfigError: not NAME=VALUE, or not valid Unicode."""
     has_name_and_equals = not argument.startswith("=") and "=" in argument
     has_surrogates = any("\ud7ff" < c < "\ue000" for c in argument)
+    is_flag_of_key = argument.startswith("--") and argument[2:].partition("=")[0] in KEYS
+    if is_flag_of_key and not has_surrogates:
+        _, equals, value = argument.partition("=")
+        written = f"{argument[2:].partition('=')[0]}={value if equals else 'VALUE'}"
+        raise ConfigError(
+            f"argument {format_value(argument)}: keys have no dashes; write {written}"
+        )
+    if argument in shipped_names():
+        raise ConfigError(
+            f"argument {argument}: is a config of the package; write config={argument}"
+        )
     if not has_name_and_equals or has_surrogates:
-        forms = "config=FILE, section.key=value, --dry-run or --help, in valid Unicode"
+        forms = "config=FILE, section.key=value, --check, --dry-run or --help, in valid Unicode"
         raise ConfigError(f"argument {format_value(argument)}: must be {forms}")
 
 

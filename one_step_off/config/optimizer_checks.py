@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from one_step_off.config import packages
+from one_step_off.config.data_checks import did_you_mean_function
 from one_step_off.config.errors import ConfigError, refuse_here
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
@@ -97,7 +98,7 @@ def _check_name(role: str, settings: Any) -> None:
         otherwise = (
             f"use {', '.join(OPTIMIZERS)}, or your own as module:Class, where the module exists"
         )
-        fix = did_you_mean(name, OPTIMIZERS, otherwise)
+        fix = did_you_mean_function(name, OPTIMIZERS, otherwise)
         raise ConfigError(f"{location}: no such optimizer; {fix}")
     if settings.backend == "megatron" and name != ADAMW:
         raise ConfigError(

@@ -10,6 +10,7 @@ from typing import Any
 
 from one_step_off.config.registry import Registry
 from one_step_off.data.plain_numbers import plain_number
+from one_step_off.data.rows import last_boxed
 
 REWARD_FUNCTIONS = Registry("reward.function")
 register = REWARD_FUNCTIONS.register
@@ -53,29 +54,13 @@ def math(response: str, ground_truth: str, **_: Any) -> float:
 
     Where the truth is a number, an operation that is still to be worked out (`68 + 89`) scores 0.0.
     """
-    answer = _last_boxed(response)
+    answer = last_boxed(response)
     if answer is None:
         return _equals(response[-MAX_TAIL_CHARS:], ground_truth)
     truth = ground_truth.strip()
     if truth and answer.strip() == truth:
         return 1.0
     return _equals(f"\\boxed{{{answer}}}", ground_truth)
-
-
-def _last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}`; None where there is none, or it is not closed."""
-    _, marker, rest = text.rpartition("\\boxed{")
-    if not marker:
-        return None
-    depth = 1
-    for i, letter in enumerate(rest):
-        if letter == "{":
-            depth += 1
-        elif letter == "}":
-            depth -= 1
-        if depth == 0:
-            return rest[:i]
-    return None
 
 
 @lru_cache(maxsize=4096)
