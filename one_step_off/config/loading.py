@@ -461,14 +461,15 @@ def _unknown_entries(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _raise_unknown(unknown: list[UnknownKey]) -> None:
     """Raises UnknownKey or UnknownKeys, if there are any."""
-    if len(unknown) == 1:
-        raise unknown[0]
     if not unknown:
         return
-    lines = [str(error).replace(ALL_KEYS, "") for error in unknown[:MAX_UNKNOWN_KEYS]]
-    if len(unknown) > MAX_UNKNOWN_KEYS:
-        lines.append(f"... and {len(unknown) - MAX_UNKNOWN_KEYS} more")
-    head = f"{len(unknown)} unknown keys{ALL_KEYS}"
+    messages = list(dict.fromkeys(map(str, unknown)))
+    if len(messages) == 1:
+        raise unknown[0]
+    lines = [message.replace(ALL_KEYS, "") for message in messages[:MAX_UNKNOWN_KEYS]]
+    if len(messages) > MAX_UNKNOWN_KEYS:
+        lines.append(f"... and {len(messages) - MAX_UNKNOWN_KEYS} more")
+    head = f"{len(messages)} unknown keys{ALL_KEYS}"
     if any(page in line for line in lines for page in PAGES.values()):
         head += "; one-step-off convert SCRIPT translates a script of verl or TRL"
     raise UnknownKeys([f"{head}:", *lines])

@@ -25,6 +25,7 @@ from one_step_off.monitoring.console import RunConsole, quiet_libraries
 from one_step_off.monitoring.facts import end_facts, start_facts, supervised_start_facts
 from one_step_off.monitoring.flops import Meter, shape_of
 from one_step_off.monitoring.loggers import start_remote_loggers
+from one_step_off.monitoring.summary import sampling_text
 from one_step_off.monitoring.supervised_tracker import SupervisedTracker
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime import run_folder
@@ -192,6 +193,7 @@ def _count_parameters_and_set_meter(prepared: Prepared, tracker: Tracker) -> int
     tracker.meter = Meter(cfg, shape)
     tracker.val_names = prepared.data.val_names
     tracker.passes_at = cfg.rollout.val_passes_at
+    tracker.val_sampling = sampling_text(cfg.rollout.val_temperature)
     tracker.has_external_agents = uses_endpoint(cfg, prepared.loop_names)
     return num_parameters
 
