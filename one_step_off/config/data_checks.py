@@ -53,8 +53,9 @@ def check_source(key: str, source: str) -> None:
     location = f"{key}={format_value(source)}"
     if source.startswith("generator:"):
         if source.removeprefix("generator:") not in GENERATORS:
-            names = [f"generator:{name}" for name in GENERATORS]
-            fix = did_you_mean(source, names, f"use {' or '.join(names)}", cutoff=0.75)
+            otherwise = f"use generator:{' or generator:'.join(GENERATORS)}"
+            fix = did_you_mean(source.removeprefix("generator:"), GENERATORS, otherwise)
+            fix = fix.replace("did you mean ", "did you mean generator:")
             raise ConfigError(f"{location}: no such generator; {fix}")
     elif source.endswith(FILE_ENDINGS):
         if not os.path.isfile(source):

@@ -303,11 +303,11 @@ def _check_mini_batch(cfg: Config, role: str) -> None:
 
 
 def nearest_divisor(whole: int, given: int, least: int = 1) -> int:
-    """The divisor of `whole` that is nearest to `given`, the larger one of two; at least `least`,
+    """The divisor of `whole` that is nearest to `given`, the smaller one of two; at least `least`,
     which is at most `whole`.
     """
     divisors = [d for d in range(max(least, 1), whole + 1) if whole % d == 0]
-    return min(divisors, key=lambda d: (abs(d - given), -d))
+    return min(divisors, key=lambda d: (abs(d - given), d))
 
 
 def check_hardware(cfg: Config, device: str, num_gpus: int) -> None:
