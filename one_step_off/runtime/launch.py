@@ -130,7 +130,7 @@ def is_complete(prepared: Prepared, print_line: Callable[[str], None]) -> bool:
     if cfg.trainer.save_hf_model and not has_summary:
         return False
     print_line(
-        f"{resume_point.path} is at step {resume_point.step} of {total_steps}: "
+        f"{resume_point.path} has {resume_point.step} of {total_steps} steps: "
         "nothing left to do; "
         "raise trainer.total_steps, or start over with trainer.resume=never trainer.overwrite=true"
     )
