@@ -9,6 +9,7 @@ The episode ends with its agent.
 """
 
 import asyncio
+import os
 import re
 import shlex
 import shutil
@@ -40,6 +41,10 @@ ENVIRONMENT_VARIABLE = "AGENT_ENVIRONMENT"
 FUNCTION = re.compile(r"[^\W\d]\w*(\.\w+)*:[^\W\d][\w.]*")
 """`module:function`; any other `agent.command` is a program with its arguments."""
 
+INTERPRETERS = re.compile(r"python[\d.]*|bash|sh|zsh|node|deno|bun|ruby|perl")
+SCRIPT_ENDINGS = (".py", ".sh", ".js", ".mjs", ".cjs", ".ts", ".rb", ".pl")
+MAX_FIRST_LINE = 256  # bytes; what Linux reads of it
+
 SETTLE_S = 1.0
 POLL_S = 0.01
 MAX_RESTARTS = 2
@@ -70,6 +75,52 @@ def host_plan(agent: AgentConfig) -> HostPlan | None:
         {"function": function, "folders": _module_folders(agent.python)},
         variables,
     )
+
+
+def fault_of_program(words: list[str]) -> str:
+    """Why a program would not begin, and what to do; "": no such reason is seen.
+
+    Args:
+        words: of its command line.
+    """
+    path = shutil.which(words[0])
+    if path is None and os.path.isfile(words[0]):
+        return f"{words[0]} is not executable; run chmod +x {words[0]}, or name its interpreter"
+    if path is None:
+        return f"there is no program {words[0]}; name one that is on PATH, or its path"
+    interpreter = _interpreter_of_script(path)
+    if interpreter and shutil.which(interpreter) is None:
+        return f"its first line names {interpreter}, which does not exist; fix that line"
+    script = _script_argument(words)
+    if script and not os.path.isfile(script):
+        return f"there is no file {script} (working directory {os.getcwd()}); check the path"
+    return ""
+
+
+def _interpreter_of_script(path: str) -> str:
+    """The program in the first line of a script, as "#!/usr/bin/env NAME"; "": it is no script."""
+    with open(path, "rb") as file:
+        first_line = file.readline(MAX_FIRST_LINE)
+    if not first_line.startswith(b"#!"):
+        return ""
+    words = first_line[2:].decode("utf-8", "replace").split()
+    named = [word for word in words if not word.startswith("-") and "=" not in word]
+    if not named:
+        return ""
+    is_env = os.path.basename(named[0]) == "env" and len(named) > 1
+    return named[1] if is_env else named[0]
+
+
+def _script_argument(words: list[str]) -> str:
+    """The script that an interpreter is to run; "": the program is another one, or runs no file."""
+    if not INTERPRETERS.fullmatch(os.path.basename(words[0])):
+        return ""
+    for word in words[1:]:
+        if not word.startswith("-"):
+            return word if word.endswith(SCRIPT_ENDINGS) else ""
+        if word in ("-m", "-c", "-e"):
+            return ""
+    return ""
 
 
 def _module_folders(python: str) -> list[str]:
@@ -115,11 +166,9 @@ class ExternalLoop(AgentLoop):
             return
         program = self.hosts.plan.task.get("program")
         if program:
-            if shutil.which(program[0]) is None:
-                raise ConfigError(
-                    f"agent.command={self.name}: there is no program {program[0]}; name one that "
-                    "is on PATH, or its path"
-                )
+            fault = fault_of_program(program)
+            if fault:
+                raise ConfigError(f"agent.command={self.name}: {fault}")
             return
         key = "agent.environment" if self.cfg.agent.environment else "agent.command"
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from one_step_off.config.command_line import exit_code
 from one_step_off.config.console_streams import never_wait
-from one_step_off.config.errors import ConfigError
+from one_step_off.config.errors import ConfigError, noting_what_is_missing
 from one_step_off.config.help import USAGE, help_text
 from one_step_off.config.loading import load_config
 from one_step_off.config.placement import placement_text
@@ -20,7 +20,7 @@ from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.runtime.run_folder import locked, replaced_by
 from one_step_off.runtime.validation import validate
 
-FLAGS = ("--dry-run", "--help", "-h", "--replay", "--profile")
+FLAGS = ("--dry-run", "--check", "--help", "-h", "--replay", "--profile")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Arguments:
     settings: list[str]
     dry_run: bool
     replay_folder: str | None
+    check: bool = False
 
 
 def main(argv: list[str]) -> int:
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def console_script() -> int:
-    """The entry point of the command `one-step-off`."""
+    """The entry point of the command `one-step-off`: a run, or `one-step-off convert SCRIPT`."""
     return main(sys.argv[1:])
 
 
@@ -49,10 +50,13 @@ def parse(argv: list[str]) -> Arguments:
     settings = []
     replay_folder = None
     dry_run = False
+    check = False
     remaining = iter(argv)
     for argument in remaining:
         if argument == "--dry-run":
             dry_run = True
+        elif argument == "--check":
+            check = True
         elif argument == "--profile":
             step = next(remaining, "missing")
             settings.append(f"trainer.profile_step={step}")
@@ -60,13 +64,17 @@ def parse(argv: list[str]) -> Arguments:
             replay_folder = next(remaining, "")
         else:
             settings.append(argument)
-    return Arguments(settings, dry_run, replay_folder)
+    return Arguments(settings, dry_run, replay_folder, check)
 
 
 def _main(argv: list[str]) -> int:
     if not argv:
         print(USAGE, file=sys.stderr)
         return 2
+    if argv[0] == "convert":
+        from one_step_off.runtime.convert import main as convert
+
+        return convert(argv[1:])
     if "--help" in argv or "-h" in argv:
         print(help_text(), end="", flush=True)
         return 0
@@ -74,20 +82,32 @@ def _main(argv: list[str]) -> int:
     if not arguments.dry_run:
         never_wait()
     cfg = load_config(arguments.settings)
-    validate(cfg, machine=not arguments.dry_run)
+    if arguments.check:
+        from one_step_off.runtime.check import run_checks
+
+        return run_checks(cfg, print_at_once)
     if arguments.dry_run:
-        print_plan(cfg)
+        with noting_what_is_missing() as missing:
+            validate(cfg, machine=False)
+        print_plan(cfg, missing)
         return 0
+    validate(cfg)
     return _run(cfg, arguments.replay_folder)
 
 
-def print_plan(cfg: Config) -> None:
-    """Print the resolved config and the placement, and warn of what would refuse a run here."""
+def print_at_once(line: str) -> None:
+    """Print a line, also where stdout is a pipe and the program is stopped soon."""
+    print(line, flush=True)
+
+
+def print_plan(cfg: Config, missing: list[str]) -> None:
+    """Print the resolved config and the placement, and warn of what would refuse a run here.
+    `missing`: of `noting_what_is_missing`."""
     print(resolved_yaml(cfg) + "\n# placement")
     for line in placement_text(cfg).splitlines():
         print(f"# {line}", flush=True)
     # Another machine or another folder would help, so these are no faults of the config.
-    for fault in (missing_hardware(cfg), replaced_by(cfg)):
+    for fault in (*missing, missing_hardware(cfg), replaced_by(cfg)):
         if fault:
             print(mask_secrets(f"warning: here a run would be refused: {fault}"), file=sys.stderr)
 

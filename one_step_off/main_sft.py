@@ -7,12 +7,12 @@ import sys
 
 from one_step_off.config.command_line import exit_code
 from one_step_off.config.console_streams import never_wait
-from one_step_off.config.errors import ConfigError
+from one_step_off.config.errors import ConfigError, noting_what_is_missing
 from one_step_off.config.help import SUPERVISED_USAGE, supervised_help_text
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 from one_step_off.config.supervised import unread_lr_warning
-from one_step_off.main_ppo import parse, print_plan, run_or_report
+from one_step_off.main_ppo import parse, print_at_once, print_plan, run_or_report
 from one_step_off.runtime.validation import validate_supervised
 
 
@@ -34,10 +34,16 @@ def _main(argv: list[str]) -> int:
     if not arguments.dry_run:
         never_wait()
     cfg = load_config(arguments.settings)
-    supervised = validate_supervised(cfg, machine=not arguments.dry_run)
+    if arguments.check:
+        from one_step_off.runtime.check import run_supervised_checks
+
+        return run_supervised_checks(cfg, print_at_once)
     if arguments.dry_run:
-        print_plan(supervised)
+        with noting_what_is_missing() as missing:
+            supervised = validate_supervised(cfg, machine=False)
+        print_plan(supervised, missing)
         return 0
+    supervised = validate_supervised(cfg)
     warning = unread_lr_warning(cfg)
     if warning:
         print(warning, flush=True)

@@ -82,6 +82,8 @@ def benchmark(
 PROGRAM = [
     SmokeCase("help", "one_step_off.main_ppo", ("--help",), prints="trainer.total_steps"),
     SmokeCase("dry_run", "one_step_off.main_ppo", (TINY, "--dry-run"), prints="# placement"),
+    SmokeCase("check", "one_step_off.main_ppo", (TINY, "--check"), prints="all checks passed"),
+    SmokeCase("convert", "one_step_off.convert", ("tests/grpo.trl.yaml",), prints="model:"),
     SmokeCase(
         "script_dry_run", "shell/run_qwen_gsm8k.sh", (*SMALL, "--dry-run"), prints="# placement"
     ),

@@ -265,8 +265,8 @@ def learning_rate(
     """The learning rate of an optimizer step: linear warm-up, then constant, cosine or linear.
 
     Warm-up step s uses peak * (s + 1) / warmup, so that the first step does not have a rate of
-    zero. cosine (SGDR, arXiv:1608.03983, eq. 5) and linear end at peak * min_ratio on the last
-    step.
+    zero. cosine (SGDR, arXiv:1608.03983, eq. 5) and linear would reach peak * min_ratio at step
+    `total`, after the last one: no step has a rate of zero.
 
     Args:
         step: from 0.

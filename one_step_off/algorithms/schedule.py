@@ -1,11 +1,13 @@
 """The position of a learning rate's decay, in a new run and in one that is resumed with other
 settings.
 
-A decay (cosine, linear) runs from the end of the warm-up to the last optimizer step of the run. A
-run that is resumed with another number of steps, or with more or fewer optimizer steps in each,
-must not jump: the decay continues from the progress that it had made, and covers the rest by the
-new last step. A decay that the checkpoint's run did not have begins at the resume. The rate itself
-is `core_algos.learning_rate`.
+A decay (cosine, linear) runs from the end of the warm-up to the end of the run: it is complete at
+the step after the last one, so that the last step still learns. A run that is resumed with another
+number of steps, or with more or fewer optimizer steps in each, must not jump: the decay continues
+from the progress that it had made, and covers the rest by the new end. A decay that was complete is
+planned anew for the whole length, as if the run had been that long from its beginning.
+A decay that the checkpoint's run did not have begins at the resume. The rate itself is
+`core_algos.learning_rate`.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,15 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 
 
 @dataclass(frozen=True)
 class Decay:
-    """A decay over optimizer steps. Its progress goes evenly from `done` at `begin` to 1 at the
-    last step.
+    """A decay over optimizer steps. Its progress goes evenly from `done` at `begin` to 1 at
+    `total`, after the last step.
 
     Attributes:
         total: optimizer steps of the run; the last one is total - 1.
@@ -37,7 +38,7 @@ class Decay:
 
     def progress(self, step: int) -> float:
         """The progress at optimizer step `step`, 0 to 1."""
-        remaining_steps = max(self.total - 1 - self.begin, 1)
+        remaining_steps = max(self.total - self.begin, 1)
         progress = self.done + (1.0 - self.done) * (step - self.begin) / remaining_steps
         return min(progress, 1.0)
 
@@ -112,6 +113,8 @@ def resumed_decay(plan: DecayPlan, warmup_steps: int, saved: SavedSchedule) -> D
         return Decay(total, max(step, warmup_steps))
     if total == saved.decay.total:
         return saved.decay
+    if saved.decay.progress(step) >= 1.0:
+        return Decay(total, warmup_steps)
     return Decay(total, step, saved.decay.progress(step))
 
 
@@ -152,10 +155,7 @@ def report_resumed_schedules(
     cfg: Config, checkpoint: Path, total_steps: int, print_line: Callable[[str], None]
 ) -> None:
     """Tell the user how the learning rates continue where the schedule or length differs from the
-    checkpoint's.
-
-    Raises ConfigError: a decay had reached a rate of zero, so the added steps would train nothing.
-    """
+    checkpoint's."""
     for role in ("actor", "critic"):
         if role not in cfg.placement.roles:
             continue
@@ -217,10 +217,7 @@ def _report_length(
     print_line: Callable[[str], None],
 ) -> None:
     """Tell the user where the length of the decay changes, or where the checkpoint does not record
-    the schedule.
-
-    Raises ConfigError: the decay had reached a rate of zero.
-    """
+    the schedule."""
     name = f"{role}.lr_schedule={settings.lr_schedule}"
     unrecorded = (
         "the checkpoint does not record its schedule, which is assumed to be "
@@ -235,16 +232,13 @@ def _report_length(
         change += f" ({unrecorded})"
     step = saved.optimizer_steps
     rate = _rate(settings, decay, step)
-    if rate == 0.0:
-        fix = (
-            f"set {role}.lr_schedule=constant and {role}.lr, or {role}.min_lr_ratio, "
-            "or resume an earlier checkpoint"
-        )
-        raise ConfigError(
-            f"{change}; at step {step} it had reached its end, a rate of 0, and would stay there; "
-            f"{fix}"
-        )
     end = _rate(settings, decay, decay.total - 1)
+    if saved_decay.progress(step) >= 1.0:
+        print_line(
+            f"{change}; it was complete, and is planned anew: {rate:.3g} at step {step}, and "
+            f"{end:.3g} at the end, as in a run of this length"
+        )
+        return
     print_line(
         f"{change}; it continues from its rate at step {step}, {rate:.3g}, to {end:.3g}, "
         "without a jump"

@@ -8,7 +8,11 @@ from typing import Any
 
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS, NEEDS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
-from one_step_off.config.data_checks import BUILT_IN_REWARDS, USER_FUNCTION_FORM
+from one_step_off.config.data_checks import (
+    BUILT_IN_REWARDS,
+    USER_FUNCTION_FORM,
+    did_you_mean_function,
+)
 from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.registry import Entry, Registry
 from one_step_off.config.schema import Config
@@ -96,7 +100,7 @@ def _check_named_function(
     """Check an estimator or loss: its name, what it needs, and its own settings."""
     if spec not in registry:
         if not is_user_spec(spec):
-            fix = did_you_mean(spec, registry, f"known are {', '.join(registry)}")
+            fix = did_you_mean_function(spec, registry, f"known are {', '.join(registry)}")
             raise key_error(cfg, registry.key, f"no such name, and not {USER_FUNCTION_FORM}; {fix}")
         # The user's own: it is imported, and its settings are checked, when the run is prepared.
         return

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import socket
 
-from one_step_off.config.errors import key_error
+from one_step_off.config.errors import key_error, refuse_here
 from one_step_off.config.schema import Config
 from one_step_off.config.text import did_you_mean
 
@@ -28,11 +28,8 @@ def check_external_agents(cfg: Config) -> None:
     if agent.command:
         _check_command(cfg)
     if agent.python and shutil.which(agent.python) is None:
-        raise key_error(
-            cfg,
-            "agent.python",
-            "no such program; name a Python interpreter, such as /my/venv/bin/python",
-        )
+        problem = "no such program; name a Python interpreter, such as /my/venv/bin/python"
+        refuse_here(key_error(cfg, "agent.python", problem))
     if agent.endpoint or agent.loop == "external":
         _check_host(cfg)
 
@@ -73,4 +70,4 @@ def _check_host(cfg: Config) -> None:
             raise key_error(
                 cfg, "agent.endpoint_port", f"{os.strerror(e.errno)}; name another, or 0"
             ) from e
-        raise key_error(cfg, "agent.endpoint_host", f"{e.strerror}; name {ours}") from e
+        refuse_here(key_error(cfg, "agent.endpoint_host", f"{e.strerror}; name {ours}"))

@@ -1,10 +1,10 @@
-"""How a command ends: its exit code, and one line for bad input."""
+"""How a command ends: its exit code, and one line for bad input; one for each unknown key."""
 
 import sys
 from collections.abc import Callable
 
 from one_step_off.config.console_streams import ConsoleFailed, console_streams
-from one_step_off.config.errors import ConfigError
+from one_step_off.config.errors import ConfigError, UnknownKeys
 from one_step_off.config.text import mask_secrets
 
 EXIT_NO_OUTPUT = 1
@@ -23,8 +23,9 @@ def exit_code(command: Callable[[list[str]], int], argv: list[str]) -> int:
             return command(argv)
         except ConfigError as error:
             # The messages of other programs may span lines; the user gets one line in any case.
-            one_line = " ".join(str(error).split())
-            print("error: " + mask_secrets(one_line), file=sys.stderr)
+            lines = error.lines if isinstance(error, UnknownKeys) else [str(error)]
+            one_line_each = "\n  ".join(" ".join(line.split()) for line in lines)
+            print("error: " + mask_secrets(one_line_each), file=sys.stderr)
             return EXIT_BAD_INPUT
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)

@@ -2,15 +2,16 @@
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from one_step_off.config import packages
-from one_step_off.config.errors import ConfigError, key_error
+from one_step_off.config.errors import ConfigError, key_error, refuse_here
 from one_step_off.config.schema import Config, RewardConfig
 from one_step_off.config.source_checks import check_sources
 from one_step_off.config.sources import split_files
 from one_step_off.config.text import did_you_mean, format_value
-from one_step_off.config.user_code import is_user_spec
+from one_step_off.config.user_code import is_user_spec, similar_spec
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 # The names that other packages register. They are repeated here because importing their owners
@@ -73,14 +74,14 @@ def check_source(key: str, source: str) -> None:
     location = f"{key}={format_value(source)}"
     if source.startswith("generator:"):
         if source.removeprefix("generator:") not in GENERATORS:
-            raise ConfigError(
-                f"{location}: no such generator; use generator:{' or generator:'.join(GENERATORS)}"
-            )
+            otherwise = f"use generator:{' or generator:'.join(GENERATORS)}"
+            fix = did_you_mean(source.removeprefix("generator:"), GENERATORS, otherwise)
+            fix = fix.replace("did you mean ", "did you mean generator:")
+            raise ConfigError(f"{location}: no such generator; {fix}")
     elif source.endswith(FILE_ENDINGS):
         if not os.path.isfile(source):
-            raise ConfigError(
-                f"{location}: no such file (working directory {os.getcwd()}); check the path"
-            )
+            problem = f"no such file (working directory {os.getcwd()}); check the path"
+            refuse_here(ConfigError(f"{location}: {problem}"))
     else:
         exists = os.path.exists(source)
         may_be_hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", source)
@@ -107,8 +108,15 @@ def _check_rewards(cfg: Config) -> None:
 
 def _check_reward(key: str, name: str) -> None:
     if name not in BUILT_IN_REWARDS and not is_user_spec(name):
-        problem = f"must be gsm8k, math, or your own as {USER_FUNCTION_FORM}"
-        raise ConfigError(f"{key}={format_value(name)}: {problem}")
+        otherwise = f"must be gsm8k, math, or your own as {USER_FUNCTION_FORM}"
+        fix = did_you_mean_function(name, BUILT_IN_REWARDS, otherwise)
+        raise ConfigError(f"{key}={format_value(name)}: no such function; {fix}")
+
+
+def did_you_mean_function(spec: str, names: Iterable[str], otherwise: str) -> str:
+    """As `did_you_mean`, for a built-in name or the user's `module:function`."""
+    similar = similar_spec(spec)
+    return f"did you mean {similar}?" if similar else did_you_mean(spec, names, otherwise)
 
 
 def check_agent(cfg: Config) -> None:
@@ -130,7 +138,7 @@ def _check_loop(key: str, spec: str) -> None:
     if spec in BUILT_IN_LOOPS or is_user_spec(spec):
         return
     otherwise = f"use {', '.join(BUILT_IN_LOOPS)}, or your own as {USER_CLASS_FORM}"
-    fix = did_you_mean(spec, BUILT_IN_LOOPS, otherwise)
+    fix = did_you_mean_function(spec, BUILT_IN_LOOPS, otherwise)
     raise ConfigError(f"{key}={format_value(spec)}: no such name; {fix}")
 
 
@@ -138,7 +146,7 @@ def _check_tool(spec: str) -> None:
     if not spec or spec in BUILT_IN_TOOLS or spec.startswith("mcp:http") or is_user_spec(spec):
         return
     otherwise = f"use {', '.join(BUILT_IN_TOOLS)}, or your own as {USER_FUNCTION_FORM}"
-    fix = did_you_mean(spec, BUILT_IN_TOOLS, otherwise)
+    fix = did_you_mean_function(spec, BUILT_IN_TOOLS, otherwise)
     raise ConfigError(f"agent.tools={format_value(spec)}: no such name; {fix}")
 
 
@@ -150,19 +158,13 @@ def check_output(cfg: Config) -> None:
     parent = _nearest_existing_folder(output_dir)
     is_writable = os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
     if not is_writable or "\0" in output_dir:
-        raise key_error(
-            cfg,
-            "trainer.output_dir",
-            f"{parent} is not a folder that can be written to; name another",
-        )
+        problem = f"{parent} is not a folder that can be written to; name another"
+        refuse_here(key_error(cfg, "trainer.output_dir", problem))
     _check_resume(cfg)
     for name in ("tensorboard", "wandb"):
         if getattr(cfg.logging, name) and not packages.is_installed(name):
-            raise key_error(
-                cfg,
-                f"logging.{name}",
-                f"the package {name} is missing; pip install {name}, or set it to false",
-            )
+            problem = f"the package {name} is missing; pip install {name}, or set it to false"
+            refuse_here(key_error(cfg, f"logging.{name}", problem))
     if cfg.logging.wandb and not cfg.logging.wandb_project.strip():
         raise key_error(cfg, "logging.wandb_project", "empty; name a project")
 
@@ -183,4 +185,5 @@ def _check_resume(cfg: Config) -> None:
     fix = did_you_mean(
         resume, ("auto", "never"), "use auto, never, or OUTPUT_DIR/checkpoints/step_000050"
     )
-    raise key_error(cfg, "trainer.resume", f"no checkpoint there (state.json is missing); {fix}")
+    problem = f"no checkpoint there (state.json is missing); {fix}"
+    refuse_here(key_error(cfg, "trainer.resume", problem))

@@ -65,7 +65,7 @@ UNSAFE_ENGINE_FIELDS = """logits_processors watermark_config diffusion_config kv
 UNSAFE_ENGINE_FIELDS_ON_CPU = ("enable_chunked_prefill", "long_prefill_token_threshold")
 
 
-def _key_of_vllm_field(cfg: Config, field: str) -> str | None:
+def key_of_vllm_field(cfg: Config, field: str) -> str | None:
     """Our key that sets a field of vLLM; None if there is none."""
     for section in ("model", "rollout"):
         if hasattr(getattr(cfg, section), field):
@@ -79,7 +79,7 @@ def check_sampling(cfg: Config) -> None:
     """Check `rollout.sampling_kwargs`. Raises ConfigError."""
     for name, value in cfg.rollout.sampling_kwargs.items():
         location = f"rollout.sampling_kwargs.{format_value(name)}={format_value(value)}"
-        our_key = _key_of_vllm_field(cfg, name)
+        our_key = key_of_vllm_field(cfg, name)
         if our_key:
             raise ConfigError(f"{location}: use {our_key}")
         if name not in ALLOWED_SAMPLING_FIELDS:
@@ -100,7 +100,7 @@ def check_engine(cfg: Config, device: str) -> None:
     """Check `rollout.engine_kwargs`. Raises ConfigError."""
     for name, value in cfg.rollout.engine_kwargs.items():
         location = f"rollout.engine_kwargs.{format_value(name)}={format_value(value)}"
-        our_key = _key_of_vllm_field(cfg, name)
+        our_key = key_of_vllm_field(cfg, name)
         if our_key:
             raise ConfigError(f"{location}: use {our_key}")
         if name in ENGINE_FIELDS_SET_BY_US:

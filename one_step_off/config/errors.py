@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
 
@@ -14,6 +15,45 @@ class ConfigError(Exception):
 
     The program ends with exit code 2.
     """
+
+
+class UnknownKey(ConfigError):
+    """A key that does not exist. Its message names the key and what to write."""
+
+
+class UnknownKeys(ConfigError):
+    """Several keys that do not exist. The message has a line for each.
+
+    Attributes:
+        lines: the first says how many they are.
+    """
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
+_missing_here: ContextVar[list[str] | None] = ContextVar("missing_here", default=None)
+
+
+@contextmanager
+def noting_what_is_missing() -> Iterator[list[str]]:
+    """In the block `refuse_here` notes what this machine lacks in the list, in place of raising."""
+    missing: list[str] = []
+    token = _missing_here.set(missing)
+    try:
+        yield missing
+    finally:
+        _missing_here.reset(token)
+
+
+def refuse_here(error: ConfigError) -> None:
+    """Raise an error of which this machine is the cause: another one may have the file, the folder
+    or the package. In a block of `noting_what_is_missing` it is noted instead."""
+    missing = _missing_here.get()
+    if missing is None:
+        raise error
+    missing.append(str(error))
 
 
 @contextmanager
@@ -41,7 +81,7 @@ def located_config_error(location: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{location}{error}") from None
+        raise type(error)(f"{location}{error}") from None
 
 
 def first_line(error: BaseException) -> str:

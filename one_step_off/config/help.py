@@ -9,11 +9,11 @@ from one_step_off.config.text import format_value
 
 _USAGE_LINE = (
     "usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] "
-    "[--dry-run] [--help] [--profile STEP] [--replay FOLDER]"
+    "[--check] [--dry-run] [--help] [--profile STEP] [--replay FOLDER]"
 )
 
 USAGE = f"""{_USAGE_LINE}
-  check a config:    python -m one_step_off.main_ppo config=config/gsm8k_tiny_cpu.yaml --dry-run
+  check a run:       python -m one_step_off.main_ppo config=config/gsm8k_tiny_cpu.yaml --check
   list all keys:     python -m one_step_off.main_ppo --help"""
 
 _DESCRIPTION = """
@@ -21,17 +21,26 @@ Trains a language model with one-step-off-policy PPO.
 
   config=FILE          a YAML file, such as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes),
                        or the name of a config of the package, such as gsm8k_tiny_cpu; "config=" may
-                       be omitted if the name ends in .yaml or .yml
+                       be omitted if the name ends in .yaml or .yml; --config FILE means the same
   section.key=value    sets one key, overriding the file; the value is YAML, for example
                        placement.pools.rollout=[2]
-  --dry-run            check everything, print the resolved config and the placement, and start
-                       nothing; missing hardware, such as GPUs, is only a warning
+  --check              try in seconds what the run would use, and start no engine: the config, your
+                       modules, the model's files, all rows, the reward on a few of them, and an
+                       episode of each agent loop or external agent against canned answers; a line
+                       PASS, WARN or FAIL for each, and exit code 2 if one fails
+  --dry-run            check the keys and what must fit together, print the resolved config and the
+                       placement, and start nothing; what this machine lacks (files, models,
+                       packages, GPUs) is only a warning; nothing inside of a file is read: use
+                       --check for models, rows, rewards and agents
   --profile STEP       write a torch profile of the updates of that step (counted from 0) to
                        OUTPUT_DIR/profile
   --replay FOLDER      repeat the update of the batch in FOLDER, such as
                        OUTPUT_DIR/skipped/step_000012, on the trainers alone, to show why it was
                        skipped; the run folder is not changed
   --help               print this text
+
+  one-step-off convert SCRIPT (or: python -m one_step_off.convert SCRIPT) prints a script of verl or
+  TRL as a config.
 
 Exit codes: 0 success, 1 the run failed, 2 bad input (one line names it), 130 interrupted.
 
@@ -40,7 +49,7 @@ Keys:"""
 
 SUPERVISED_USAGE = (
     "usage: python -m one_step_off.main_sft config=FILE [section.key=value ...] "
-    "[--dry-run] [--help] [--profile STEP]"
+    "[--check] [--dry-run] [--help] [--profile STEP]"
 )
 
 _SUPERVISED_DESCRIPTION = """
@@ -51,8 +60,9 @@ for RL with one_step_off.main_ppo.
                        or the name of a config of the package; a config for main_ppo will do, if its
                        rows have answers: the actor is trained, and there are no rollouts
   section.key=value    sets one key, overriding the file
-  --dry-run            check everything, print the resolved config and the placement, and start
-                       nothing
+  --check              read the model's files and all rows, and name those that cannot be used
+  --dry-run            check the keys and what must fit together, print the resolved config and the
+                       placement, and start nothing; what this machine lacks is only a warning
   --profile STEP       write a torch profile of that step (counted from 0) to OUTPUT_DIR/profile
   --help               print this text
 

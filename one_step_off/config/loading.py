@@ -9,7 +9,7 @@ import dataclasses
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
@@ -17,7 +17,12 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from one_step_off.config.errors import ConfigError, located_config_error
+from one_step_off.config.errors import (
+    ConfigError,
+    UnknownKey,
+    UnknownKeys,
+    located_config_error,
+)
 from one_step_off.config.old_keys import replace_old_keys
 from one_step_off.config.schema import Config
 from one_step_off.config.shipped import find_config_file, shipped_names
@@ -31,7 +36,7 @@ from one_step_off.config.typed_scalars import (
     takes_text,
     text_retagger,
 )
-from one_step_off.config.unknown_keys import hint
+from one_step_off.config.unknown_keys import PAGES, hint, leaves
 from one_step_off.config.yaml_io import YAML_ERRORS, parse_yaml, yaml_error_text
 
 # The types of the schema in words, as they complete "must be ...".
@@ -51,6 +56,10 @@ _TYPE_TEXTS: dict[Any, str] = {
     list[str]: "a list of names, such as [a, b]",
     str | list[dict[str, Any]]: "text, or a list such as [{files: a.jsonl, weight: 0.7}]",
 }
+
+
+ALL_KEYS = " (all keys: --help)"
+MAX_UNKNOWN_KEYS = 60  # that one message lists
 
 
 @dataclass(frozen=True)
@@ -116,7 +125,7 @@ def find_key(dotted: str, value: Any = None) -> ConfigKey:
             f"write {section}.KEY=VALUE (all keys: --help)"
         )
     shown, suggestion = hint(dotted, value, KEYS, SECTIONS)
-    raise ConfigError(f"{format_value(shown)}: unknown key; {suggestion} (all keys: --help)")
+    raise UnknownKey(f"{format_value(shown)}: unknown key; {suggestion}{ALL_KEYS}")
 
 
 # --- from the file and the arguments to assignments ---
@@ -134,10 +143,19 @@ class _Assignment:
 def _read_file(path: str) -> Iterator[_Assignment]:
     """The keys that a config file sets."""
     content, root = _parse_file(path)
-    lines = _line_numbers(root)
+    yield from _assignments_of(path, content, _line_numbers(root))
+
+
+def _assignments_of(path: str, content: dict, lines: dict[str, int]) -> Iterator[_Assignment]:
+    """The keys that the content of a file sets. Those of an unknown section are found to be unknown
+    one by one."""
     for section, keys in content.items():
         with located_config_error(f"{path}:{lines.get(str(section), 1)}: "):
             _check_section(section, keys)
+        if section not in SECTIONS:
+            for dotted, value in _unknown_entries(str(section), keys):
+                yield _Assignment(dotted, value, f"{path}:{_line_of(dotted, lines)}: ")
+            continue
         for name, value in (keys or {}).items():
             dotted = f"{section}.{name}"
             yield _Assignment(dotted, value, f"{path}:{lines.get(dotted, 1)}: ")
@@ -189,21 +207,27 @@ def _entry_types(key: ConfigKey) -> dict[str, Any] | None:
     return {entry.name: entry.type for entry in entry_keys(key)} or None
 
 
-def _line_numbers(root: yaml.MappingNode) -> dict[str, int]:
-    """The line of each section and of each "section.key", from 1."""
+def _line_numbers(root: yaml.MappingNode, prefix: str = "") -> dict[str, int]:
+    """The line of each section, of each "section.key" and of the keys in it, from 1."""
     lines = {}
-    for section, body in root.value:
-        lines[str(section.value)] = section.start_mark.line + 1
-        if not isinstance(body, yaml.MappingNode):
-            continue
-        for key, _ in body.value:
-            lines[f"{section.value}.{key.value}"] = key.start_mark.line + 1
+    for key, body in root.value:
+        dotted = f"{prefix}{key.value}"
+        lines[dotted] = key.start_mark.line + 1
+        if isinstance(body, yaml.MappingNode):
+            lines |= _line_numbers(body, f"{dotted}.")
     return lines
+
+
+def _line_of(dotted: str, lines: dict[str, int]) -> int:
+    """The line of a key, or of the nearest one that holds it."""
+    while dotted not in lines and "." in dotted:
+        dotted = dotted.rpartition(".")[0]
+    return lines.get(dotted, 1)
 
 
 def _check_section(section: Any, keys: Any) -> None:
     if section not in SECTIONS:
-        find_key(str(section), keys)
+        return
     if not isinstance(keys, dict | None):
         raise ConfigError(
             f"{section}={format_value(keys)}: must be a mapping of keys, such as {{key: value}}"
@@ -338,7 +362,11 @@ def checked_value(key: ConfigKey, value: Any) -> Any:
         value = _choice_of_boolean(value, choices)
     value = _convert(key.dotted, value_type, value, key.type_text)
     if choices and value not in choices:
-        raise ConfigError(f"{key.dotted}={format_value(value)}: must be {key.type_text}")
+        similar = did_you_mean(str(value), choices, "")
+        suggestion = f"; {similar}" if similar else ""
+        raise ConfigError(
+            f"{key.dotted}={format_value(value)}: must be {key.type_text}{suggestion}"
+        )
     if type(value) in (int, float):
         _check_bounds(key, value)
     return _expanded(key, value)
@@ -458,18 +486,34 @@ def load_config(argv: list[str]) -> Config:
     """The config of `config=FILE section.key=value ...`.
 
     The file overrides the defaults, the arguments override the file. `config=` may be omitted in
-    front of a name that ends in .yaml or .yml. A mapping in the file or in an argument replaces the
-    default; `section.key.name=value` changes one entry of it.
+    front of a name that ends in .yaml or .yml, and `--config FILE` means the same. A mapping in the
+    file or in an argument replaces the default; `section.key.name=value` changes one entry of it.
 
     Raises ConfigError: an argument or a key that cannot be understood, or a value of a wrong type
     or out of bounds. What must fit together is checked by `runtime.validation.validate`.
     """
+    return _config_of(_assignments(argv))
+
+
+def load_config_text(text: str) -> Config:
+    """The config that a YAML text holds. Raises ConfigError, as `load_config` does."""
+    content, root = parse_yaml(text)
+    return _config_of(_assignments_of("config", content, _line_numbers(root)))
+
+
+def _config_of(assignments: Iterable[_Assignment]) -> Config:
     tree = dataclasses.asdict(Config())
     locations: dict[str, str] = {}
-    for assignment in _assignments(argv):
-        with located_config_error(assignment.location):
-            dotted = _assign(tree, assignment.dotted, assignment.value)
-            locations[dotted] = assignment.location
+    unknown: list[UnknownKey] = []
+    for assignment in assignments:
+        for dotted, value in _entries(assignment):
+            try:
+                with located_config_error(assignment.location):
+                    key = _assign(tree, dotted, value)
+                    locations[key] = assignment.location
+            except UnknownKey as error:
+                unknown.append(error)
+    _raise_unknown(unknown)
     tree = _resolve_interpolations(tree, locations)
     cfg = Config()
     for key in KEYS.values():
@@ -480,9 +524,43 @@ def load_config(argv: list[str]) -> Config:
     return cfg
 
 
+def _entries(assignment: _Assignment) -> Iterator[tuple[str, Any]]:
+    """The assignment, or those of its entries where its key does not exist."""
+    section_and_key = ".".join(assignment.dotted.split(".")[:2])
+    if section_and_key in KEYS or assignment.dotted in SECTIONS:
+        yield assignment.dotted, assignment.value
+    else:
+        yield from _unknown_entries(assignment.dotted, assignment.value)
+
+
+def _unknown_entries(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """An unknown key; the entries of its mapping where these are keys of another trainer."""
+    shown, _ = hint(dotted, value, KEYS, SECTIONS)
+    if shown == dotted:
+        yield dotted, value
+    else:
+        yield from leaves(dotted, value)
+
+
+def _raise_unknown(unknown: list[UnknownKey]) -> None:
+    """Raises UnknownKey or UnknownKeys, if there are any."""
+    if not unknown:
+        return
+    messages = list(dict.fromkeys(map(str, unknown)))
+    if len(messages) == 1:
+        raise unknown[0]
+    lines = [message.replace(ALL_KEYS, "") for message in messages[:MAX_UNKNOWN_KEYS]]
+    if len(messages) > MAX_UNKNOWN_KEYS:
+        lines.append(f"... and {len(messages) - MAX_UNKNOWN_KEYS} more")
+    head = f"{len(messages)} unknown keys{ALL_KEYS}"
+    if any(page in line for line in lines for page in PAGES.values()):
+        head += "; one-step-off convert SCRIPT translates a script of verl or TRL"
+    raise UnknownKeys([f"{head}:", *lines])
+
+
 def _assignments(argv: list[str]) -> Iterator[_Assignment]:
     """What the config file sets, then what the arguments set. Raises ConfigError."""
-    arguments = [_with_config_prefix(argument) for argument in argv]
+    arguments = [_with_config_prefix(argument) for argument in _without_config_flag(argv)]
     for argument in arguments:
         _check_argument_form(argument)
     files = [arg.removeprefix("config=") for arg in arguments if arg.startswith("config=")]
@@ -497,6 +575,21 @@ def _assignments(argv: list[str]) -> Iterator[_Assignment]:
             yield _read_argument(argument)
 
 
+def _without_config_flag(argv: list[str]) -> Iterator[str]:
+    """The arguments, with config=FILE in place of --config FILE, --config=FILE and -c FILE."""
+    remaining = iter(argv)
+    for argument in remaining:
+        flag, equals, path = argument.partition("=")
+        if flag not in ("--config", "-c"):
+            yield argument
+            continue
+        if not equals:
+            path = next(remaining, "")
+        if not path:
+            raise ConfigError(f"argument {flag}: names no file; write config=FILE")
+        yield f"config={path}"
+
+
 def _with_config_prefix(argument: str) -> str:
     if re.fullmatch(r"[^=-][^=]*\.ya?ml", argument):
         return f"config={argument}"
@@ -507,8 +600,19 @@ def _check_argument_form(argument: str) -> None:
     """Raises ConfigError: not NAME=VALUE, or not valid Unicode."""
     has_name_and_equals = not argument.startswith("=") and "=" in argument
     has_surrogates = any("\ud7ff" < c < "\ue000" for c in argument)
+    is_flag_of_key = argument.startswith("--") and argument[2:].partition("=")[0] in KEYS
+    if is_flag_of_key and not has_surrogates:
+        _, equals, value = argument.partition("=")
+        written = f"{argument[2:].partition('=')[0]}={value if equals else 'VALUE'}"
+        raise ConfigError(
+            f"argument {format_value(argument)}: keys have no dashes; write {written}"
+        )
+    if argument in shipped_names():
+        raise ConfigError(
+            f"argument {argument}: is a config of the package; write config={argument}"
+        )
     if not has_name_and_equals or has_surrogates:
-        forms = "config=FILE, section.key=value, --dry-run or --help, in valid Unicode"
+        forms = "config=FILE, section.key=value, --check, --dry-run or --help, in valid Unicode"
         raise ConfigError(f"argument {format_value(argument)}: must be {forms}")
 
 

@@ -3,9 +3,9 @@
 import os
 import re
 
-from one_step_off.config.errors import ConfigError, key_error
+from one_step_off.config.errors import ConfigError, key_error, refuse_here
 from one_step_off.config.schema import Config
-from one_step_off.config.text import format_value
+from one_step_off.config.text import did_you_mean, format_value
 
 TINY_MODELS = ("tiny:qwen2", "tiny:qwen3", "tiny:tools", "tiny:teacher")
 TINY_LAYERS = r"(-[1-9])?"
@@ -54,7 +54,8 @@ def check_model_path(key: str, path: str) -> None:
     location = f"{key}={format_value(path)}"
     if path.startswith("tiny"):
         if re.sub(f"{TINY_LAYERS}$", "", path) not in TINY_MODELS:
-            raise ConfigError(f"{location}: unknown tiny model; use {' or '.join(TINY_MODELS)}")
+            fix = did_you_mean(path, TINY_MODELS, f"use {' or '.join(TINY_MODELS)}", cutoff=0.8)
+            raise ConfigError(f"{location}: unknown tiny model; {fix}")
         if not os.path.isdir(path):
             return
     if os.path.isdir(path):
@@ -62,10 +63,14 @@ def check_model_path(key: str, path: str) -> None:
         return
     is_hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)
     if os.path.exists(path) or not is_hub_id:
-        raise ConfigError(
+        error = ConfigError(
             f"{location}: no such directory, and not a hub id such as "
             "Qwen/Qwen2.5-0.5B-Instruct; check the path"
         )
+        may_be_elsewhere = os.path.isabs(path) and not os.path.exists(path)
+        if not may_be_elsewhere:
+            raise error
+        refuse_here(error)
 
 
 def _check_model_directory(location: str, path: str) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from one_step_off.config import packages
-from one_step_off.config.errors import ConfigError
+from one_step_off.config.data_checks import did_you_mean_function
+from one_step_off.config.errors import ConfigError, refuse_here
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.text import did_you_mean, format_value
@@ -97,7 +98,7 @@ def _check_name(role: str, settings: Any) -> None:
         otherwise = (
             f"use {', '.join(OPTIMIZERS)}, or your own as module:Class, where the module exists"
         )
-        fix = did_you_mean(name, OPTIMIZERS, otherwise)
+        fix = did_you_mean_function(name, OPTIMIZERS, otherwise)
         raise ConfigError(f"{location}: no such optimizer; {fix}")
     if settings.backend == "megatron" and name != ADAMW:
         raise ConfigError(
@@ -105,10 +106,8 @@ def _check_name(role: str, settings: Any) -> None:
             f"use that, or set {role}.backend=fsdp"
         )
     if name == ADAMW_8BIT and not packages.is_installed("torchao"):
-        raise ConfigError(
-            f"{location}: the package torchao is missing; pip install 'torchao>=0.18,<0.19', "
-            "or use adamw"
-        )
+        fix = "pip install 'torchao>=0.18,<0.19', or use adamw"
+        refuse_here(ConfigError(f"{location}: the package torchao is missing; {fix}"))
 
 
 def _check_settings(role: str, name: str, kwargs: dict[str, Any]) -> None:

@@ -16,11 +16,11 @@ from one_step_off.config.device_shares import (
     on_one_node,
     shares_device,
 )
-from one_step_off.config.errors import ConfigError, key_error
+from one_step_off.config.errors import ConfigError, key_error, refuse_here
 from one_step_off.config.placement import MODEL_PARALLEL
 from one_step_off.config.roles import data_parallel_size, role_settings
 from one_step_off.config.schema import Config
-from one_step_off.config.text import format_value
+from one_step_off.config.text import did_you_mean, format_value
 
 ROLES = ("rollout", "actor", "ref", "critic", "reward_model", "teacher")
 MAX_PROCESSES_PER_NODE = 1024
@@ -45,12 +45,12 @@ def check_pools(cfg: Config, needed: tuple[str, ...] = ("rollout", "actor")) -> 
     for role, pool in cfg.placement.roles.items():
         location = f"placement.roles.{format_value(role)}={format_value(pool)}"
         if role not in ROLES:
-            raise ConfigError(f"{location}: unknown role; use {', '.join(ROLES)}")
+            fix = did_you_mean(role, ROLES, f"use {', '.join(ROLES)}")
+            raise ConfigError(f"{location}: unknown role; {fix}")
         if pool not in pools:
             known = ", ".join(pools) or "none"
-            raise ConfigError(
-                f"{location}: no such pool; add it to placement.pools, which has {known}"
-            )
+            fix = did_you_mean(pool, pools, f"add it to placement.pools, which has {known}")
+            raise ConfigError(f"{location}: no such pool; {fix}")
     for role in needed:
         if role not in cfg.placement.roles:
             raise key_error(
@@ -178,7 +178,7 @@ def _check_fsdp_layout(
             cfg, f"{role}.packing", "model.attn_implementation=eager cannot pack; use auto or off"
         )
     if ranks % settings.fsdp_size:
-        divisor = _largest_divisor(ranks, settings.fsdp_size)
+        divisor = nearest_divisor(ranks, settings.fsdp_size)
         raise key_error(
             cfg,
             f"{role}.fsdp_size",
@@ -201,12 +201,13 @@ def _check_fsdp_layout(
 def _check_megatron_packages(role: str, device: str) -> None:
     location = f"{role}.backend=megatron"
     if not packages.is_installed("megatron.core"):
-        raise ConfigError(f"{location}: megatron-core is missing; run MEGATRON=1 shell/setup.sh")
+        problem = "megatron-core is missing; run MEGATRON=1 shell/setup.sh"
+        refuse_here(ConfigError(f"{location}: {problem}"))
     if device == "cuda" and not packages.is_installed("transformer_engine"):
-        raise ConfigError(
-            f"{location}: transformer-engine, for GPUs, is missing; "
-            "run EXTRA=gpu MEGATRON=1 shell/setup.sh"
+        problem = (
+            "transformer-engine, for GPUs, is missing; run EXTRA=gpu MEGATRON=1 shell/setup.sh"
         )
+        refuse_here(ConfigError(f"{location}: {problem}"))
 
 
 def _check_megatron_layout(role: str, sizes: dict[str, int], ranks: int) -> None:
@@ -264,13 +265,14 @@ def check_batch(cfg: Config) -> None:
         return
     width = cfg.rollout.tensor_parallel_size
     pool = cfg.placement.roles["rollout"]
-    for node, gpus in enumerate(devices_per_node(cfg, pool)):
+    nodes = devices_per_node(cfg, pool)
+    for node, gpus in enumerate(nodes):
         if gpus % width:
             raise key_error(
                 cfg,
                 "rollout.tensor_parallel_size",
                 f"does not divide placement.pools.{pool}, {gpus} GPUs on node {node}; "
-                f"use {_largest_divisor(gpus, width)}, or change the pool",
+                f"use {nearest_divisor(math.gcd(*nodes), width)}, or change the pool",
             )
 
 
@@ -279,17 +281,17 @@ def _check_mini_batch(cfg: Config, role: str) -> None:
     batch_size = cfg.data.train_batch_size
     mini_batch_size = settings.ppo_mini_batch_size
     location = f"{role}.ppo_mini_batch_size={mini_batch_size}"
-    if batch_size % mini_batch_size:
-        divisor = _largest_divisor(batch_size, mini_batch_size)
-        raise ConfigError(
-            f"{location}: does not divide data.train_batch_size={batch_size}; use {divisor}"
-        )
     ranks = data_parallel_size(cfg, role)
     n = cfg.rollout.n
-    if mini_batch_size * n < ranks:
+    least = math.ceil(ranks / n)
+    fix = f"raise data.train_batch_size to {least}"
+    if least <= batch_size:
+        fix = f"use {nearest_divisor(batch_size, mini_batch_size, least)}"
+    if batch_size % mini_batch_size:
+        raise ConfigError(f"{location}: does not divide data.train_batch_size={batch_size}; {fix}")
+    if mini_batch_size < least:
         raise ConfigError(
-            f"{location}: times rollout.n={n} is too few for {ranks} {role} ranks; "
-            f"use at least {math.ceil(ranks / n)}"
+            f"{location}: times rollout.n={n} is too few for {ranks} {role} ranks; {fix}"
         )
     valid_betas = len(settings.betas) == 2 and all(0 <= beta < 1 for beta in settings.betas)
     if not valid_betas:
@@ -300,12 +302,12 @@ def _check_mini_batch(cfg: Config, role: str) -> None:
         )
 
 
-def _largest_divisor(whole: int, limit: int) -> int:
-    """The largest divisor of `whole` that is at most `limit`; 1 where `limit` is below 1."""
-    for divisor in range(min(whole, limit), 0, -1):
-        if whole % divisor == 0:
-            return divisor
-    return 1
+def nearest_divisor(whole: int, given: int, least: int = 1) -> int:
+    """The divisor of `whole` that is nearest to `given`, the smaller one of two; at least `least`,
+    which is at most `whole`.
+    """
+    divisors = [d for d in range(max(least, 1), whole + 1) if whole % d == 0]
+    return min(divisors, key=lambda d: (abs(d - given), d))
 
 
 def check_hardware(cfg: Config, device: str, num_gpus: int) -> None:

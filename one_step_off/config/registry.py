@@ -2,6 +2,7 @@
 no torch.
 """
 
+import difflib
 import inspect
 import os
 import pkgutil
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from one_step_off.config.errors import ConfigError, first_line
-from one_step_off.config.user_code import find_user_line, format_traceback
+from one_step_off.config.text import did_you_mean
+from one_step_off.config.user_code import find_user_line, format_traceback, similar_spec
 
 
 def import_object(key: str, spec: str) -> Any:
@@ -29,8 +31,19 @@ def import_object(key: str, spec: str) -> Any:
         place = find_user_line(format_traceback(error))
         location = f" ({place})" if place else ""
         problem = f"cannot be imported: {type(error).__name__}: {first_line(error)}{location}"
-        fix = "check the name, fix the module, or start in its folder, or set PYTHONPATH"
+        otherwise = "check the name, fix the module, or start in its folder, or set PYTHONPATH"
+        fix = _similar_attribute(spec) or similar_spec(spec)
+        fix = f"did you mean {fix}?" if fix else otherwise
         raise ConfigError(f"{key}={spec!r}: {problem}; {fix}") from error
+
+
+def _similar_attribute(spec: str) -> str:
+    """`module:attribute` with the most similar attribute of a module that could be imported; ""
+    where there is none."""
+    module, _, attribute = spec.partition(":")
+    public = [name for name in vars(sys.modules.get(module, object)) if not name.startswith("_")]
+    matches = difflib.get_close_matches(attribute, public, n=1)
+    return f"{module}:{matches[0]}" if matches and attribute not in public else ""
 
 
 @dataclass(frozen=True)
@@ -94,9 +107,8 @@ class Registry(dict[str, Entry]):
         if spec in self:
             return self[spec]
         if ":" not in spec:
-            raise ConfigError(
-                f"{key}={spec!r}: unknown; use {self.user_form} or one of {', '.join(self)}"
-            )
+            otherwise = f"use {self.user_form} or one of {', '.join(self)}"
+            raise ConfigError(f"{key}={spec!r}: unknown; {did_you_mean(spec, self, otherwise)}")
         function = import_object(key, spec)
         if not callable(function):
             raise ConfigError(

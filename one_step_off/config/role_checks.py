@@ -8,8 +8,11 @@ from one_step_off.config.model_checks import check_model_path
 from one_step_off.config.schema import Config
 
 
-def check_run(cfg: Config) -> None:
-    """Check that the run has a model, data and a length, and that its evaluation can be done."""
+def check_run(cfg: Config, held_out_key: str = "data.val_files") -> None:
+    """Check that the run has a model, data and a length, and that its evaluation can be done.
+
+    `held_out_key`: the key that names the held-out data.
+    """
     if not cfg.model.path.strip():
         raise key_error(
             cfg,
@@ -26,9 +29,9 @@ def check_run(cfg: Config) -> None:
     evaluates = cfg.trainer.test_freq > 0 or cfg.trainer.val_only
     has_held_out_data = cfg.data.val_files.strip() or cfg.data.val_sets
     if evaluates and not has_held_out_data:
-        raise key_error(
-            cfg, "trainer.test_freq trainer.val_only", "there is no data; set data.val_files"
-        )
+        key = "trainer.val_only" if cfg.trainer.val_only else "trainer.test_freq"
+        problem = f"there is no held-out data to evaluate on; set {held_out_key}"
+        raise key_error(cfg, key, problem)
     heartbeat_s = cfg.rollout.heartbeat_s
     if cfg.rollout.heartbeat_timeout_s <= heartbeat_s:
         raise key_error(

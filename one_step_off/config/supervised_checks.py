@@ -51,7 +51,7 @@ def check_supervised_files(cfg: Config) -> None:
 
 def check_supervised(supervised: Config, device: str) -> None:
     """Check a config of `supervised_config`. Raises ConfigError."""
-    check_run(supervised)
+    check_run(supervised, held_out_key="sft.val_files")
     check_pools(supervised, needed=("actor",))
     check_layouts(supervised, device)
     check_optimizers(supervised)

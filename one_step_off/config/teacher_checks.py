@@ -1,11 +1,13 @@
 """Checks of the role teacher: its models, its back end, and what the distillation needs."""
 
+import math
 from typing import Any
 
 from one_step_off.config.device_shares import devices_per_node
 from one_step_off.config.engine_checks import ENGINE_FIELDS_SET_BY_US
 from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.model_checks import check_model_path
+from one_step_off.config.pool_checks import nearest_divisor
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.teachers import DEFAULT_TEACHER, teacher_key
@@ -150,13 +152,14 @@ def _check_engine_settings(cfg: Config, pool: str) -> None:
         if name == "max_model_len":
             _check_longest_prompt(cfg, value, location)
     width = settings.tensor_parallel_size
-    for node, gpus in enumerate(devices_per_node(cfg, pool)):
+    nodes = devices_per_node(cfg, pool)
+    for node, gpus in enumerate(nodes):
         if gpus % width:
             raise key_error(
                 cfg,
                 "teacher.tensor_parallel_size",
                 f"does not divide placement.pools.{pool}, {gpus} GPUs on node {node}; "
-                "change one of them",
+                f"use {nearest_divisor(math.gcd(*nodes), width)}, or change the pool",
             )
 
 

@@ -14,8 +14,19 @@ from typing import Any
 
 import yaml
 
+from one_step_off.config.engine_checks import (
+    ENGINE_FIELDS_SET_BY_US,
+    UNSAFE_ENGINE_FIELDS,
+    key_of_vllm_field,
+)
+from one_step_off.config.schema import Config
+from one_step_off.config.text import format_value
+
 PAGES = {"verl": "docs/reference/from_verl.md", "TRL": "docs/reference/from_trl.md"}
 COMMON = "common"  # names that many trainers use
+ENGINE_ARGUMENTS = "engine_arguments"
+# Where people write arguments of the engine.
+ENGINE_SECTIONS = ("", "rollout", "teacher", "vllm", "engine", "engine_kwargs")
 
 
 @dataclass(frozen=True)
@@ -37,12 +48,18 @@ class Row:
 
 
 @functools.cache
+def _content() -> dict[str, Any]:
+    path = Path(__file__).with_name("other_keys.yaml")
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def rows() -> tuple[Row, ...]:
     """All lines of `other_keys.yaml`, in order."""
-    path = Path(__file__).with_name("other_keys.yaml")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
     result = []
-    for trainer, tables in content.items():
+    for trainer, tables in _content().items():
+        if trainer == ENGINE_ARGUMENTS:
+            continue
         for table, lines in tables.items():
             for their_keys, here in lines.items():
                 names, _, remark = their_keys.partition(" (")
@@ -129,6 +146,32 @@ def other_trainer_hint(dotted: str, value: Any, exactly: bool) -> str | None:
     return f"{advice} ({trainer}'s {key}: {page})"
 
 
+def rows_of_key(trainer: str, key: str, value: Any) -> list[Row]:
+    """The lines for a key of this trainer, or one that many use, with this value; [] where there is
+    none, or none for this value."""
+    candidates = [row for row in rows() if row.trainer in (trainer, COMMON)]
+    candidates = [row for row in candidates if key in [name for name, _ in row.keys]]
+    exact = _rows_for_value(candidates, key, value)
+    wanted = str(value).lower()
+    return [row for row in exact if str(dict(row.keys)[key] or value).lower() == wanted]
+
+
+def engine_argument(dotted: str) -> str:
+    """The field of vLLM's engine arguments that a key means, as `rollout.enforce_eager` does; ""
+    where it means none, or one that is refused whatever its value."""
+    given = dotted.lstrip("+~-").replace("-", "_")
+    given = given.removeprefix("actor_rollout_ref.").removeprefix("rollout.engine_kwargs.vllm.")
+    section, _, name = given.rpartition(".")
+    if section not in ENGINE_SECTIONS:
+        return ""
+    for candidate in (name, name.removeprefix("vllm_")):
+        refused = candidate in (*ENGINE_FIELDS_SET_BY_US, *UNSAFE_ENGINE_FIELDS)
+        has_key = key_of_vllm_field(Config(), candidate) is not None
+        if candidate in _content()[ENGINE_ARGUMENTS].split() and not refused and not has_key:
+            return candidate
+    return ""
+
+
 def distance(a: str, b: str) -> int:
     """Edit distance: letters to insert, delete, replace, or swap with their neighbor, to turn `a`
     into `b`.
@@ -182,10 +225,9 @@ def hint(
         value: its value; a mapping where it stands for several keys.
         keys, sections: those that exist.
     """
-    for name, leaf in leaves(dotted, value):
-        exact_hint = other_trainer_hint(name, leaf, exactly=True)
-        if exact_hint:
-            return name, exact_hint
+    exact = _other_hint(dotted, value, exactly=True)
+    if exact:
+        return exact
     first_two_parts = ".".join(dotted.split(".")[:2])
     if first_two_parts in keys:  # and its value is not a mapping
         return dotted, f"did you mean {first_two_parts}?"
@@ -194,20 +236,42 @@ def hint(
     same_name = _keys_named(wanted_name, keys, has_section=bool(name))
     if same_name:
         return dotted, _suggest_closest(dotted, same_name)
+    of_engine = _engine_hint(dotted, value)
+    if of_engine:
+        return of_engine
     similar = [key for key in keys if is_typo(wanted_name, key.partition(".")[2])]
     similar_in_section = [key for key in similar if key.partition(".")[0] == section]
     similar_sections = [known for known in sections if not name and is_typo(section, known)]
     if similar_sections or similar_in_section:
         return dotted, _suggest_closest(dotted, similar_sections or similar_in_section)
-    for leaf_name, leaf in leaves(dotted, value):
-        partial_hint = other_trainer_hint(leaf_name, leaf, exactly=False)
-        if partial_hint:
-            return leaf_name, partial_hint
+    partial = _other_hint(dotted, value, exactly=False)
+    if partial:
+        return partial
     if similar:
         return dotted, _suggest_closest(dotted, similar)
     if section in sections:
         return dotted, "remove it"
     return dotted, f"use {', '.join(sections)}"
+
+
+def _other_hint(dotted: str, value: Any, exactly: bool) -> tuple[str, str] | None:
+    """As `hint`, for a key of another trainer; None: it is none."""
+    for name, leaf in leaves(dotted, value):
+        found = other_trainer_hint(name, leaf, exactly)
+        if found:
+            return name, found
+    return None
+
+
+def _engine_hint(dotted: str, value: Any) -> tuple[str, str] | None:
+    """As `hint`, for an argument of vLLM's engine; None: it is none."""
+    for name, leaf in leaves(dotted, value):
+        argument = engine_argument(name)
+        if argument:
+            owner = "teacher" if name.startswith("teacher.") else "rollout"
+            written = "VALUE" if leaf is None else format_value(leaf)
+            return name, f"use {owner}.engine_kwargs.{argument}={written} (vLLM's)"
+    return None
 
 
 def _keys_named(name: str, keys: Collection[str], has_section: bool) -> list[str]:

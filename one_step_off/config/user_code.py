@@ -2,6 +2,7 @@
 failed, and where their output goes."""
 
 import contextlib
+import difflib
 import functools
 import importlib.util
 import itertools
@@ -38,6 +39,23 @@ def is_user_spec(spec: str) -> bool:
         return False
     top_module = match[1]
     return top_module in sys.modules or importlib.util.find_spec(top_module) is not None
+
+
+def similar_spec(spec: str) -> str:
+    """`module:function` with the most similar module of the working directory in place of one that
+    does not exist; "" where none is similar, or the spec has another form.
+    """
+    module, colon, function = spec.partition(":")
+    if not colon or not function:
+        return ""
+    with contextlib.suppress(OSError):
+        here = [path.stem for path in Path().glob("*.py")]
+        here += [path.parent.name for path in Path().glob("*/__init__.py")]
+        top, dot, rest = module.partition(".")
+        matches = difflib.get_close_matches(top, here, n=1)
+        if matches and matches[0] != top:
+            return f"{matches[0]}{dot}{rest}:{function}"
+    return ""
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """Rows of data: read from files, the hub or a generator, parsed and checked.
 
 Nothing is dropped silently: `DataReport` counts and lists every row that was left out. A new data
-format is one more parser beside `_parse_question` and `_parse_messages`.
+format is one more parser beside `_parse_question` and `_parse_messages`, and a line in
+`_parse_format`.
 """
 
 import json
@@ -32,6 +33,9 @@ from one_step_off.data.word_problems import GENERATORS, default_test_size
 # The hub configuration that is used where the user names none.
 HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 MAX_LISTED_ROWS = 5
+FORMATS = (
+    "prompt+ground_truth, question+answer, problem+answer, problem+solution or prompt+reward_model"
+)
 _UTF8_BOM = b"\xef\xbb\xbf"
 _NO_IDS = np.zeros(0, np.int32)
 
@@ -43,6 +47,9 @@ MEDIA_COLUMNS = ("images", "videos", "audios")
 
 ReadTasks = Callable[[str], list[dict[str, Any]]]
 """The tasks of the run's environment for a split, as columns."""
+
+
+TRUTH_OF_VERL = "'ground_truth' in column 'reward_model'"
 
 
 class BadRow(Exception):
@@ -229,7 +236,10 @@ def final_number(answer: str) -> str:
     """
     _, marker, rest = answer.rpartition("####")
     if not marker:
-        raise BadRow("the answer has no '#### NUMBER'")
+        raise BadRow(
+            "the answer has no '#### NUMBER'; if it is the plain answer, name its column "
+            "ground_truth"
+        )
     number = rest.strip().strip("$").removesuffix(".")
     if plain_number(number) is None:
         raise BadRow(f"after '####' comes {rest.strip()[:40]!r}, not a number")
@@ -244,12 +254,15 @@ def _text_column(columns: dict[str, Any], name: str) -> str:
 
 
 def _parse_question(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
-    """The gsm8k format: columns question and answer."""
+    """The gsm8k format: columns question and answer. The answer ends in "#### NUMBER", or is a
+    number alone."""
     content = _text_column(columns, "question") + instruction
-    return {
-        "messages": [{"role": "user", "content": content}],
-        "ground_truth": final_number(_text_column(columns, "answer")),
-    }
+    answer = columns["answer"]
+    if isinstance(answer, str) and plain_number(answer.strip()) is None:
+        truth = final_number(_text_column(columns, "answer"))
+    else:
+        truth = _truth_text(answer, "column 'answer'").strip()
+    return {"messages": [{"role": "user", "content": content}], "ground_truth": truth}
 
 
 def _parse_messages(columns: dict[str, Any]) -> dict[str, Any]:
@@ -262,7 +275,7 @@ def _parse_messages(columns: dict[str, Any]) -> dict[str, Any]:
         raise BadRow("all messages of 'prompt' are empty")
     reward_model = columns.get("reward_model")
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    return {"messages": messages, "ground_truth": _truth_text(truth), "chat": True}
+    return {"messages": messages, "ground_truth": _truth_text(truth, TRUTH_OF_VERL), "chat": True}
 
 
 def chat_messages(messages: list[Any], name: str) -> list[dict[str, Any]]:
@@ -278,6 +291,44 @@ def chat_messages(messages: list[Any], name: str) -> list[dict[str, Any]]:
         ):
             raise BadRow(f"message {i} of {name!r} has no text 'content'")
     return normalized
+
+
+def _parse_prompt(columns: dict[str, Any]) -> dict[str, Any]:
+    """The plain format: columns prompt (a text, or chat messages) and ground_truth."""
+    truth = _truth_text(columns["ground_truth"], "column 'ground_truth'")
+    if isinstance(columns["prompt"], list):
+        return _parse_messages(columns | {"reward_model": {"ground_truth": truth}})
+    content = _text_column(columns, "prompt")
+    return {"messages": [{"role": "user", "content": content}], "ground_truth": truth}
+
+
+def _parse_problem(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
+    """A question in one column, and the plain answer in another: question with ground_truth; or
+    problem with answer, ground_truth, or the last \\boxed{...} of its solution."""
+    name = "question" if "question" in columns else "problem"
+    content = _text_column(columns, name) + instruction
+    for truth_name in ("ground_truth", "answer"):
+        if truth_name in columns:
+            truth = _truth_text(columns[truth_name], f"column {truth_name!r}")
+            break
+    else:
+        truth = last_boxed(_text_column(columns, "solution")) or ""
+        if not truth.strip():
+            raise BadRow("the solution has no \\boxed{ANSWER}")
+    return {"messages": [{"role": "user", "content": content}], "ground_truth": truth.strip()}
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last `\\boxed{...}`; None where there is none, or it is not closed."""
+    _, marker, rest = text.rpartition("\\boxed{")
+    if not marker:
+        return None
+    depth = 1
+    for i, letter in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        if depth == 0:
+            return rest[:i]
+    return None
 
 
 def template_fields(columns: dict[str, Any]) -> dict[str, Any]:
@@ -297,17 +348,17 @@ def template_fields(columns: dict[str, Any]) -> dict[str, Any]:
         raise BadRow(f"column {error}") from None
 
 
-def _truth_text(truth: Any) -> str:
+def _truth_text(truth: Any, place: str) -> str:
     """The ground truth as text. Raises BadRow: it is none, or one that no answer can equal."""
     is_number = isinstance(truth, (int, float, Decimal, np.number)) and not isinstance(truth, bool)
     if is_number and math.isfinite(truth):
         return number_text(truth)
     # Of a missing value a table of numbers makes NaN, and a table of texts its name.
     if is_number or (isinstance(truth, str) and truth.strip().lower() == "nan"):
-        raise BadRow(f"'ground_truth' holds {truth}, which no answer can equal")
+        raise BadRow(f"{place} holds {truth}, which no answer can equal")
     if isinstance(truth, str) and truth.strip():
         return truth
-    raise BadRow("column 'reward_model' has no 'ground_truth' that is text or a number")
+    raise BadRow(f"{place} holds {truth!r:.40}, not a text or a number")
 
 
 def _extra_columns(columns: dict[str, Any], is_chat: bool) -> dict[str, Any]:
@@ -315,8 +366,8 @@ def _extra_columns(columns: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     precedence.
     """
     known = ["data_source", "agent_loop"]
-    if is_chat:
-        known += ["prompt", "reward_model"]
+    if is_chat or columns.keys() >= {"prompt", "ground_truth"}:
+        known += ["prompt", "reward_model", "ground_truth"]
     extra_info = columns.get("extra_info")
     if isinstance(extra_info, dict) or extra_info is None:
         known.append("extra_info")
@@ -336,6 +387,24 @@ def check_unicode(*values: Any) -> None:
         raise BadRow("its text is not valid Unicode") from None
 
 
+def _parse_format(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
+    """The prompt and the ground truth, by the first format whose columns are there. Raises
+    BadRow."""
+    names = columns.keys()
+    if names >= {"prompt", "reward_model"}:
+        return _parse_messages(columns)
+    if names >= {"prompt", "ground_truth"}:
+        return _parse_prompt(columns)
+    if names >= {"question", "ground_truth"}:
+        return _parse_problem(columns, instruction)
+    if names >= {"question", "answer"}:
+        return _parse_question(columns, instruction)
+    if "problem" in names and names & {"answer", "solution", "ground_truth"}:
+        return _parse_problem(columns, instruction)
+    found = ", ".join(map(str, columns))
+    raise BadRow(f"found the columns {found}, not {FORMATS}; rename the columns")
+
+
 def _parse_row(columns: Any, instruction: str) -> dict[str, Any]:
     """The fields of a Row that its columns hold. Raises BadRow."""
     if isinstance(columns, BadRow):
@@ -343,16 +412,7 @@ def _parse_row(columns: Any, instruction: str) -> dict[str, Any]:
     if not isinstance(columns, dict):
         raise BadRow(f"a JSON {type(columns).__name__}, not an object with columns")
     # A set converted for RL may keep question and answer beside its messages, which say more.
-    if columns.keys() >= {"prompt", "reward_model"}:
-        fields = _parse_messages(columns)
-    elif columns.keys() >= {"question", "answer"}:
-        fields = _parse_question(columns, instruction)
-    else:
-        names = ", ".join(map(str, columns))
-        raise BadRow(
-            f"found the columns {names}, not question+answer or prompt+reward_model; "
-            "rename the columns"
-        )
+    fields = _parse_format(columns, instruction)
     fields |= template_fields(columns)
     check_unicode(*fields.values())
     loop = columns.get("agent_loop")

@@ -1,8 +1,8 @@
 """Parses and checks the rows of supervised training, as chats.
 
-Three formats are distinguished by their columns: `messages` (a chat, as in most sets for supervised
-fine-tuning), `prompt` and `completion` (texts or messages), and `question` and `answer` (GSM8K, and
-the generators of word problems).
+Four formats are distinguished by their columns: `messages` (a chat, as in most sets for supervised
+fine-tuning), `prompt` and `completion` (texts or messages), `question` and `answer` (GSM8K, and the
+generators of word problems), and `problem` and `solution` (MATH).
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from one_step_off.data.answer_masks import Chat
 from one_step_off.data.messages import ASSISTANT, Message
 from one_step_off.data.rows import BadRow, chat_messages, check_unicode, template_fields
 
-FORMATS = "messages, prompt+completion or question+answer"
+FORMATS = "messages, prompt+completion, question+answer or problem+solution"
 
 
 def parse_chat(
@@ -44,6 +44,9 @@ def parse_chat(
     elif columns.keys() >= {"question", "answer"}:
         question = _text(columns, "question") + instruction
         raw = [_message("user", question), _message(ASSISTANT, _text(columns, "answer"))]
+    elif columns.keys() >= {"problem", "solution"}:
+        question = _text(columns, "problem") + instruction
+        raw = [_message("user", question), _message(ASSISTANT, _text(columns, "solution"))]
     else:
         names = ", ".join(map(str, columns))
         raise BadRow(f"found the columns {names}, not {FORMATS}; rename the columns")

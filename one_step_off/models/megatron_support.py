@@ -1,6 +1,7 @@
 """Which Hugging Face models the Megatron back end builds, and in which sizes. It needs no
 megatron-core."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import transformers
 from transformers.utils.hub import has_file
 
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.pool_checks import nearest_divisor
 from one_step_off.config.role_sections import BackendConfig
 from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
@@ -100,6 +102,17 @@ def expert_count(hf_config: Any) -> int:
     return getattr(hf_config, "num_experts", 0) or 0
 
 
+def _fitting_size(hf_config: Any, divisor: Divisor, configured: int) -> int:
+    """The size nearest to the configured one that the model can be split by."""
+    size = divisor.size
+    if divisor.key == "tensor_parallel_size":
+        size = math.gcd(hf_config.num_key_value_heads, hf_config.intermediate_size)
+    per_stage = divisor.value // configured  # virtual stages
+    if size % per_stage:
+        return 1
+    return nearest_divisor(size // per_stage, configured)
+
+
 def _check_sizes(hf_config: Any, role_config: BackendConfig, role: str, path: str) -> None:
     tensor_parallel = role_config.tensor_parallel_size
     expert_parallel = role_config.expert_parallel_size
@@ -130,7 +143,7 @@ def _check_sizes(hf_config: Any, role_config: BackendConfig, role: str, path: st
                 given += f", in all {divisor.value} stages,"
             raise ConfigError(
                 f"{given} does not divide the {divisor.size} {divisor.unit} of {path!r}; "
-                "use a size that does"
+                f"use {_fitting_size(hf_config, divisor, configured)}"
             )
     if expert_parallel > 1 and not experts:
         raise ConfigError(

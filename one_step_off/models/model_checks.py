@@ -4,10 +4,13 @@
 model and teachers that differ from it.
 """
 
+import math
 from importlib import metadata
 from typing import Any
 
+from one_step_off.config.device_shares import devices_per_node
 from one_step_off.config.errors import ConfigError, as_config_error, first_line
+from one_step_off.config.pool_checks import nearest_divisor
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.teachers import config_of_teacher, teacher_key, teacher_paths
@@ -115,8 +118,10 @@ def _check_attention_heads(cfg: Config, name: str, model_config: Any) -> None:
     num_ranks = cfg.rollout.tensor_parallel_size
     if num_heads is not None and num_heads % num_ranks:
         key = f"rollout.tensor_parallel_size={num_ranks}"
+        pool = devices_per_node(cfg, cfg.placement.roles["rollout"])
+        fitting = nearest_divisor(math.gcd(num_heads, *pool), num_ranks)
         raise ConfigError(
-            f"{key}: does not divide the {num_heads} attention heads of {name}; use one that does"
+            f"{key}: does not divide the {num_heads} attention heads of {name}; use {fitting}"
         )
 
 

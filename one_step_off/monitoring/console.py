@@ -19,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,7 +41,7 @@ STYLES = re.compile(r"\x1b\[[0-9;]*m")  # colors and bold
 SHORTEST_SHOWN_S = 1  # work that took less leaves no line behind
 
 STEP_LINE = (
-    "step {number:>{width}}/{total}  v{weight_version:<{width}}  "
+    "step {number:>{width}}/{total} [{step:>{width}}]  v{weight_version:<{width}}  "
     "reward {reward/mean:.3f}{parts}  length {response_length/mean:5.1f}  "
     "step {time/step_s:.2f}s (gen {time/generate_s:.2f}, train {time/train_s:.2f}, "
     "sync {time/sync_s:.2f})  ratio {ratio/mean:.3f}  canary {canary/logprob_diff_max:.0e}"
@@ -111,9 +112,7 @@ class RunConsole(progress.Progress):
             progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(bar_width=None),
             progress.TaskProgressColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("left"),
-            progress.TimeRemainingColumn(),
+            TimeColumn(),
             console=console,
             refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
@@ -225,7 +224,7 @@ class RunConsole(progress.Progress):
     @contextlib.contextmanager
     def training(self, total_steps: int, finished_steps: int = 0) -> Iterator[None]:
         """Show the bar of the training steps; `finished_steps` were made by an earlier run."""
-        description = f"step {finished_steps}/{total_steps}"
+        description = f"{finished_steps}/{total_steps} steps"
         self.add_task(description, total=total_steps, completed=finished_steps)
         self.steps_task = self.tasks[-1]
         self.figures = "waiting for the first step"
@@ -244,8 +243,21 @@ class RunConsole(progress.Progress):
             self.print_line(step_line(row, total_steps))
         if not self.disable:
             self.figures = figures_line(row)
-            description = f"step {number}/{total_steps}"
+            description = f"{number}/{total_steps} steps"
             self.update(self.steps_task.id, completed=number, description=description)
+
+
+class TimeColumn(progress.ProgressColumn):
+    """How long a task has run, and for how long it will where that can be told."""
+
+    max_refresh = 0.5  # or the estimate would flicker
+
+    def render(self, task: Task) -> Text:
+        """The column of a task."""
+        elapsed = f"{timedelta(seconds=int(task.elapsed or 0))} elapsed"
+        if task.total is None or task.time_remaining is None or not task.completed:
+            return Text(elapsed)
+        return Text(f"{elapsed}, {timedelta(seconds=int(task.time_remaining))} left")
 
 
 def _can_move_cursor(out: TextIO | None) -> bool:
@@ -254,12 +266,14 @@ def _can_move_cursor(out: TextIO | None) -> bool:
 
 
 def step_line(row: dict[str, Any], total_steps: int) -> str:
-    """A finished step as one line of a log."""
+    """A finished step as one line of a log: how many steps are finished, as checkpoints count them,
+    and in brackets its number in metrics.jsonl, which counts from 0."""
     if "sft/loss" in row:
         width = len(str(total_steps))
-        return f"step {row['step'] + 1:>{width}}/{total_steps}  {_supervised_figures(row)}"
+        number = f"{row['step'] + 1:>{width}}/{total_steps} [{row['step']:>{width}}]"
+        return f"step {number}  {_supervised_figures(row)}"
     values = MISSING_METRICS | row
-    values["parts"] = parts_text(reward_parts(row)) + sources_text(row) + failed_text(row)
+    values["parts"] = _reward_notes(row)
     values["number"] = row["step"] + 1
     values["total"] = total_steps
     values["width"] = len(str(total_steps))
@@ -271,8 +285,7 @@ def figures_line(row: dict[str, Any]) -> str:
     other."""
     if "sft/loss" in row:
         return _supervised_figures(row)
-    reward = f"reward {row['reward/mean']:.3f}{parts_text(reward_parts(row))}{sources_text(row)}"
-    reward += failed_text(row)
+    reward = f"reward {row['reward/mean']:.3f}{_reward_notes(row)}"
     length = f"length {row['response_length/mean']:.1f}"
     rollout_wait_s = row.get("time/wait_trainer_s", math.nan) + row.get("time/sync_s", 0.0)
     trainer_wait_s = row.get("time/wait_rollout_s", math.nan)
@@ -281,6 +294,18 @@ def figures_line(row: dict[str, Any]) -> str:
     if tokens_per_s:
         return f"{reward}  {length}  {tokens_per_s:,.0f} tok/s  {waits}"
     return f"{reward}  {length}  {waits}"
+
+
+def _reward_notes(row: dict[str, Any]) -> str:
+    """What follows the reward of a step."""
+    means = parts_text(reward_parts(row)) + sources_text(row)
+    return means + failed_text(row) + _teacher_text(row)
+
+
+def _teacher_text(row: dict[str, Any]) -> str:
+    """The KL to the teacher as the text that follows the reward; "" without a teacher."""
+    kl = row.get("distill/kl")
+    return "" if kl is None else f"  distill/kl {kl:.4f}"
 
 
 def _supervised_figures(row: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from one_step_off.config.schema import Config
 from one_step_off.config.sources import train_files_text
 from one_step_off.config.sync_schedule import waits_for_requests
 from one_step_off.monitoring.loggers import EVALUATION_PREFIX, sample_files
+from one_step_off.monitoring.summary import sampling_text
 
 Facts = list[tuple[str, str]]
 GIB = 2**30
@@ -27,11 +28,12 @@ MEDIAN_STEP = (
 END_PATTERNS = (
     ("loss", "{sft/first:.4f} -> {sft/last:.4f} nats per token of the answers"),
     ("held out", "loss {val/loss/first:.4f} -> {val/loss/last:.4f}"),
-    ("reward", "{reward/first:.3f} -> {reward/last:.3f} ({averaged})"),
-    ("reward", "{reward/last:.3f}"),
-    ("held out", "{val/first:.3f} -> {val/last:.3f}"),
-    ("held out", "{val/last:.3f}"),
+    ("train reward", "{reward/first:.3f} -> {reward/last:.3f} ({sampled}; {averaged})"),
+    ("train reward", "{reward/last:.3f} ({sampled})"),
+    ("held out", "{val/first:.3f} -> {val/last:.3f} ({held_out_sampled})"),
+    ("held out", "{val/last:.3f} ({held_out_sampled})"),
     ("agents", "{agent/failed_share:.1%} of the episodes failed, the mean over the steps"),
+    ("distill/kl", "{distill/kl/first:.4f} -> {distill/kl/last:.4f} nats per token (first, last)"),
     ("median step", MEDIAN_STEP),
     ("median step", "{median/time/step_s:.2f} s"),
     ("idle", "rollout {idle_share/rollout:.0%}, trainer {idle_share/trainer:.0%}"),
@@ -69,6 +71,8 @@ def start_facts(
         ("data", f"{len(data.stream)} prompts of {train_files_text(cfg)}"),
         ("held out", held_out),
     ]
+    if "teacher" in cfg.placement.roles:
+        facts.append(("teacher", _teacher_text(cfg)))
     name = "placement"
     for line in placement_text(cfg).splitlines():
         facts.append((name, line))
@@ -79,6 +83,12 @@ def start_facts(
         ("output", cfg.trainer.output_dir),
     ]
     return facts + links
+
+
+def _teacher_text(cfg: Config) -> str:
+    named = [f"{path} for {source}" for source, path in cfg.teacher.by_source.items()]
+    teachers = ", ".join(filter(None, [cfg.teacher.path, *named]))
+    return f"{teachers}; distill/kl is the student's distance to it"
 
 
 def _staleness_text(cfg: Config) -> str:
@@ -133,6 +143,8 @@ def end_facts(summary: dict[str, Any], cfg: Config) -> Facts:
     """The results of a run, where its files are, and how to train further. `summary` is that of
     `Tracker.summary`."""
     figures = _end_figures(summary)
+    figures["sampled"] = sampling_text(cfg.rollout.temperature)
+    figures["held_out_sampled"] = sampling_text(cfg.rollout.val_temperature)
     facts: dict[str, str] = {}
     for name, pattern in END_PATTERNS:
         with contextlib.suppress(KeyError):
@@ -188,7 +200,19 @@ def _result_files(cfg: Config) -> Facts:
     if trains and cfg.trainer.save_hf_model and (folder / "hf_model").is_dir():
         facts.append(("model", str(folder / "hf_model")))
         facts.append(("next run", train_further_command(cfg)))
+    if trains and metrics_files:
+        facts.append(("longer run", _longer_text(cfg)))
     return facts
+
+
+def _longer_text(cfg: Config) -> str:
+    """How this run can be made longer."""
+    folder = Path(cfg.trainer.output_dir) / "checkpoints"
+    saved = sorted(folder.glob("step_*"))
+    if not saved:
+        return "no checkpoint; set trainer.save_freq to be able to make a run longer"
+    key = "trainer.total_steps" if cfg.trainer.total_steps else "trainer.total_epochs"
+    return f"the same command with a larger {key} goes on from {saved[-1]}"
 
 
 def _view_command(cfg: Config) -> str:

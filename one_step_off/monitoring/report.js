@@ -208,7 +208,7 @@ function drawHead() {
 function drawCards() {
   const before = SUMMARY.steps_before;
   const rlCards = [
-    ["reward, first → last steps", change(SUMMARY["reward/first"], SUMMARY["reward/last"])],
+    ["training reward (sampled), first → last steps", change(SUMMARY["reward/first"], SUMMARY["reward/last"])],
     ["held-out reward", change(SUMMARY["val/first"], SUMMARY["val/last"])],
     ["rollout idle", share(SUMMARY["idle_share/rollout"])],
     ["trainer idle", share(SUMMARY["idle_share/trainer"])],

@@ -95,6 +95,13 @@ def first_and_last_rewards(rows: list[Row]) -> dict[str, float]:
     }
 
 
+def first_and_last_kl(rows: list[Row]) -> dict[str, float]:
+    """The KL to the teacher in the first and in the last step that has one; {} without a
+    teacher."""
+    known = [row["distill/kl"] for row in rows if row.get("distill/kl") is not None]
+    return {"distill/kl/first": known[0], "distill/kl/last": known[-1]} if known else {}
+
+
 def evaluation_summary(evaluations: list[dict[str, float]]) -> dict[str, Any]:
     """The held-out rewards of a run and the weight versions that were evaluated; {} without
     evaluations."""
@@ -234,16 +241,21 @@ def failed_text(row: Row) -> str:
     return f"  agents failed {share:.0%}" if share else ""
 
 
-def evaluation_text(metrics: dict[str, float]) -> str:
+def sampling_text(temperature: float) -> str:
+    """How responses are chosen, in words."""
+    return "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
+
+
+def evaluation_text(metrics: dict[str, float], sampling: str) -> str:
     """An evaluation in one line: each set's reward with its parts, and its pass@k for the largest
-    k."""
+    k. `sampling`: of `sampling_text`."""
     sets = []
     for key in metrics:
         set_key = key.removesuffix("/reward")
         is_set = key.endswith("/reward") and f"{set_key}/samples" in metrics
         if is_set:  # else a part of a reward that is called "reward"
             sets.append(_set_text(metrics, set_key))
-    return f"held-out reward of v{metrics['val/version']:.0f}: " + "; ".join(sets)
+    return f"held-out reward of v{metrics['val/version']:.0f}, {sampling}: " + "; ".join(sets)
 
 
 def _set_text(metrics: dict[str, float], set_key: str) -> str:

@@ -22,8 +22,10 @@ from one_step_off.monitoring.summary import (
     failed_agents,
     failed_share,
     fault_counts,
+    first_and_last_kl,
     first_and_last_rewards,
     sample_stats,
+    sampling_text,
     speed_summary,
     without_nan,
 )
@@ -48,6 +50,7 @@ class Tracker:
             time.perf_counter; None: there is none.
         loggers, meter: None: none.
         callbacks: the user's functions that are called after each step.
+        val_sampling: how held-out responses are chosen, in words.
         passes_at: the reward with which a held-out sample passes, for pass@k.
         has_external_agents: every step reports `episode_stats`, also where no episode has several
             samples.
@@ -76,6 +79,7 @@ class Tracker:
         self.unwritten: dict[str, float] = {}
         self.val_names = [MAIN_SET]
         self.passes_at = 1.0
+        self.val_sampling = sampling_text(0.0)
         self.has_external_agents = False
         self.loggers: Loggers | None = None
         self.meter: Meter | None = None
@@ -258,7 +262,7 @@ class Tracker:
         self._append("evaluations.jsonl", metrics)
         if self.loggers:
             self.loggers.evaluation(metrics, samples)
-        self.log(evaluation_text(metrics))
+        self.log(evaluation_text(metrics, self.val_sampling))
         self._warn_of_failed_agents(f"evaluation of v{version}", samples)
 
     def close(self, failed: bool = False) -> None:
@@ -291,6 +295,7 @@ class Tracker:
         results: Row = {}
         if self.steps:
             results |= first_and_last_rewards(self.steps)
+            results |= first_and_last_kl(self.steps)
             results |= speed_summary(self.steps[1:] or self.steps)
             differences = [row.get("canary/logprob_diff_max", 0.0) for row in self.steps]
             results["canary/logprob_diff_max"] = max(differences)

@@ -203,9 +203,9 @@ def show(path: Path, rows: list[Row], counts: dict[str, int]) -> None:
 def _print_sample(console: Any, row: Row) -> None:
     """Print a sample: as parts where it has any, else prompt and response."""
     parts = parts_of_row(row)
-    _print_text(console, row, "prompt", "cyan")
+    _print_text(console, row, "prompt", CONTEXT)
     if not parts:
-        _print_text(console, row, "response", "")
+        _print_text(console, row, "response", TRAINED)
     for part in parts:
         versions = "+".join(f"v{version}" for version in part["versions"])
         facts = [part["kind"], f"{part['tokens']} tokens", versions]
@@ -219,11 +219,12 @@ def _print_sample(console: Any, row: Row) -> None:
         _print_safely(console, "\n".join(f"  {call}" for call in calls))
 
 
-def _print_text(console: Any, row: Row, column: str, style: str) -> None:
-    """Print one text of a sample, each of its lines indented."""
+def _print_text(console: Any, row: Row, column: str, kind: str) -> None:
+    """Print one text of a sample, each of its lines with the mark of its kind."""
     lines = str(row.get(column)).split("\n")
     _print_safely(console, f"{column}:")
-    _print_safely(console, "\n".join("  | " + line for line in lines), style)
+    marked = "\n".join(PART_MARKS[kind] + line for line in lines)
+    _print_safely(console, marked, PART_STYLES[kind])
 
 
 def _print_safely(console: Any, text: str, style: str = "") -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from one_step_off.config.user_code import find_user_line
 from one_step_off.data.run_data import RunData
 from one_step_off.data.samples import Prompt
 from one_step_off.rewards.functions import RewardFunctions
-from one_step_off.rewards.reward import TIMEOUT, RewardError, RewardItem
+from one_step_off.rewards.reward import TIMEOUT, RewardError, RewardItem, Score
 from one_step_off.rewards.scoring import Scorer
 from one_step_off.rewards.time_limit import GRACE_S
 
@@ -36,18 +37,26 @@ _CHILD_CODE = (
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What became of one call: the score, or why there is none, and how long it took."""
+
+    score: Score | RewardError
+    seconds: float
+
+
+@dataclass(frozen=True)
 class TrialResult:
-    """What became of the trial.
+    """What became of the calls.
 
     Attributes:
         imported: the functions could be imported.
-        errors: one entry for each response that was scored: the RewardError, or None.
+        trials: one for each response that was scored.
         exit_code: of the process; None: it was killed because it did not end.
         output: what it printed.
     """
 
     imported: bool
-    errors: list[RewardError | None]
+    trials: list[Trial]
     exit_code: int | None
     output: str
 
@@ -61,29 +70,38 @@ def check_reward_functions(cfg: Config, data: RunData, print_line: Callable[[str
             With another `reward.on_error`, `print_line` receives a warning instead.
     """
     functions = RewardFunctions(cfg.reward, source_rewards(cfg))
-    items = first_items(cfg, functions, [*data.stream.prompts, *(data.val or ())])
+    prompts = [*data.stream.prompts, *(data.val or ())]
+    items = [
+        item for item in first_items(cfg, functions, prompts) if not _built_in(functions, item)
+    ]
     if not items:
         return
-    fault = find_fault(cfg, functions, items)
+    fault = find_fault(cfg, functions, items, call_in_process(cfg, items))
     if fault and cfg.reward.on_error == "stop":
         raise ConfigError(fault)
     if fault:
         print_line(f"warning: {fault}")
 
 
+def _built_in(functions: RewardFunctions, item: RewardItem) -> bool:
+    return functions.find(item.data_source, item.source).built_in
+
+
 def first_items(
-    cfg: Config, functions: RewardFunctions, prompts: Iterable[Prompt]
+    cfg: Config, functions: RewardFunctions, prompts: Iterable[Prompt], rows: int = 1
 ) -> list[RewardItem]:
-    """The first row of each of the user's functions. Raises ConfigError: a row has no function."""
-    items: dict[str, RewardItem] = {}
+    """The first `rows` rows of each function, with the ground truth as the response. Raises
+    ConfigError: a row has no function."""
+    items: dict[str, list[RewardItem]] = {}
     for prompt in prompts:
         if (prompt.agent_loop or cfg.agent.loop) == "environment":
             continue  # the environment gives the reward itself
         with located_config_error(f"data row {prompt.where}: "):
             function = functions.find(prompt.data_source, prompt.source)
-        if function.built_in or function.name in items:
+        of_function = items.setdefault(function.name, [])
+        if len(of_function) == rows:
             continue
-        items[function.name] = RewardItem(
+        item = RewardItem(
             prompt.id,
             0,
             prompt.text,
@@ -94,20 +112,30 @@ def first_items(
             where=prompt.where,
             source=prompt.source,
         )
-    return list(items.values())
+        of_function.append(item)
+    return [item for of_function in items.values() for item in of_function]
 
 
-def find_fault(cfg: Config, functions: RewardFunctions, items: list[RewardItem]) -> str:
-    """Call the functions. Returns what is wrong with the first that fails, in one line; empty:
-    nothing.
+def find_fault(
+    cfg: Config,
+    functions: RewardFunctions,
+    items: list[RewardItem],
+    result: TrialResult,
+    context: str = _CONTEXT,
+) -> str:
+    """What is wrong with the first call that failed, in one line; empty: nothing.
+
+    Args:
+        result: of `call_in_process` for these items.
+        context: what the functions were called with, in words.
     """
-    result = call_in_process(cfg, items)
-    for error in result.errors:
-        if error is not None:
-            return f"{error} ({_CONTEXT}); {_fix(error.kind == TIMEOUT)}"
-    if len(result.errors) == len(items):
+    for trial in result.trials:
+        if isinstance(trial.score, RewardError):
+            fix = _fix(trial.score.kind == TIMEOUT)
+            return f"{trial.score} ({context}); {fix}"
+    if len(result.trials) == len(items):
         return ""
-    return _process_fault(cfg, functions, items[len(result.errors)], result)
+    return _process_fault(cfg, functions, items[len(result.trials)], result, context)
 
 
 def _fix(is_timeout: bool) -> str:
@@ -117,7 +145,7 @@ def _fix(is_timeout: bool) -> str:
 
 
 def _process_fault(
-    cfg: Config, functions: RewardFunctions, item: RewardItem, result: TrialResult
+    cfg: Config, functions: RewardFunctions, item: RewardItem, result: TrialResult, context: str
 ) -> str:
     """Why the process ended, or hung, before it had scored `item`."""
     function = functions.find(item.data_source, item.source)
@@ -132,12 +160,12 @@ def _process_fault(
     if result.exit_code is None or "Timeout (" in result.output:
         limit = f"reward.timeout_s={cfg.reward.timeout_s:g} s"
         problem = f"did not end within {limit}{location}, nor by its alarm"
-        return f"{subject}: {problem} ({_CONTEXT}); {_fix(is_timeout=True)}"
+        return f"{subject}: {problem} ({context}); {_fix(is_timeout=True)}"
     if result.exit_code < 0:
         problem = f"killed its process (signal {-result.exit_code})"
     else:
         problem = f"ended its process (code {result.exit_code})"
-    return f"{subject}: {problem}{location} ({_CONTEXT}); {_fix(is_timeout=False)}"
+    return f"{subject}: {problem}{location} ({context}); {_fix(is_timeout=False)}"
 
 
 def call_in_process(cfg: Config, items: list[RewardItem]) -> TrialResult:
@@ -167,10 +195,10 @@ def call_in_process(cfg: Config, items: list[RewardItem]) -> TrialResult:
             pass
         finally:
             _kill_group(child)
-        imported, *errors = _read_results(results) or [False]
+        imported, *trials = _read_results(results) or [False]
         output.seek(0)
         text = output.read().decode("utf-8", "replace")
-        return TrialResult(bool(imported), errors, exit_code, text)
+        return TrialResult(bool(imported), trials, exit_code, text)
 
 
 def _kill_group(child: subprocess.Popen) -> None:
@@ -202,7 +230,7 @@ def run_child() -> None:
     with open(int(sys.argv[1]), "wb", buffering=0) as results:
         results.write(pickle.dumps(True))
         for item in items:
+            begin = time.monotonic()
             (score,) = scorer.score_batch([item])
-            error = score if isinstance(score, RewardError) else None
-            results.write(pickle.dumps(error))
+            results.write(pickle.dumps(Trial(score, time.monotonic() - begin)))
     os._exit(0)  # threads of the function may never end

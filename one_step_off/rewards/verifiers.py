@@ -11,6 +11,7 @@ from typing import Any
 
 from one_step_off.config.registry import Registry
 from one_step_off.data.plain_numbers import looks_like_number, plain_number, without_exponents
+from one_step_off.data.rows import last_boxed
 
 REWARD_FUNCTIONS = Registry("reward.function")
 register = REWARD_FUNCTIONS.register
@@ -68,7 +69,7 @@ def math(response: str, ground_truth: str, **_: Any) -> float:
     Where the truth is a number, an operation that is still to be worked out (`68 + 89`) scores 0.0,
     and so does what is no number, as `12,5` or `1_000`.
     """
-    answer = _last_boxed(response)
+    answer = last_boxed(response)
     truth = ground_truth.strip()
     number = plain_number(truth)
     if answer is None:
@@ -84,22 +85,6 @@ def math(response: str, ground_truth: str, **_: Any) -> float:
     if number is not None and number == plain_number(plain) and not _LETTER.search(plain):
         return 1.0
     return _equals_boxed(answer, ground_truth)
-
-
-def _last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}`; None where there is none, or it is not closed."""
-    _, marker, rest = text.rpartition("\\boxed{")
-    if not marker:
-        return None
-    depth = 1
-    for i, letter in enumerate(rest):
-        if letter == "{":
-            depth += 1
-        elif letter == "}":
-            depth -= 1
-        if depth == 0:
-            return rest[:i]
-    return None
 
 
 def _is_misread(text: str) -> bool:

@@ -37,7 +37,8 @@ def _is_output_fault(error: OSError, output_dir: str) -> bool:
 
 
 def report_failure(cfg: Config, error: Exception) -> str:
-    """Write the whole traceback to `error.log` in the run folder.
+    """Write the whole traceback to `error.log` in the run folder. The user's own line that raised
+    comes first, if there is one.
 
     Returns:
         What to print: the error in one line, the user's own line that raised it, where the
@@ -50,7 +51,10 @@ def report_failure(cfg: Config, error: Exception) -> str:
     # A message that comes from another process may name the line already.
     if user_line and user_line not in str(error):
         lines.append(f"raised at {user_line}")
-    lines.append(_write_traceback(cfg, mask_secrets(whole_traceback)))
+    head = ""
+    if user_line:  # before hundreds of lines of others
+        head = f"{user_line}: {type(error).__name__}: {first_line(error)}\n\n"
+    lines.append(_write_traceback(cfg, mask_secrets(head + whole_traceback)))
     lines += getattr(error, "__notes__", [])
     return mask_secrets("\n  ".join(lines))
 

@@ -26,6 +26,7 @@ from one_step_off.monitoring.console import CONSOLE_LOG, RunConsole, quiet_libra
 from one_step_off.monitoring.facts import end_facts, start_facts, supervised_start_facts
 from one_step_off.monitoring.flops import Meter, shape_of
 from one_step_off.monitoring.loggers import start_remote_loggers
+from one_step_off.monitoring.summary import sampling_text
 from one_step_off.monitoring.supervised_tracker import SupervisedTracker
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime import run_folder
@@ -139,7 +140,7 @@ def is_complete(prepared: Prepared, print_line: Callable[[str], None]) -> bool:
     if cfg.trainer.save_hf_model and not has_summary:
         return False
     print_line(
-        f"{resume_point.path} is at step {resume_point.step} of {total_steps}: "
+        f"{resume_point.path} has {resume_point.step} of {total_steps} steps: "
         "nothing left to do; "
         "raise trainer.total_steps, or start over with trainer.resume=never trainer.overwrite=true"
     )
@@ -202,6 +203,7 @@ def _count_parameters_and_set_meter(prepared: Prepared, tracker: Tracker) -> int
     tracker.meter = Meter(cfg, shape)
     tracker.val_names = prepared.data.val_names
     tracker.passes_at = cfg.rollout.val_passes_at
+    tracker.val_sampling = sampling_text(cfg.rollout.val_temperature)
     tracker.has_external_agents = uses_endpoint(cfg, prepared.loop_names)
     return num_parameters
 

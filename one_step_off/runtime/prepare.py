@@ -107,20 +107,20 @@ def prepare(
         ConfigError: bad input, in one line that says how to fix it.
     """
     named_models = find_models(cfg, show_progress)
-    _warn_of_unused_sections(cfg, print_line)
-    tokenizer = _check_models_and_engine(cfg)
+    warn_of_unused_sections(cfg, print_line)
+    tokenizer = check_models_and_engine(cfg)
     loops = Loops(cfg, tokenizer)
     loops.get()  # refuses a loop that cannot be loaded before the data is read
     data = run_data.load_run_data(cfg, tokenizer, lambda loop_name: loops.get(loop_name).tools)
     for line in data.lines():
         print_line(line)
-    loop_names = _check_rows(loops, data, print_line)
+    loop_names = check_rows(loops, data, print_line)
     check_teacher_sources(cfg, data)
     check_profile_step(cfg, data.stream.total_steps)
     if calls_rewards:
         trial_call.check_reward_functions(cfg, data, print_line)
-    _check_own_code(cfg)
-    canary = _canary_sequences(cfg, data)
+    check_own_code(cfg)
+    canary = canary_sequences(cfg, data)
     resume_point = find_resume_point(cfg, data, print_line)
     return Prepared(
         cfg, resolved_device(cfg), data, canary, tokenizer, named_models, loop_names, resume_point
@@ -153,7 +153,7 @@ def find_resume_point(
     return resume_point
 
 
-def _check_own_code(cfg: Config) -> None:
+def check_own_code(cfg: Config) -> None:
     """What the user wrote must be importable before the engines start, and an optimizer must work.
     Raises ConfigError."""
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)
@@ -191,7 +191,7 @@ def _build_tiny_models(
             teachers[source] = built(f"teacher.by_source.{source}", path)
 
 
-def _warn_of_unused_sections(cfg: Config, print_line: PrintLine) -> None:
+def warn_of_unused_sections(cfg: Config, print_line: PrintLine) -> None:
     """Settings of critic, reference, reward model or teacher have no effect without that role."""
     if cfg.reward_model.url:
         return
@@ -212,7 +212,7 @@ def _warn_of_unused_sections(cfg: Config, print_line: PrintLine) -> None:
             )
 
 
-def _check_models_and_engine(cfg: Config) -> Any:
+def check_models_and_engine(cfg: Config) -> Any:
     """Check all models and the arguments of the engine. Returns the policy's tokenizer."""
     from one_step_off.rollout.engine_args import longest_sequence
 
@@ -227,7 +227,7 @@ def _check_models_and_engine(cfg: Config) -> Any:
     return tokenizer
 
 
-def _check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> list[str]:
+def check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> list[str]:
     """Let each agent loop check the first of its rows. Returns the names of the loops. Raises
     ConfigError."""
     first_prompts: dict[str, run_data.Prompt] = {}
@@ -286,7 +286,7 @@ def check_profile_step(cfg: Config, total_steps: int) -> None:
         )
 
 
-def _canary_sequences(cfg: Config, data: run_data.RunData) -> list[np.ndarray]:
+def canary_sequences(cfg: Config, data: run_data.RunData) -> list[np.ndarray]:
     """The last tokens of the first prompts. A log-prob needs a token before it, so prompts of one
     token are left out."""
     long_enough = (prompt for prompt in data.stream.prompts if len(prompt.ids) > 1)

@@ -23,6 +23,9 @@ def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> 
         num_gpus: GPUs of this machine; None: they are counted, if it matters.
         machine: check too that this machine has the GPUs and nodes of the config.
 
+    In a block of `noting_what_is_missing` files, folders and packages that this machine lacks are
+    noted and not refused.
+
     Raises:
         ConfigError: the first fault found.
     """

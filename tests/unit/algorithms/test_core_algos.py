@@ -148,8 +148,9 @@ def test_kl_controllers():
 def test_learning_rate():
     assert [ca.learning_rate(s, None, 1.0, warmup=4) for s in (0, 3, 4, 99)] == [0.25, 1, 1, 1]
     for schedule in ("cosine", "linear"):
-        at = [ca.learning_rate(s, 12, 2.0, schedule, 1, 0.1) for s in range(12)]
+        at = [ca.learning_rate(s, 11, 2.0, schedule, 1, 0.1) for s in range(12)]
         assert at[0] == at[1] == 2.0
+        assert at[10] > 0.2, "the last step learns too"
         assert at[11] == pytest.approx(0.2)
         assert at[1:] == sorted(at[1:], reverse=True)
         assert at[6] == pytest.approx(1.1)

@@ -91,7 +91,7 @@ FILES = [
     ("empty question", "a.jsonl", rows({"question": " ", "answer": "#### 2"}), [],
      ["column 'question'"]),
     ("empty answer", "a.jsonl", rows({"question": "x", "answer": ""}), [], ["column 'answer'"]),
-    ("answer without its mark", "a.jsonl", rows({"question": "x", "answer": "2"}), [], ["####"]),
+    ("answer without its mark", "a.jsonl", rows({"question": "x", "answer": "two"}), [], ["####"]),
     ("answer in words", "a.jsonl", rows({"question": "x", "answer": "#### two and a half"}), [],
      ["not a number"]),
     ("half a character", "a.jsonl", '{"question": "\\ud800", "answer": "#### 2"}\n', [],

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from one_step_off.config import hardware
-from one_step_off.config.errors import ConfigError
+from one_step_off.config.errors import ConfigError, UnknownKeys
 from one_step_off.config.loading import KEYS, SECTIONS, load_config
 from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.runtime.validation import validate
@@ -84,7 +84,8 @@ def settle(argv: list[str], folder: Path) -> None:
     except ConfigError as e:
         line = str(e)
         assert line, repr(line)
-        assert len(line.splitlines()) == 1, repr(line)
+        expected = e.lines if isinstance(e, UnknownKeys) else [line]  # a line for each key
+        assert line.splitlines() == expected, repr(line)
         line.encode()  # it can be shown
 
 

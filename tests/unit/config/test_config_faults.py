@@ -128,7 +128,7 @@ BAD = [
     ),
     (
         ["data.train_batch_size=10", "actor.ppo_mini_batch_size=4"],
-        ["ppo_mini_batch_size=4", "=10", "use 2"],
+        ["ppo_mini_batch_size=4", "=10", "use 5"],
     ),
     (
         ["data.train_batch_size=64", "actor.ppo_mini_batch_size=128"],
@@ -136,7 +136,7 @@ BAD = [
     ),
     (
         ["placement.pools.actor=[8]", "actor.ppo_mini_batch_size=1", "rollout.n=4"],
-        ["ppo_mini_batch_size=1", "8 actor ranks", "at least 2"],
+        ["ppo_mini_batch_size=1", "8 actor ranks", "use 2"],
     ),
     (
         ["placement.pools.rollout=[3]", "rollout.tensor_parallel_size=2"],
@@ -324,7 +324,7 @@ BAD = [
     (["rollout.engine_kwargs.max_model_len=64"], ["max_model_len=64", "1536"]),
     # model, data, reward, folder
     (["model.path="], ["model.path", "not set"]),
-    (["model.path=tiny:qwen4"], ["model.path=tiny:qwen4", "tiny:qwen2"]),
+    (["model.path=tiny:qwen4"], ["model.path=tiny:qwen4", "did you mean tiny:qwen"]),
     (["model.path=no-such-model"], ["model.path=no-such-model", "hub id"]),
     (["model.path=/nowhere/model"], ["model.path=/nowhere/model", "no such directory"]),
     (["data.train_files="], ["data.train_files", "not set"]),
@@ -336,7 +336,8 @@ BAD = [
     ),
     (["data.train_files=/tmp"], ["data.train_files=/tmp", ".jsonl"]),
     (["data.train_files=a/b/c"], ["data.train_files=a/b/c", "hub id"]),
-    (["reward.function=gsm9k"], ["reward.function=gsm9k", "module:function"]),
+    (["reward.function=gsm9k"], ["reward.function=gsm9k", "did you mean gsm8k?"]),
+    (["reward.function=nothing"], ["reward.function=nothing", "module:function"]),
     (
         ["reward.function=no_such_mod:f"],
         ["reward.function=no_such_mod:f", "no_such_mod", "PYTHONPATH"],

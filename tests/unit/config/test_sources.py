@@ -86,7 +86,7 @@ SOURCES = [
     ),
     (
         "{files: 'generator:addition', reward: gsm}",
-        "data.train_files[0].reward=gsm: must be gsm8k, math, or your own",
+        "data.train_files[0].reward=gsm: no such function; did you mean gsm8k?",
     ),
     (
         "{files: 'generator:addition', max_response_length: 2000}",

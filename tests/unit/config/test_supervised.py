@@ -124,7 +124,10 @@ def test_a_rate_that_supervised_steps_do_not_read_is_named(monkeypatch, capsys):
         (["sft.val_files=generator:x"], "sft.val_files=generator:x: no such generator"),
         (["data.train_files=[{files: generator:addition}]"], "is a list of sources, .*sft.train"),
         (["data.train_files="], "data.train_files=: not set"),
-        (["trainer.test_freq=2"], "trainer.test_freq=2 and .*there is no data"),
+        (
+            ["trainer.test_freq=2"],
+            "trainer.test_freq=2: there is no held-out data .*; set sft.val_files",
+        ),
         (["trainer.total_steps=null"], "one must be set"),
         (["placement.roles={rollout: rollout}"], "the role actor has no pool"),
         (["placement.roles={actor: x}"], "the role actor has no pool"),

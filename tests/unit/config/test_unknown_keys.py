@@ -4,6 +4,7 @@ that was meant, or nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import string
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from one_step_off.config import unknown_keys
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import KEYS, find_key, load_config
+from one_step_off.main_ppo import main
 
 # Every key that examples/grpo_trainer/run_qwen2-7b.sh of verl sets.
 RUN_QWEN2_7B = """algorithm.adv_estimator data.train_files data.val_files
@@ -35,6 +37,7 @@ RUN_QWEN2_7B = """algorithm.adv_estimator data.train_files data.val_files
     trainer.critic_warmup trainer.logger trainer.project_name trainer.experiment_name
     trainer.n_gpus_per_node trainer.nnodes trainer.save_freq trainer.test_freq
     trainer.total_epochs""".split()
+RUN_QWEN2_7B_UNKNOWN = [key for key in RUN_QWEN2_7B if key not in KEYS]
 
 
 def refusal_of(*argv: str) -> str:
@@ -97,16 +100,54 @@ def test_every_key_of_verls_script_is_answered() -> None:
             assert f"(verl's {key}: docs/reference/from_verl.md)" in refusal_of(f"{key}=1")
 
 
-def test_a_verl_config_file_is_answered_by_its_first_key_that_is_known(tmp_path: Path) -> None:
+def test_all_unknown_keys_are_answered_at_once(tmp_path: Path, capsys) -> None:
+    """Each with its line of the file and what to write; a script has dozens of them."""
     path = tmp_path / "verl.yaml"
     path.write_text(
         "data: {train_batch_size: 8}\n"
         "actor_rollout_ref:\n  nobody: 1\n  actor: {optim: {lr: 1e-6}}\n"
     )
-    line = refusal_of(f"config={path}")
-    assert line.startswith(
-        f"{path}:2: actor_rollout_ref.actor.optim.lr: unknown key; use actor.lr (verl's"
+    assert main([f"config={path}", "rollout.enforce_eager=True", "actor.lrr=1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("error: 4 unknown keys (all keys: --help); one-step-off convert")
+    assert lines[1].startswith(f"  {path}:3: actor_rollout_ref.nobody: unknown key; ")
+    assert lines[2].startswith(
+        f"  {path}:4: actor_rollout_ref.actor.optim.lr: unknown key; use actor.lr (verl's"
     )
+    assert "rollout.enforce_eager: unknown key; use rollout.engine_kwargs.enforce" in lines[3]
+    assert lines[4:] == ["  actor.lrr: unknown key; did you mean actor.lr?"]
+    everything = [f"{key}=1" for key in RUN_QWEN2_7B if key not in KEYS]
+    assert main(everything) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 + len(everything) > 20
+    for line, key in zip(lines[1:], RUN_QWEN2_7B_UNKNOWN, strict=True):
+        assert f"(verl's {key}: docs/reference/from_verl.md)" in line
+
+
+@pytest.mark.parametrize(
+    ("argument", "answer"),
+    [
+        ("rollout.enforce_eager=True", "use rollout.engine_kwargs.enforce_eager=true (vLLM's)"),
+        ("rollout.max_num_seqs=64", "use rollout.engine_kwargs.max_num_seqs"),
+        ("vllm.max_num_batched_tokens=64", "use rollout.engine_kwargs.max_num_batched_tokens=64"),
+        ("enable_prefix_caching=false", "use rollout.engine_kwargs.enable_prefix_caching=false"),
+        ("vllm_enable_prefix_caching=false", "use rollout.engine_kwargs.enable_prefix_caching"),
+        ("--enforce-eager=true", "use rollout.engine_kwargs.enforce_eager=true"),
+        ("teacher.enforce_eager=true", "use teacher.engine_kwargs.enforce_eager=true"),
+        ("vllm.gpu_memory_utilization=0.5", "did you mean rollout.gpu_memory_utilization?"),
+        ("rollout.dtype=float32", "did you mean model.dtype?"),
+    ],
+)
+def test_arguments_of_the_engine_have_a_place(argument: str, answer: str) -> None:
+    assert answer in refusal_of(argument), refusal_of(argument)
+
+
+def test_the_arguments_of_the_engine_are_vllms() -> None:
+    from vllm import AsyncEngineArgs
+
+    fields = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    known = unknown_keys._content()[unknown_keys.ENGINE_ARGUMENTS].split()
+    assert known == [name for name in fields if not name.startswith("_")]
 
 
 def test_what_is_recommended_exists() -> None:

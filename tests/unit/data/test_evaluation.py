@@ -67,9 +67,9 @@ def test_parts_of_rewards_stand_beside_them():
     assert result["val/reward/form"] == pytest.approx(1 / 3)
     assert result["val/hard/reward/samples"] == 1.0
     assert "val/hard/reward/right" not in result
-    assert evaluation_text({"val/version": 3.0} | result) == (
-        "held-out reward of v3: 0.562 (right 0.500, form 0.333) over 4 samples, pass@2 0.500; "
-        "hard 1.000 (samples 1.000) over 1 samples"
+    assert evaluation_text({"val/version": 3.0} | result, "greedy") == (
+        "held-out reward of v3, greedy: 0.562 (right 0.500, form 0.333) over 4 samples, "
+        "pass@2 0.500; hard 1.000 (samples 1.000) over 1 samples"
     )
 
 
@@ -82,6 +82,7 @@ def test_figures_of_two_sets():
     assert result["val/hard/reward"] == 0.75
     assert result["val/hard/samples"] == 2
     assert "val/hard/pass@1" not in result, "one sample each says nothing that the reward does not"
-    assert evaluation_text({"val/version": 3.0} | result) == (
-        "held-out reward of v3: 0.250 over 4 samples, pass@2 0.500; hard 0.750 over 2 samples"
+    assert evaluation_text({"val/version": 3.0} | result, "greedy") == (
+        "held-out reward of v3, greedy: 0.250 over 4 samples, pass@2 0.500; "
+        "hard 0.750 over 2 samples"
     )

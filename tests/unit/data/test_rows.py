@@ -57,14 +57,19 @@ def test_final_number(answer: str, number: str) -> None:
 BAD_GSM8K = [
     ('{"question": "a", ', "not valid JSON"),
     ("[1, 2]", "a JSON list"),
-    ({"question": "a"}, "found the columns question, not question+answer"),
-    ({"answer": "#### 1"}, "found the columns answer, not question+answer"),
+    ({"question": "a"}, "found the columns question, not prompt+ground_truth, question+answer"),
+    ({"answer": "#### 1"}, "found the columns answer, not prompt+ground_truth, question+answer"),
     ({"question": None, "answer": "#### 1"}, "'question' holds None, not a text"),
     ({"question": 5, "answer": "#### 1"}, "'question' holds 5, not a text"),
     ({"question": " \n", "answer": "#### 1"}, r"'question' holds ' \n', not a text"),
     ({"question": "\ud800", "answer": "#### 1"}, "not valid Unicode"),
     ({"question": "a", "answer": ""}, "'answer' holds '', not a text"),
-    ({"question": "a", "answer": "2"}, "no '#### NUMBER'"),
+    ({"question": "a", "answer": "it is 2"}, "name its column ground_truth"),
+    ({"prompt": " ", "ground_truth": "2"}, "column 'prompt' holds ' ', not a text"),
+    ({"prompt": "a", "ground_truth": None}, "column 'ground_truth' holds None, not a text or a"),
+    ({"prompt": [{"role": "user"}], "ground_truth": "2"}, "message 0 of 'prompt' is not an object"),
+    ({"problem": "a", "solution": "it is 2"}, "the solution has no \\boxed{ANSWER}"),
+    ({"problem": "a", "answer": []}, "column 'answer' holds [], not a text or a number"),
     ({"question": "a", "answer": "#### two"}, "comes 'two', not a number"),
     ({"question": "a", "answer": "####"}, "comes '', not a number"),
     ({"question": "a", "answer": "#### 12,5"}, "comes '12,5', not a number"),
@@ -74,6 +79,39 @@ BAD_GSM8K = [
     ({"question": "a", "answer": "#### 0x1A"}, "comes '0x1A', not a number"),
     ({"question": "a", "answer": "#### nan"}, "comes 'nan', not a number"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("row", "content", "truth"),
+    [
+        ({"prompt": "1 + 1?", "ground_truth": "2"}, "1 + 1?", "2"),
+        ({"prompt": "1 + 1?", "ground_truth": 2}, "1 + 1?", "2"),
+        ({"prompt": [{"role": "user", "content": "1 + 1?"}], "ground_truth": "2"}, "1 + 1?", "2"),
+        ({"question": "1 + 1?", "ground_truth": "two"}, "1 + 1? Think.", "two"),
+        ({"question": "1 + 1?", "answer": "2"}, "1 + 1? Think.", "2"),
+        ({"question": "1 + 1?", "answer": 2}, "1 + 1? Think.", "2"),
+        ({"question": "1 + 1?", "answer": "It is\n#### 2"}, "1 + 1? Think.", "2"),
+        ({"problem": "1 + 1?", "answer": "\\frac{4}{2}"}, "1 + 1? Think.", "\\frac{4}{2}"),
+        ({"problem": "1 + 1?", "solution": "So \\boxed{x_{2}}."}, "1 + 1? Think.", "x_{2}"),
+        # The answer says more than its derivation, and the chat more than a text beside it.
+        ({"problem": "1 + 1?", "solution": "\\boxed{3}", "answer": "2"}, "1 + 1? Think.", "2"),
+        (
+            {
+                "prompt": [{"role": "user", "content": "1 + 1?"}],
+                "reward_model": {"ground_truth": "2"},
+                "ground_truth": "3",
+            },
+            "1 + 1?",
+            "2",
+        ),
+    ],
+)
+def test_plain_rows(tmp_path: Path, row: dict[str, Any], content: str, truth: str) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", [row | {"level": 4}])
+    (loaded,) = load_rows(path, "train", DataConfig(instruction="Think."), 0, DataReport("data"))
+    assert [message["content"] for message in loaded.messages] == [content]
+    assert loaded.ground_truth == truth
+    assert loaded.extra["level"] == 4
 
 
 @pytest.mark.parametrize(("row", "reason"), BAD_GSM8K)
@@ -294,10 +332,10 @@ def test_several_files_number_their_rows_on(tmp_path: Path) -> None:
         ("", "holds no rows; give another"),
         ("\n\n", "holds no rows"),
         ("nonsense\nmore", "all 2 rows are malformed; fix .*:1: not valid JSON"),
-        ('{"question": "a", "answer": "2"}', "all 1 rows are malformed"),
+        ('{"question": "a", "answer": "two"}', "all 1 rows are malformed"),
         (
             '{"q": 1, "a": 2}',
-            r"found the columns q, a, not question\+answer or prompt\+reward_model",
+            r"found the columns q, a, not prompt\+ground_truth, question\+answer, problem",
         ),
     ],
 )

@@ -223,7 +223,7 @@ def test_formats(tmp_path, row):
     [
         (
             {"text": "Hello"},
-            "found the columns text, not messages, prompt\\+completion or",
+            "found the columns text, not messages, prompt\\+completion, question",
         ),
         (
             {"prompt": TURNS[1:2], "reward_model": {"ground_truth": "2"}},

@@ -102,8 +102,10 @@ def test_the_end(tmp_path):
     ):
         (tmp_path / "my run" / file).touch()
     facts = dict(end_facts(SUMMARY, cfg))
-    assert facts["reward"] == "0.300 -> 0.950 (means of the first and last 5 steps)"
-    assert facts["held out"] == "0.000 -> 0.990"
+    sampled = "sampled at temperature 1"
+    averaged = "means of the first and last 5 steps"
+    assert facts["train reward"] == f"0.300 -> 0.950 ({sampled}; {averaged})"
+    assert facts["held out"] == "0.000 -> 0.990 (greedy)"
     assert facts["median step"] == "1.17 s: generate 0.50 s, train 0.54 s, sync 0.042 s"
     assert facts["idle"] == "rollout 51%, trainer 53%"
     assert facts["tokens/s"] == "rollout 9,000, trainer 18,000 while they work"
@@ -113,6 +115,15 @@ def test_the_end(tmp_path):
     assert facts["metrics"] == f"{tmp_path}/my run/metrics.jsonl, {tmp_path}/my run/summary.json"
     assert facts["model"] == f"{tmp_path}/my run/hf_model"
     assert "next run" in facts
+    assert facts["longer run"].startswith("no checkpoint; set trainer.save_freq")
+    (tmp_path / "my run/checkpoints/step_000040").mkdir(parents=True)
+    cfg.trainer.total_steps = 40
+    assert dict(end_facts(SUMMARY, cfg))["longer run"] == (
+        "the same command with a larger trainer.total_steps goes on from "
+        f"{tmp_path}/my run/checkpoints/step_000040"
+    )
+    distilled = SUMMARY | {"distill/kl/first": 0.5, "distill/kl/last": 0.25}
+    assert dict(end_facts(distilled, cfg))["distill/kl"].startswith("0.5000 -> 0.2500 nats")
     assert "samples" in facts
     assert (
         facts["tensorboard"]
@@ -137,9 +148,10 @@ def test_few_steps_one_evaluation_and_what_came_before():
         return dict(end_facts(SUMMARY | changes, Config()))
 
     few = {"reward/averaged_steps": 1, "steps": 3, "val/versions": [0], "val/last": 0.0}
-    assert facts(**few)["reward"] == "0.300 -> 0.950 (first and last step)"
-    assert facts(**few)["held out"] == "0.000"
-    assert facts(**few | {"steps": 1})["reward"] == "0.950"
+    sampled = "sampled at temperature 1"
+    assert facts(**few)["train reward"] == f"0.300 -> 0.950 ({sampled}; first and last step)"
+    assert facts(**few)["held out"] == "0.000 (greedy)"
+    assert facts(**few | {"steps": 1})["train reward"] == f"0.950 ({sampled})"
     assert facts(steps_before=30)["this run"] == "10 steps in 74 s"
     assert "whole run" not in facts(steps_before=30)
 

@@ -61,7 +61,7 @@ def test_plain_lines_are_one_per_step():
         a_run(run_console)
     lines = out.getvalue().splitlines()
     assert [line for line in lines if line.startswith("step ")] == [
-        f"step {i + 1}/3  v{i}  reward {i / 2:.3f}  length  12.3  "
+        f"step {i} ({i + 1}/3)  v{i}  reward {i / 2:.3f}  length  12.3  "
         "step 2.00s (gen 1.00, train 1.50, sync 0.10)  ratio nan  canary nan"
         for i in range(3)
     ]
@@ -82,6 +82,13 @@ def test_parts_of_the_reward_stand_behind_it_in_lines_and_in_the_bar():
         "reward 0.750 (right 0.250, form 0.500)  length"
     )
     assert figures_line(row(0, 0.75)).startswith("reward 0.750  length")
+
+
+def test_a_teacher_is_shown():
+    distilled = row(0, 0.0) | {"distill/kl": 0.12345}
+    assert "reward 0.000  distill/kl 0.1235  length" in step_line(distilled, 3)
+    assert "reward 0.000  distill/kl 0.1235  length" in figures_line(distilled)
+    assert "distill" not in step_line(row(0), 3)
 
 
 class Clock:
@@ -149,18 +156,18 @@ def drawn(run_console: RunConsole, width: int) -> str:
 def test_the_bar_and_its_figures(width):
     clock = Clock()
     with RunConsole(terminal(width), clock=clock) as run_console, run_console.training(40):
-        assert "step 0/40" in drawn(run_console, width)
-        assert "left -:--:--" in drawn(run_console, width)
+        assert "0/40 steps" in drawn(run_console, width)
+        assert "left" not in drawn(run_console, width), "nothing is known yet"
         clock.now = 100.0  # the first step does not count: buffers and caches warm up in it
         for step in range(10):
             run_console.step(row(step, step / 10), 40)
             clock.now += 70.0
         text = drawn(run_console, width)
     for part in (
-        "step 10/40",
+        "10/40 steps",
         "━",
         "25%",
-        "0:13:20 left 0:35:00",
+        "0:13:20 elapsed, 0:35:00 left",
         "reward 0.900 ",
         "length 12.3",
         "1,234 tok/s",
@@ -179,10 +186,15 @@ def test_other_work_has_a_moving_line_and_leaves_its_time():
         clock.now = 20.0
         run_console.progress("building", 0.5)
         text = drawn(run_console, 120)
+        whole = terminal()
+        whole.print(run_console.get_renderable())
+        lines = whole.file.getvalue().splitlines()
         run_console.progress("building", 1.0)
         assert "building" not in drawn(run_console, 120)
     assert "starting [Ray] ━" in text
-    assert "50% 0:00:20 left 0:00:20" in text
+    assert "50% 0:00:20 elapsed, 0:00:20 left" in text
+    (stage,) = [line for line in lines if "starting [Ray]" in line]
+    assert "0:00:20 elapsed" in stage and "left" not in stage, "its end is not known"
     assert "starting [Ray]: 20 s" in console.file.getvalue()
     assert "building: 20 s" in console.file.getvalue()
 
@@ -269,7 +281,7 @@ def on_a_terminal(program: str, term: str = "xterm", **variables: str) -> str:
 def test_on_a_terminal_there_is_a_bar_and_errors_stand_below_it():
     out = on_a_terminal(PROGRAM)
     assert "━" in out
-    assert "step 1/3" in out
+    assert "1/3 steps" in out
     assert "tok/s" in out
     assert out.count("gen 1.00, train") == 1, "the last step of a run leaves its line"
     assert "from a library" in out

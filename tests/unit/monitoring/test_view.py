@@ -57,7 +57,7 @@ def run(tmp_path):
 
 def shown(capsys) -> list[str]:
     return [
-        line.strip(" |")
+        line.strip(" |>")
         for line in capsys.readouterr().out.splitlines()
         if "[s" in line or "[bold" in line
     ]
@@ -84,6 +84,15 @@ def test_parts_of_rewards_are_shown(run, capsys):
     out = capsys.readouterr().out
     assert "5 samples, reward 0.750 (right 0.500, form 0.125), length 5.2" in out
     assert "--- best 1 of 1: reward 1 (right 1, form 0.125)  5 tokens" in out
+
+
+def test_one_mark_means_one_kind_of_text(run, capsys):
+    """What the policy saw begins with |, what it generated with >, with and without parts."""
+    assert main([str(run), "--best", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    prompt = lines[lines.index("prompt:") + 1]
+    response = lines[lines.index("response:") + 1]
+    assert prompt.startswith("  | question") and response.startswith("  > ")
 
 
 def test_choices(run, capsys):

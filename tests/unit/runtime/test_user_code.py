@@ -226,6 +226,10 @@ def test_a_failure_in_the_driver_names_the_users_line(own):
     except ValueError as e:
         message = report_failure(cfg, e)
     assert message.splitlines()[1] == f"  raised at own_code.py:{line_of('return json.loads')}"
+    log = (own / "run" / "error.log").read_text()
+    first = f"own_code.py:{line_of('return json.loads')}: JSONDecodeError: Expecting value"
+    assert log.startswith(first), "before the frames of others"
+    assert "\n\nTraceback (most recent call last)" in log
 
 
 OUTPUT = """
