@@ -86,7 +86,7 @@ def example_of_the_page() -> str:
 def test_the_example_of_the_page_runs_in_a_notebook(notebook: Notebook, tmp_path: Path):
     notebook.run("import asyncio; asyncio.get_running_loop()")  # as train finds it
     notebook.run(example_of_the_page())
-    assert "step 3 (4/4)" in notebook.output
+    assert "step 4/4 [3]" in notebook.output
     assert "Warning" not in notebook.output
     notebook.run(
         "import json, pandas\n"

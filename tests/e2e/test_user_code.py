@@ -163,7 +163,7 @@ def test_output_parts_and_columns_of_user_code(models, tmp_path):
     assert_reward_parts(rows, read_rows(run_folder, "evaluations.jsonl"))
     right = rows[0]["reward/right/mean"]
     length = rows[0]["reward/length/mean"]
-    step_line = first_line_that_starts_with(finished.stdout, "step 0 (1/2)")
+    step_line = first_line_that_starts_with(finished.stdout, "step 1/2 [0]")
     assert f"(right {right:.3f}, length {length:.3f})" in step_line
     assert "(right " in first_line_that_starts_with(finished.stdout, "held-out reward")
     first_sample = read_rows(run_folder, "samples/step_000000.jsonl")[0]

@@ -121,7 +121,7 @@ def test_steps_evaluations_and_checkpoints(tmp_path):
     summary = run.tracker.summary()
     assert (summary["sft/first"], summary["sft/last"]) == (1.0, 1 / 6)
     assert summary["val/losses"] == [1, 3, 5, 7]
-    assert "step 5 (6/6)" in run.out.getvalue() and "loss 0.1667" in run.out.getvalue()
+    assert "step 6/6 [5]" in run.out.getvalue() and "loss 0.1667" in run.out.getvalue()
 
 
 def test_a_stopped_run_resumes_with_the_next_rows(tmp_path):
