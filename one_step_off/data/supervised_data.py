@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.lengths import longest_row
 from one_step_off.config.schema import Config
-from one_step_off.config.supervised import longest_row
 from one_step_off.data.answer_masks import (
     Chat,
     ChatRenderer,
