@@ -251,6 +251,7 @@ class Pipeline:
         roles = self.roles
         with_greedy = batch.samples
         batch.samples = [sample for sample in with_greedy if "greedy" not in sample.extra]
+        batch.greedy = [sample for sample in with_greedy if "greedy" in sample.extra]
         estimator = ADVANTAGE_ESTIMATORS.find(self.cfg.algorithm.adv_estimator)
         calls: dict[str, Awaitable[Any]] = {}
         if roles.ref is not None:
