@@ -204,6 +204,9 @@ class Pipeline:
             await (delivered if self.sync_overlap.possible else verified)
         if batch is None:
             batch, batch_metrics = await self.batches.batch(step)
+        if self.checkpointer and step == self.start:
+            _, state = self._contents(step)
+            await self.writes.try_to_write(self.checkpointer, batch.samples, state)
         # Log-probs and values, advantages, then the updates: v(step) -> v(step + 1).
         train_metrics = await self._train(batch)
         train_metrics |= self.batches.record(batch)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.config.plain_values import plain_number, plain_value
 from one_step_off.data.arrays import chunks
 
 PromptId = tuple[int, int]
@@ -209,6 +210,16 @@ class Batch:
         for sample in all_samples:
             if sample.prompt_id in prompts:
                 self.dropped.append(replace(sample, extra=sample.extra | {"dropped": True}))
+
+
+def make_plain(sample: Sample) -> None:
+    """Bring what an agent loop put into a sample, beside its arrays, into types that checkpoints
+    hold. Raises UnstorableValue: one of them has no such type."""
+    for name in ("index", "incarnation", "reward", "finish_reason", "response", "extra"):
+        setattr(sample, name, plain_value(getattr(sample, name), f"the sample's {name}"))
+    if "agent" in sample.extra:
+        facts = sample.extra["agent"].items()
+        sample.extra["agent"] = {name: plain_number(value, f"fact {name}") for name, value in facts}
 
 
 def generated_tokens(samples: list[Sample]) -> tuple[np.ndarray, float, float]:
