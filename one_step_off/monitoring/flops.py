@@ -33,6 +33,7 @@ PEAK_TFLOPS = (
     ({"H200"}, 989),
     ({"H100"}, 989),
     ({"H800"}, 989),
+    ({"H20"}, 148),  # by its sellers; NVIDIA publishes no data sheet
     ({"A100"}, 312),
     ({"A800"}, 312),
     ({"L40S"}, 362),
