@@ -286,8 +286,9 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def advice(cfg: Config, results: list[Simulated]) -> list[str]:
-    """What to set for the fastest arrangement, and what to change next: a line each."""
+def advice(cfg: Config, results: list[Simulated], knows_lengths: bool) -> list[str]:
+    """What to set for the fastest arrangement, and what to change next: a line each.
+    `knows_lengths`: the user has given the mean length of a response."""
     best = min(results, key=lambda result: float(result.shown_step))
     arrangement = best.arrangement
     roles = cfg.placement.roles
@@ -306,7 +307,8 @@ def advice(cfg: Config, results: list[Simulated]) -> list[str]:
             f"the {waiting} waits for {idle[waiting]:.0%} of a step: more GPUs for the {slower} "
             "shorten it, or fewer for the other cost nothing"
         )
-    lines.append("give --response-tokens: the answer depends most on the mean length of a response")
+    if not knows_lengths:
+        lines.append("give --response-tokens: the mean length of a response decides most of this")
     lines.append(
         "run 10 synchronous steps with these GPUs (pipeline.staleness=0), and plan again with "
         "--from and its trainer.output_dir: the times are then measured ones"
@@ -397,6 +399,20 @@ def _planned(args: argparse.Namespace, cfg: Config) -> Plan:
     return Plan(work, places=_places(cfg), min_ranks=1, lines=assumptions)
 
 
+def _validate(cfg: Config, needs_model: bool) -> None:
+    """Check a config whose GPUs are not here. Raises ConfigError.
+
+    `needs_model`: else a config.json will do, without the tokenizer that a run needs.
+    """
+    path = cfg.model.path
+    if not needs_model:
+        cfg.model.path = "a/model"  # of the hub, whose files are not looked for
+    try:
+        validate(cfg, MOST_GPUS)
+    finally:
+        cfg.model.path = path
+
+
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit code. Raises ConfigError: bad input."""
     args = _parse(argv)
@@ -412,7 +428,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--gpus {gpus}: must be a whole number from 1 to {MOST_GPUS}")
     if args.runs or args.times or args.hardware:  # this machine need not have the GPUs
         cfg.placement.pools = {name: [on_one_node(sizes)] for name, sizes in pools.items()}
-        validate(cfg, MOST_GPUS)
+        _validate(cfg, needs_model=not args.hardware)
     else:
         validate(cfg, None)
     _check_roles(cfg)
@@ -433,6 +449,6 @@ def main(argv: list[str]) -> int:
             "without that"
         )
     if args.hardware:
-        for line in advice(cfg, results):
+        for line in advice(cfg, results, args.response_tokens is not None):
             print(f"next: {line}")
     return 0
