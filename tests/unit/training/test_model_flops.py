@@ -157,7 +157,8 @@ def test_supervised_steps(start_single, tmp_path):
 
 def test_experts_count_as_far_as_a_token_passes_them():
     """By transformers' own model: each token goes to 2 of 8 experts."""
-    own = transformers.Qwen3MoeConfig(
+    own = transformers.AutoConfig.for_model(
+        "qwen3_moe",
         **SIZES,
         num_key_value_heads=2,
         head_dim=16,
