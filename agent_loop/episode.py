@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from agent_loop.trajectory import Generate, Generated, Limits
+from agent_loop.trajectory import Generate, Generated, Limits, plain_facts
 from one_step_off.data.samples import NOT_GENERATED, Prompt, Sample
 from one_step_off.rewards.reward import Reward
 
@@ -346,7 +346,7 @@ class Episode:
             pieces.append(_observation(turn.new_ids, turn.generated.incarnation))
             pieces.append(turn.generated)
         turns = float(len(segment))
-        extra: dict[str, Any] = {"agent": {"turns": turns} | self.facts} | self.extra
+        extra: dict[str, Any] = {"agent": {"turns": turns} | plain_facts(self.facts)} | self.extra
         calls = [{"turn": i} | call for i, turn in enumerate(segment) for call in turn.tool_calls]
         if calls:
             extra["tool_calls"] = calls

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from one_step_off.config.plain_values import plain_number
 from one_step_off.data.samples import NOT_GENERATED, Prompt, Sample
 from one_step_off.rewards.reward import Reward
 
@@ -205,8 +206,8 @@ class Trajectory:
         return True
 
     def count(self, name: str, number: float = 1) -> None:
-        """Add to a fact."""
-        self.facts[name] = self.facts.get(name, 0) + number
+        """Add to a fact. Raises UnstorableValue: by no number."""
+        self.facts[name] = self.facts.get(name, 0) + plain_number(number, f"fact {name}")
 
     @property
     def is_single_turn(self) -> bool:
@@ -227,6 +228,7 @@ class Trajectory:
 
         Raises:
             RuntimeError: it has no turn of the policy.
+            UnstorableValue: a fact is no number.
         """
         last_turn = -1
         for i, segment in enumerate(self.segments):
@@ -240,7 +242,7 @@ class Trajectory:
         segments = self.segments[: last_turn + 1]
         extra: dict[str, Any] = {}
         if self.facts or self.turns > 1:
-            extra["agent"] = {"turns": float(self.turns)} | self.facts
+            extra["agent"] = {"turns": float(self.turns)} | plain_facts(self.facts)
         if self.failure:
             extra["agent_failure"] = self.failure
         return Sample(
@@ -273,6 +275,12 @@ class Trajectory:
         """Deprecated: `truncated`."""
         warn_renamed("Trajectory.cut", "Trajectory.truncated")
         return self.truncated
+
+
+def plain_facts(facts: dict[str, float]) -> dict[str, float]:
+    """The numbers that an agent loop reports, as Python's own. Raises UnstorableValue: one is no
+    finite number."""
+    return {name: plain_number(number, f"fact {name}") for name, number in facts.items()}
 
 
 def warn_renamed(old: str, new: str) -> None:

@@ -199,6 +199,9 @@ class Pipeline:
             await (delivered if self.sync_overlap.possible else verified)
         if batch is None:
             batch, batch_metrics = await self.batches.batch(step)
+        if self.checkpointer and step == self.start:
+            _, state = self._contents(step)
+            await self.writes.try_to_write(self.checkpointer, batch.samples, state)
         # Log-probs and values, advantages, then the updates: v(step) -> v(step + 1).
         train_metrics = await self._train(batch)
         train_metrics |= self.batches.record(batch)
@@ -246,6 +249,7 @@ class Pipeline:
         roles = self.roles
         with_greedy = batch.samples
         batch.samples = [sample for sample in with_greedy if "greedy" not in sample.extra]
+        batch.greedy = [sample for sample in with_greedy if "greedy" in sample.extra]
         estimator = ADVANTAGE_ESTIMATORS.find(self.cfg.algorithm.adv_estimator)
         calls: dict[str, Awaitable[Any]] = {}
         if roles.ref is not None:

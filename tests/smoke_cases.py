@@ -206,6 +206,13 @@ PROGRAM = [
         prints="best:",
     ),
     SmokeCase(
+        "plan_hardware",
+        "one_step_off.plan",
+        ("config=config/qwen_gsm8k_fsdp.yaml", "model.path=Qwen/Qwen2.5-7B-Instruct")
+        + ("--hardware", "H200", "--gpus", "8", "--response-tokens", "300"),
+        prints="best:",
+    ),
+    SmokeCase(
         "plan_runs",
         "one_step_off.plan",
         (TINY, *SMALL)

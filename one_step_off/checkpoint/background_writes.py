@@ -35,6 +35,18 @@ class BackgroundWrites:
         if self.writing is not None:
             await self.writing
 
+    async def try_to_write(
+        self, checkpointer: Checkpointer, samples: list[Sample], state: dict[str, Any]
+    ) -> None:
+        """See `Checkpointer.try_to_write`; within the time limit of a write."""
+        trial = asyncio.to_thread(checkpointer.try_to_write, samples, self._with_common(state))
+        await with_time_limit(self.limit_s, "trial of a checkpoint", trial)
+
+    def _with_common(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state with what is common to all runs."""
+        tracker = self.tracker
+        return state | {"evaluations": tracker.evaluations, "unwritten": tracker.unwritten}
+
     async def save(
         self,
         checkpointer: Checkpointer,
@@ -54,9 +66,7 @@ class BackgroundWrites:
         if checkpointer.has(step):
             return
         samples, state = contents()
-        # Common to all runs.
-        state |= {"evaluations": self.tracker.evaluations, "unwritten": self.tracker.unwritten}
-        writing = observed(await checkpointer.save(step, samples, state))
+        writing = observed(await checkpointer.save(step, samples, self._with_common(state)))
         stall_s = now() - begin
         self.tracker.spans["checkpoint/stall_s"] = stall_s
         self.writing = tasks.create_task(self._finish(step, begin, stall_s, writing))

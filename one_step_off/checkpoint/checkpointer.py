@@ -30,11 +30,17 @@ from typing import Any
 
 from one_step_off.checkpoint.finding import finished, fixed_keys, folder_of
 from one_step_off.checkpoint.manifest import parameter_shapes, write_manifest
-from one_step_off.checkpoint.sample_files import write_samples
-from one_step_off.checkpoint.state_files import write_state
+from one_step_off.checkpoint.sample_files import check_samples, read_samples, write_samples
+from one_step_off.checkpoint.state_files import read_state, without_arrays, write_state
+from one_step_off.config.errors import as_config_error
+from one_step_off.config.plain_values import plain_value
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Sample
 from one_step_off.training.written_files import FileFacts
+
+TRIAL_PREFIX = ".step_trial_"
+"""Of the folder of `try_to_write`; one that a killed run left is removed as an unfinished
+checkpoint is."""
 
 
 def _flush_to_disk(path: Path) -> None:
@@ -107,6 +113,28 @@ class Checkpointer:
             return await asyncio.to_thread(self._commit, unfinished, scores, known)
 
         return finish()
+
+    def try_to_write(self, samples: list[Sample], state: dict[str, Any]) -> None:
+        """Write and read back what a checkpoint holds beside the trainers' files, and remove it, so
+        that a run whose checkpoints would fail does so in its first step.
+
+        Raises:
+            ConfigError: what cannot be written, and where.
+        """
+        trial = self.folder / f"{TRIAL_PREFIX}{os.getpid()}"
+        fix = "a checkpoint holds text, finite numbers, and lists and mappings of these"
+        try:
+            with as_config_error(f"checkpoints in {self.folder} cannot be written", fix):
+                trial.mkdir(parents=True)
+                check_samples(samples)
+                plain_value(without_arrays(state), "state")
+                write_state(state, trial)
+                read_state(trial)
+                if samples:
+                    write_samples(samples, trial)
+                    read_samples(trial)
+        finally:
+            shutil.rmtree(trial, ignore_errors=True)
 
     def _new_folder(self, step: int) -> Path:
         """An empty folder for an unfinished checkpoint; those that earlier runs left are

@@ -4,10 +4,12 @@ pickles."""
 import json
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from one_step_off.config.errors import as_config_error
+from one_step_off.config.plain_values import plain_value
 from one_step_off.data.samples import TRAINER_FIELDS, Batch, Sample
 
 ARRAY_TYPES = {
@@ -31,11 +33,19 @@ def write_samples(samples: list[Sample], folder: Path) -> None:
     arrays["prompt_lengths"] = np.array([len(s.prompt_ids) for s in samples])
     arrays["response_lengths"] = np.array([len(s.response_ids) for s in samples])
     np.savez(folder / "samples.npz", **arrays)
-    lines = []
-    for sample in samples:
-        row = {name: getattr(sample, name) for name in JSON_FIELDS}
-        lines.append(json.dumps(row) + "\n")
+    lines = [json.dumps(_row(sample)) + "\n" for sample in samples]
     (folder / "samples.jsonl").write_text("".join(lines))
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+    return {name: getattr(sample, name) for name in JSON_FIELDS}
+
+
+def check_samples(samples: list[Sample]) -> None:
+    """Check that files can hold these samples as they are. Raises UnstorableValue: names the first
+    field that has no type of JSON."""
+    for sample in samples:
+        plain_value(_row(sample), f"sample {sample.index} of prompt {sample.prompt_id}")
 
 
 def read_samples(folder: Path) -> list[Sample]:

@@ -11,13 +11,18 @@ STATE_FILE = "state.json"
 ARRAYS_FILE = "stream.npz"
 
 
+def without_arrays(state: dict[str, Any]) -> dict[str, Any]:
+    """The part of the state that `state.json` holds."""
+    position = {name: value for name, value in state["stream"].items() if name != "arrays"}
+    return state | {"stream": position}
+
+
 def write_state(state: dict[str, Any], folder: Path) -> None:
     """Write the state; the arrays of `state["stream"]["arrays"]` go into a file of their own."""
-    position = dict(state["stream"])
-    arrays = position.pop("arrays", None)
+    arrays = state["stream"].get("arrays")
     if arrays is not None:
         np.savez(folder / ARRAYS_FILE, **arrays)
-    text = json.dumps(state | {"stream": position}, indent=2)
+    text = json.dumps(without_arrays(state), indent=2)
     (folder / STATE_FILE).write_text(text + "\n")
 
 

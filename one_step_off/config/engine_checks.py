@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from one_step_off.config.errors import ConfigError, key_error
+from one_step_off.config.lengths import longest_sequence
 from one_step_off.config.schema import Config
 from one_step_off.config.text import did_you_mean, format_value
 
@@ -129,7 +130,7 @@ def _check_engine_length(cfg: Config, name: str, value: Any, location: str, devi
     limits_batch_on_cpu = name == "max_num_batched_tokens" and device == "cpu"
     if not limits_sequence and not limits_batch_on_cpu:
         return
-    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    longest = longest_sequence(cfg)
     if not isinstance(value, int) or value < longest:
         raise ConfigError(
             f"{location}: prompt plus response may have {longest} tokens; "

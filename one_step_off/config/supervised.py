@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 from one_step_off.config.errors import ConfigError, key_error
+from one_step_off.config.lengths import engine_length
 from one_step_off.config.schema import Config
 
 RL_SECTIONS = (
@@ -54,13 +55,6 @@ def supervised_files(cfg: Config, name: str) -> str:
             f"name the files with answers in sft.{name}"
         )
     return files
-
-
-def longest_row(cfg: Config) -> int:
-    """Tokens of the longest row."""
-    if cfg.sft.max_length is not None:
-        return cfg.sft.max_length
-    return cfg.data.max_prompt_length + cfg.data.max_response_length
 
 
 def supervised_lr(cfg: Config) -> float:
@@ -126,6 +120,8 @@ def warm_up_config(cfg: Config) -> Config:
     """The config of the `trainer.sft_steps` supervised steps before RL, in a folder of their
     own."""
     supervised = supervised_config(cfg)
+    # The rotary embeddings of these steps are those of the RL that follows.
+    supervised.rollout.engine_kwargs = {"max_model_len": engine_length(cfg)}
     trainer = supervised.trainer
     trainer.total_steps = cfg.trainer.sft_steps
     trainer.total_epochs = None

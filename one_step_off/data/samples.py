@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.config.plain_values import plain_number, plain_value
 from one_step_off.data.arrays import chunks
 
 PromptId = tuple[int, int]
@@ -91,6 +92,7 @@ class Sample:
             replaces: the prompt ids of the zero-variance groups that dynamic sampling replaced;
                 only the first sample of the new groups has it.
             replaced_visits: what became of these groups, see data/visits.py.
+            replaced_work: what the engine did for them, see data/token_work.py.
             error: one line: why its reward is 0.
             fault: which of FAULT_METRICS the error counts in.
             dropped: its group was taken out of the batch, because of an error in it.
@@ -165,6 +167,7 @@ class Batch:
         episodes: int64 [B], see `episode_numbers`: set where a batch travels without its samples'
             extras. None: the extras say it.
         dropped: samples that `drop` took out.
+        greedy: the greedy responses, once they are baselines: generated and never trained on.
         notes: further entries of the step's row in ledger.jsonl.
         stored: the objects that were last put into Ray's object store, and the references to them
             by the way in which the batch was divided.
@@ -187,6 +190,7 @@ class Batch:
     prob_squares: list[np.ndarray] | None = None
     episodes: np.ndarray | None = None
     dropped: list[Sample] = field(default_factory=list)
+    greedy: list[Sample] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
     stored: tuple[list, Any] = NOT_STORED
 
@@ -207,12 +211,22 @@ class Batch:
         all_samples = self.samples
         keeps = [sample.prompt_id not in prompts for sample in all_samples]
         for name, values in vars(self).items():
-            if isinstance(values, list) and name != "dropped":
+            if isinstance(values, list) and name not in ("dropped", "greedy"):
                 setattr(self, name, list(itertools.compress(values, keeps)))
         self.dropped = []
         for sample in all_samples:
             if sample.prompt_id in prompts:
                 self.dropped.append(replace(sample, extra=sample.extra | {"dropped": True}))
+
+
+def make_plain(sample: Sample) -> None:
+    """Bring what an agent loop put into a sample, beside its arrays, into types that checkpoints
+    hold. Raises UnstorableValue: one of them has no such type."""
+    for name in ("index", "incarnation", "reward", "finish_reason", "response", "extra"):
+        setattr(sample, name, plain_value(getattr(sample, name), f"the sample's {name}"))
+    if "agent" in sample.extra:
+        facts = sample.extra["agent"].items()
+        sample.extra["agent"] = {name: plain_number(value, f"fact {name}") for name, value in facts}
 
 
 def generated_tokens(samples: list[Sample]) -> tuple[np.ndarray, float, float]:

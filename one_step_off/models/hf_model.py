@@ -19,8 +19,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.lengths import engine_length
 from one_step_off.config.roles import role_model_path
 from one_step_off.config.schema import Config
+from one_step_off.models.rope import fix_frequencies
 from one_step_off.models.stored_weights import StoredWeights
 
 SCALAR_ROLES = ("critic", "reward_model")
@@ -149,6 +151,7 @@ def empty_model(
         )
     # init_empty_weights makes a new Parameter at each registration, which unties tied ones.
     model.tie_weights()
+    fix_frequencies(model, engine_length(cfg))
     # A padding index would keep a gradient from its token where that token is no padding.
     model.get_input_embeddings().padding_idx = None
     return model

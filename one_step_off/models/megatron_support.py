@@ -13,6 +13,7 @@ from one_step_off.config.pool_checks import nearest_divisor
 from one_step_off.config.role_sections import BackendConfig
 from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
+from one_step_off.models import rope
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 UNSUPPORTED_SWITCHES = ("use_sliding_window", "attention_bias", "mlp_bias")
@@ -75,7 +76,7 @@ def _check_family(hf_config: Any, path: str, where: str) -> None:
 
 def _check_variant(hf_config: Any, where: str) -> None:
     unsupported = [name for name in UNSUPPORTED_SWITCHES if getattr(hf_config, name, False)]
-    if not _is_known_rope(dict(hf_config.rope_parameters)):
+    if not _is_known_rope(hf_config):
         unsupported.append("rope_parameters")
     if hf_config.hidden_act != "silu":
         unsupported.append("hidden_act")
@@ -87,12 +88,19 @@ def _check_variant(hf_config: Any, where: str) -> None:
         )
 
 
-def _is_known_rope(rope: dict[str, Any]) -> bool:
-    if rope["rope_type"] == "default":
-        return True
-    if rope["rope_type"] != "llama3":
+def _is_known_rope(hf_config: Any) -> bool:
+    """Whether Megatron reads all that the settings say: it has the base, and the factor of
+    llama3."""
+    settings = rope.rope_parameters(hf_config).get("", {})
+    kind = rope.rope_type(settings)
+    own_keys = settings.keys() - rope.PLAIN_KEYS
+    if settings.get(rope.PARTIAL) in (None, 1.0):
+        own_keys -= {rope.PARTIAL}
+    if kind == "default":
+        return bool(settings) and not own_keys
+    if kind != "llama3" or own_keys != {"factor", *LLAMA3_ROPE}:
         return False
-    return all(rope[name] == value for name, value in LLAMA3_ROPE.items())
+    return all(settings[name] == value for name, value in LLAMA3_ROPE.items())
 
 
 def expert_count(hf_config: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from one_step_off.config.device_shares import devices_per_node
 from one_step_off.config.errors import ConfigError, as_config_error, first_line
+from one_step_off.config.lengths import engine_length
 from one_step_off.config.pool_checks import nearest_divisor
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
@@ -45,6 +46,7 @@ def check_models(cfg: Config, longest_sequence: int) -> Any:
     if not cfg.model.trust_remote_code:  # a model's own code decides what kind of model it is
         _require_causal_model(name, model_config)
     _check_attention_heads(cfg, name, model_config)
+    _check_rotary_embeddings(cfg, "actor", name, model_config)
     tokenizer = load_tokenizer(cfg, "model")
     if cfg.model.lora_rank and not cfg.model.trust_remote_code:
         check_adapted_layers(cfg)
@@ -54,7 +56,8 @@ def check_models(cfg: Config, longest_sequence: int) -> Any:
         path = getattr(cfg, role).path
         has_own_model = path not in ("", cfg.model.path)
         if role in cfg.placement.roles and has_own_model:
-            _check_files(cfg, role, longest_sequence)
+            role_config = _check_files(cfg, role, longest_sequence)
+            _check_rotary_embeddings(cfg, role, _key_and_path(cfg, role), role_config)
             _check_vocabulary(cfg, role, tokenizer)
     return tokenizer
 
@@ -83,6 +86,9 @@ def _check_teacher(
         teacher_config = _check_files(own, "teacher", longest_sequence + has_engine, has_engine)
         if not cfg.model.trust_remote_code:
             _require_causal_model(_key_and_path(own, "teacher"), teacher_config)
+        if not has_engine:
+            name = _key_and_path(own, "teacher")
+            _check_rotary_embeddings(own, "teacher", name, teacher_config)
         _check_vocabulary(own, "teacher", tokenizer)
     except ConfigError as error:
         raise ConfigError(str(error).replace("teacher.path=", f"{key}=")) from error
@@ -123,6 +129,20 @@ def _check_attention_heads(cfg: Config, name: str, model_config: Any) -> None:
         raise ConfigError(
             f"{key}: does not divide the {num_heads} attention heads of {name}; use {fitting}"
         )
+
+
+def _check_rotary_embeddings(cfg: Config, role: str, name: str, model_config: Any) -> None:
+    """Those of a model in training must not depend on the batch, and be those of its engine."""
+    from one_step_off.models import hf_model, rope  # transformers: slow to import
+
+    if rope.is_plain(model_config):
+        return
+    has_engine = role == "actor" and "rollout" in cfg.placement.roles
+    if has_engine:
+        rope.check_settings(model_config, name)
+    with as_config_error(f"{name}: its class cannot be built", "give another model"):
+        model = hf_model.empty_model(cfg, role, None, None)
+    rope.check_rope(model, name, engine_length(cfg), has_engine)
 
 
 def _check_vocabulary(cfg: Config, role: str, policy_tokenizer: Any) -> None:

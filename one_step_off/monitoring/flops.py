@@ -2,12 +2,14 @@
 
 Model FLOPs are counted as in PaLM (appendix B, arXiv:2204.02311): 6N per trained token, a third of
 it per token of a forward pass, and the attention of a sequence of T tokens on top, 12 * layers *
-(heads * head size) * T per trained token. What is computed twice (activation checkpointing) counts
-once: this is utilization of the model's FLOPs. With LoRA the weights have no gradients, so a
-trained token counts as two forward passes instead of three.
+(heads * head size) * T per trained token. Every pair of tokens counts, also those that a causal
+mask or a window hides. The head counts where logits are computed: at the trained tokens, and at the
+generated ones. Experts count with the share that a token passes. What is computed twice (activation
+checkpointing) and padding do not count: this is utilization of the model's FLOPs. With LoRA the
+weights have no gradients, so they count as two forward passes instead of three, and the adapters'
+own come on top.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +17,9 @@ import numpy as np
 
 from one_step_off.config.device_shares import devices_of_pool
 from one_step_off.config.schema import Config
-from one_step_off.data.episodes import segment_index
 from one_step_off.data.samples import Batch
+from one_step_off.data.token_work import TokenWork, generation_work, pass_work, replaced_work
+from one_step_off.models.adapted_layers import EXPERTS
 
 Metrics = dict[str, float | None]
 
@@ -30,6 +33,7 @@ PEAK_TFLOPS = (
     ({"H200"}, 989),
     ({"H100"}, 989),
     ({"H800"}, 989),
+    ({"H20"}, 148),  # by its sellers; NVIDIA publishes no data sheet
     ({"A100"}, 312),
     ({"A800"}, 312),
     ({"L40S"}, 362),
@@ -39,8 +43,11 @@ PEAK_TFLOPS = (
     ({"A30"}, 165),
     ({"A10"}, 125),
 )
-# Config names of models with experts, of which each token passes only some.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Config names of the number of experts in a layer, of which each token passes some."""
+
+FIRST_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+"""The layers that read the embedding. Under adapters no gradient passes back through them."""
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -54,68 +61,110 @@ def peak_flops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the count needs of a dense decoder.
+    """What the count needs of a decoder.
 
     Attributes:
-        matmul_params: the parameters that every token is multiplied with (N). An input embedding
-            that is not the output head as well is only looked up and does not count.
-        layers: number of layers.
+        matmul_params: the parameters that every token is multiplied with (N), the head's too. An
+            embedding is only looked up. Of experts those that one token passes.
+        layers: number of layers with attention.
         attention_width: heads * head size.
+        head_params: the part of N that is the head's.
+        adapter_params: those of LoRA, which N does not have.
+        first_params: with LoRA: those of N through which no gradient passes back.
     """
 
-    matmul_params: int
+    matmul_params: float
     layers: int
-    attention_width: int
+    attention_width: float
+    head_params: int = 0
+    adapter_params: int = 0
+    first_params: int = 0
 
-    def forward_flops(self, lengths: Sequence[int] | np.ndarray) -> float:
-        """One forward pass over whole sequences of `lengths` tokens: 2N + 4 * layers * width * T
-        for each token of a sequence of T tokens."""
-        tokens = np.asarray(lengths, dtype=np.float64)
-        matmul_flops = 2 * self.matmul_params * tokens
-        attention_flops = 4 * self.layers * self.attention_width * tokens * tokens
-        return float((matmul_flops + attention_flops).sum())
+    def forward_flops(self, work: TokenWork) -> float:
+        """2 for each parameter and token, and 4 * layers * width for each pair of tokens."""
+        layer_params = self.matmul_params - self.head_params
+        head_flops = 2 * self.head_params * work.head_tokens
+        return 2 * layer_params * work.tokens + head_flops + self._attention_flops(work)
 
-    def generate_flops(
-        self,
-        prompt_lengths: Sequence[int],
-        context_lengths: Sequence[int] | np.ndarray,
-        generated_lengths: Sequence[int] | np.ndarray,
-    ) -> float:
-        """A forward pass over each prompt, then each sample's tokens one by one: 2N for each, and
-        attention to all tokens before it.
+    def _attention_flops(self, work: TokenWork) -> float:
+        return 4 * self.layers * self.attention_width * work.pairs
 
-        Args:
-            prompt_lengths: tokens of each prompt.
-            context_lengths: of each sample the tokens before the generated ones.
-            generated_lengths: of each sample the generated tokens.
-        """
-        context = np.asarray(context_lengths, dtype=np.float64)
-        generated = np.asarray(generated_lengths, dtype=np.float64)
-        attended = generated * context + generated * (generated - 1) / 2
-        matmul_flops = 2 * self.matmul_params * generated
-        attention_flops = 4 * self.layers * self.attention_width * attended
-        decode_flops = float((matmul_flops + attention_flops).sum())
-        return self.forward_flops(prompt_lengths) + decode_flops
+    def train_flops(self, work: TokenWork, has_adapters: bool = False) -> float:
+        """A forward and a backward pass. The latter costs as much for the activations' gradients,
+        and once more for those of the weights that are trained. Attention, which has no weights,
+        has the gradients of two activations."""
+        if not has_adapters:
+            return 3 * self.forward_flops(work)
+        adapter_flops = (6 * self.adapter_params - 2 * self.first_params) * work.tokens
+        return 2 * self.forward_flops(work) + self._attention_flops(work) + adapter_flops
 
 
-def shape_of(hf_config: Any, params: int) -> ModelShape | None:
-    """The shape by a Hugging Face config and the number of parameters (tied ones once). None where
-    the count would be wrong or cannot be made: mixtures of experts, and configs without the usual
-    names."""
-    text_config = hf_config.get_text_config()
-    has_experts = any(getattr(text_config, name, None) for name in EXPERT_COUNTS)
-    layers = getattr(text_config, "num_hidden_layers", None)
+def shape_of(
+    model: Any, lora_rank: int = 0, lora_layers: tuple[str, ...] = ()
+) -> ModelShape | None:
+    """The shape of a Hugging Face model, which may be empty. None where the count cannot be made:
+    layers with a state, and configs without the usual names.
+
+    Args:
+        lora_rank, lora_layers: of its adapters, which the model need not have.
+    """
+    text_config = model.config.get_text_config()
+    width = _attention_width(text_config)
+    layer_types = getattr(text_config, "layer_types", None) or ()
+    has_state = any("attention" not in kind or "linear" in kind for kind in layer_types)
+    expert_share = _expert_share(text_config)
+    if width is None or has_state or expert_share is None:
+        return None
+    modules = dict(model.named_modules())
+    head = model.get_output_embeddings() or getattr(model, "score", None)
+    head_params = head.weight.numel() if head is not None else 0
+    params: float = head_params
+    for name, parameter in model.named_parameters():
+        module_name, _, _ = name.rpartition(".")
+        module = modules[module_name]
+        is_embedding = type(module).__name__.endswith("Embedding")
+        if is_embedding or module is head or parameter.ndim < 2:
+            continue
+        is_expert = EXPERTS in name.split(".")
+        params += parameter.numel() * (expert_share if is_expert else 1)
+    adapter_params, first_params = 0, 0
+    first_layer = next((name for name in modules if name.endswith(".0")), "")
+    for name in lora_layers:
+        out_features, in_features = modules[name].weight.shape
+        adapter_params += lora_rank * (out_features + in_features)
+    if adapter_params:
+        for name, module in modules.items():
+            if name.startswith(f"{first_layer}.") and name.endswith(FIRST_PROJECTIONS):
+                first_params += module.weight.numel()
+                if name in lora_layers:
+                    first_params += lora_rank * module.weight.shape[1]
+    return ModelShape(
+        params, text_config.num_hidden_layers, width, head_params, adapter_params, first_params
+    )
+
+
+def _attention_width(text_config: Any) -> float | None:
+    """heads * head size; of multi-head latent attention the mean of keys' and values' sizes."""
     heads = getattr(text_config, "num_attention_heads", None)
     hidden_size = getattr(text_config, "hidden_size", None)
-    vocab_size = getattr(text_config, "vocab_size", None)
-    if has_experts or not all((layers, heads, hidden_size, vocab_size)):
+    if not heads or not hidden_size or not getattr(text_config, "num_hidden_layers", None):
         return None
-    head_size = getattr(text_config, "head_dim", None) or hidden_size // heads
-    is_tied = any(
-        getattr(config, "tie_word_embeddings", False) for config in (text_config, hf_config)
-    )
-    matmul_params = params if is_tied else params - vocab_size * hidden_size
-    return ModelShape(matmul_params, layers, heads * head_size)
+    key_size = getattr(text_config, "qk_head_dim", None)
+    value_size = getattr(text_config, "v_head_dim", None)
+    if key_size and value_size:
+        return heads * (key_size + value_size) / 2
+    return heads * (getattr(text_config, "head_dim", None) or hidden_size // heads)
+
+
+def _expert_share(text_config: Any) -> float | None:
+    """The share of a layer's experts that one token passes; 1 for a dense model, None where the
+    config does not say it."""
+    counts = [getattr(text_config, name, None) for name in EXPERT_COUNTS]
+    count = next((count for count in counts if count), None)
+    if count is None:
+        return 1.0
+    chosen = getattr(text_config, "num_experts_per_tok", None)
+    return chosen / count if chosen else None
 
 
 @dataclass
@@ -142,55 +191,41 @@ class Meter:
     ) -> Metrics:
         """The metrics of one step. Each group's rates are over the time in which it worked;
         `mfu/..._of_step` over the whole step. While the critic warms up alone the actor's update
-        counts nothing.
+        counts nothing. What was generated in vain counts too: the seconds have it.
 
         Args:
             generated: the generated tokens of each response, int [B].
             generate_s, update_s, step_s: seconds of the generation, of the actor's update and of
                 the step.
         """
-        lengths = np.array([len(s.prompt_ids) + len(s.response_ids) for s in batch.samples])
         trains_actor = batch.step >= self.cfg.trainer.critic_warmup
         epochs = self.cfg.actor.ppo_epochs if trains_actor else 0
-        metrics: Metrics = {
-            "tokens_per_s/rollout": _rate(generated.sum(), generate_s),
-            "tokens_per_s/trainer": _rate(lengths.sum() * epochs, update_s),
-        }
-        if self.shape is None:
-            return metrics
-        # The samples of a prompt share it; a later segment of an episode has a context of its own.
-        prompt_lengths = {}
-        for sample in batch.samples:
-            segment = segment_index(sample)
-            name = (*sample.prompt_id, sample.index, segment) if segment else sample.prompt_id
-            prompt_lengths[name] = len(sample.prompt_ids)
-        # The output of tools is context: it counts like a part of the prompt.
-        rollout_flops = self.shape.generate_flops(
-            list(prompt_lengths.values()), lengths - generated, generated
-        )
-        trainer_flops = self._passes * epochs * self.shape.forward_flops(lengths)
-        metrics |= self._utilization("rollout", "rollout", rollout_flops, generate_s, step_s)
-        metrics |= self._utilization("trainer", "actor", trainer_flops, update_s, step_s)
+        others = batch.dropped + batch.greedy
+        work = generation_work(batch.samples + others)
+        work = work.plus(replaced_work(batch.samples + others))
+        metrics: Metrics = {"tokens_per_s/rollout": _rate(work.head_tokens, generate_s)}
+        metrics |= self._trainer_metrics(batch, epochs, update_s, step_s)
+        if self.shape is not None:
+            flops = self.shape.forward_flops(work)
+            metrics |= self._utilization("rollout", "rollout", flops, generate_s, step_s)
         return metrics
 
-    def training_step(self, lengths: np.ndarray, update_s: float, step_s: float) -> Metrics:
-        """The metrics of a step that generates nothing.
+    def training_step(self, batch: Batch, update_s: float, step_s: float) -> Metrics:
+        """The metrics of a step that generates nothing. `update_s`, `step_s`: seconds of the update
+        and of the step."""
+        return self._trainer_metrics(batch, 1, update_s, step_s)
 
-        Args:
-            lengths: tokens of each sequence.
-            update_s, step_s: seconds of the update and of the step.
-        """
-        metrics: Metrics = {"tokens_per_s/trainer": _rate(lengths.sum(), update_s)}
+    def _trainer_metrics(
+        self, batch: Batch, epochs: int, update_s: float, step_s: float
+    ) -> Metrics:
+        lengths = [sample.length for sample in batch.samples]
+        metrics: Metrics = {"tokens_per_s/trainer": _rate(sum(lengths) * epochs, update_s)}
         if self.shape is None:
             return metrics
-        flops = self._passes * self.shape.forward_flops(lengths)
+        trained = sum(int(np.count_nonzero(sample.loss_mask)) for sample in batch.samples)
+        has_adapters = bool(self.cfg.model.lora_rank)
+        flops = epochs * self.shape.train_flops(pass_work(lengths, trained), has_adapters)
         return metrics | self._utilization("trainer", "actor", flops, update_s, step_s)
-
-    @property
-    def _passes(self) -> int:
-        """The cost of training on a token, in forward passes: a backward pass costs two, or one
-        where the weights have no gradients (LoRA)."""
-        return 2 if self.cfg.model.lora_rank else 3
 
     def _utilization(
         self, group: str, role: str, flops: float, seconds: float, step_s: float

@@ -29,7 +29,7 @@ EVALUATION_PREFIX = "val_v"
 CLOSE_TIMEOUT_S = 60.0
 MAX_PENDING_JOBS = 32
 # Entries of `Sample.extra` that the pipeline alone reads.
-INTERNAL_EXTRAS = ("greedy", "replaces")
+INTERNAL_EXTRAS = ("greedy", "replaces", "replaced_work")
 
 
 @dataclass(frozen=True)

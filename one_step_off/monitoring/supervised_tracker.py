@@ -1,7 +1,5 @@
 """The tracker of a supervised run: the same files, with losses in the place of rewards."""
 
-import numpy as np
-
 from one_step_off.data.samples import Batch
 from one_step_off.monitoring.summary import Row, medians_of_times, per_second
 from one_step_off.monitoring.tracker import Tracker
@@ -40,9 +38,8 @@ class SupervisedTracker(Tracker):
         self.unwritten = {}
         self._add_recovery_time(row)
         if self.meter:
-            lengths = np.array([sample.length for sample in batch.samples])
             update_s = row.get("time/actor_update_s", 0.0)
-            row |= self.meter.training_step(lengths, update_s, row["time/step_s"])
+            row |= self.meter.training_step(batch, update_s, row["time/step_s"])
         return row
 
     def held_out_loss(

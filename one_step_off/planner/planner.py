@@ -1,10 +1,9 @@
 """Which split of N GPUs is fastest: python -m one_step_off.plan config=FILE [section.key=value ...]
 [options]
 
-Without --from and --times it runs a few synchronous steps of the config, with the whole batch and
-with a quarter of it, and calibrates its model of a step with those. Then it simulates every split.
-The model is `work.Work`; `calibration.py` fits its constants, and `measured_sync.py` applies the
-config's settings of the weight sync.
+The model of a step is `work.Work`. `hardware.py` has its constants for a kind of GPU,
+`calibration.py` fits them to runs, and `measured_sync.py` applies the config's settings of the
+weight sync. Then every split is simulated.
 """
 
 import argparse
@@ -21,13 +20,27 @@ from one_step_off.config.placement import resolved_device
 from one_step_off.config.roles import data_parallel_size
 from one_step_off.config.schema import Config
 from one_step_off.planner.calibration import by_runs, by_times, devices, run_calibration
+from one_step_off.planner.hardware import Plan, by_hardware, planned_gpu, planned_model
 from one_step_off.planner.measured_sync import assumptions_of_given_times, with_settings_of_plan
 from one_step_off.planner.work import Work
 from one_step_off.rollout.engine_args import MAX_SEQUENCES
 from one_step_off.runtime.validation import validate
 
+DESCRIPTION = """
+Says how to divide GPUs between rollout and trainer, and how long a training step takes then: it
+simulates every split. How long generation, training and weight sync take comes from one of these:
+--hardware, for GPUs that you do not have (nothing is run); --from, finished runs; --times, seconds
+that you know. Without any of them it first runs a few steps of the config on this machine.
+"""
+
 MOST_SPLITS = 24
 """Splits that are simulated and shown."""
+
+MOST_SAMPLES = 250_000
+"""Samples of all simulations together, about a minute's work."""
+
+LEAST_SPLITS = 3
+"""Of each kind of arrangement, however many samples they have."""
 
 SAMPLES = 20_000
 """Samples of one simulation, from which its number of steps follows."""
@@ -94,15 +107,23 @@ class Simulated:
         return f"{seconds:.4g}"
 
 
-def arrangements(cfg: Config, gpus: int) -> list[Arrangement]:
-    """The arrangements of `gpus` devices that are compared. Raises ConfigError: no split fits."""
+def arrangements(cfg: Config, gpus: int, min_ranks: int = 1) -> list[Arrangement]:
+    """The arrangements of `gpus` devices that are compared.
+
+    Args:
+        min_ranks: of the trainer, by the memory that it needs.
+
+    Raises:
+        ConfigError: no split fits.
+    """
     replica_gpus = cfg.rollout.tensor_parallel_size
     _, ranks = devices(cfg)
     model_gpus = ranks // data_parallel_size(cfg, "actor")
     mini_batch_samples = cfg.actor.ppo_mini_batch_size * cfg.rollout.n
 
     def can_train(ranks: int) -> bool:
-        return ranks % model_gpus == 0 and ranks // model_gpus <= mini_batch_samples
+        is_whole = ranks % model_gpus == 0 and ranks // model_gpus <= mini_batch_samples
+        return is_whole and ranks >= min_ranks
 
     rollout_gpus = [
         count for count in range(replica_gpus, gpus, replica_gpus) if can_train(gpus - count)
@@ -110,9 +131,10 @@ def arrangements(cfg: Config, gpus: int) -> list[Arrangement]:
     if gpus == 1 and replica_gpus == 1 and can_train(1):
         return [Arrangement("1", COLOCATED, 0, 1), Arrangement("1", SHARED, 1, 1, staleness=1)]
     if not rollout_gpus:
+        trainer_gpus = max(model_gpus, min_ranks)
         raise ConfigError(
-            f"--gpus {gpus}: no split has {replica_gpus} for a replica, {model_gpus} for a model "
-            "copy that trains, and a sample for each copy; give another number"
+            f"--gpus {gpus}: no split has {replica_gpus} for a replica, {trainer_gpus} for the "
+            "model that trains, and a sample for each copy of it; give another number"
         )
     shown = min(MOST_SPLITS, len(rollout_gpus))
     positions = np.linspace(0, len(rollout_gpus) - 1, shown)
@@ -139,14 +161,15 @@ def _modes(cfg: Config) -> list[tuple[str, int, str]]:
     return modes
 
 
-def compare(cfg: Config, work: Work, gpus: int) -> list[Simulated]:
-    """Simulate every arrangement of `gpus` devices. Raises ConfigError: no split fits."""
+def compare(cfg: Config, work: Work, gpus: int, min_ranks: int = 1) -> list[Simulated]:
+    """Simulate every arrangement of `gpus` devices. `min_ranks`: see `arrangements`. Raises
+    ConfigError: no split fits."""
     from one_step_off.planner.simulation import simulate
 
     steps = int(np.clip(SAMPLES // (work.prompts * cfg.rollout.n), 3, 8))
     samples = work.prompts * cfg.rollout.n
     results = []
-    for arrangement in arrangements(cfg, gpus):
+    for arrangement in _likely(arrangements(cfg, gpus, min_ranks), work, samples * steps):
         figures = simulate(
             work,
             arrangement.replicas,
@@ -164,6 +187,30 @@ def compare(cfg: Config, work: Work, gpus: int) -> list[Simulated]:
         )
         results.append(Simulated(arrangement, figures, samples))
     return results
+
+
+def _likely(found: list[Arrangement], work: Work, samples: int) -> list[Arrangement]:
+    """Of each kind of arrangement those that are fastest by the means of their phases, where
+    simulating all of them would take minutes. `samples`: of one simulation."""
+    kinds = {arrangement.name for arrangement in found}
+    kept = max(LEAST_SPLITS, MOST_SAMPLES // samples // len(kinds))
+
+    def step_s(arrangement: Arrangement) -> float:
+        """Without waits for single samples."""
+        replicas = arrangement.replicas or arrangement.ranks
+        response_tokens = work.prompts * work.lengths.shape[1] * work.lengths.mean()
+        tokens = response_tokens + work.prompts * work.lengths.shape[1] * work.prompt_tokens
+        generate_s = work.sequence_s * response_tokens / replicas
+        generate_s += work.decode_s * work.lengths.max()
+        train_s = work.train_fixed_s + work.train_token_s * tokens / arrangement.ranks
+        if arrangement.staleness:
+            return max(generate_s, train_s)
+        return generate_s + train_s
+
+    likely: list[Arrangement] = []
+    for kind in kinds:
+        likely += sorted((a for a in found if a.name == kind), key=step_s)[:kept]
+    return [arrangement for arrangement in found if arrangement in likely]
 
 
 def _has_static_routing(cfg: Config) -> bool:
@@ -184,21 +231,26 @@ def _shares_idle_cores(cfg: Config) -> bool:
 
 def report(work: Work, assumptions: list[str], results: list[Simulated]) -> None:
     """Print what was assumed, the table, and the best in one line. `assumptions`: a line each."""
-    print(
-        f"assumed: {work.decode_s:.3g} s for a token, {work.sequence_s:.3g} s more for each "
-        f"concurrent sequence; training\n"
-        f"  {work.train_fixed_s:.3g} s on any number of GPUs, and {work.train_token_s:.3g} s per "
-        "token "
-        f"and GPU; sync {work.sync_s:.3g} s on every split, of it the canary "
-        f"{work.canary_s:.3g} s\n"
-        f"  of the trainer and {work.replica_canary_s:.3g} s of the replicas;\n"
-        f"  responses of {work.lengths.mean():.0f} tokens, {work.lengths.max()} at most; in the "
-        "colocated arrangement switching devices takes no time"
-    )
+    samples = results[0].samples
+    print(f"Assumed for a step of {work.prompts} prompts and {samples} samples:")
+    lines = [
+        *assumptions,
+        f"responses of {work.lengths.mean():.0f} tokens in the mean, {work.lengths.max()} at most",
+        f"generation: a replica with one sequence needs {_seconds(work.decode_s)} for a token, and "
+        f"{_seconds(work.sequence_s)} more for each further sequence, of which it runs "
+        f"{work.places} at most",
+        f"training: {_seconds(work.train_token_s)} for each token of prompts and responses, "
+        f"divided by the trainer's GPUs, and {_seconds(work.train_fixed_s)} on any number of them",
+        f"weight sync: {_seconds(work.sync_s)} on every split, of it {_seconds(work.canary_s)} in "
+        f"which the trainer and {_seconds(work.replica_canary_s)} in which the replicas check it",
+    ]
+    if any(result.arrangement.name == COLOCATED for result in results):
+        lines.append("colocated, all GPUs do both in turn; the change takes no time")
     if any(result.arrangement.name == SHARED for result in results):
-        print("  on a shared GPU both work at half speed while both work")
-    for line in assumptions:
+        lines.append("on a shared GPU both work at half speed while both work")
+    for line in lines:
         print(f"  {line}")
+    print()
     print(ROW.format(*HEADER))
     for result in results:
         arrangement = result.arrangement
@@ -213,6 +265,9 @@ def report(work: Work, assumptions: list[str], results: list[Simulated]) -> None
                 f"{figures['samples_per_s']:.4g}",
             )
         )
+    print("GPUs of rollout + trainer; step: seconds from one update to the next; idle: share of a")
+    print("step in which these GPUs wait; samples/s: samples trained in a second")
+    print()
     # By what is shown: of those that look equal the first is the best.
     ranked = sorted(results, key=lambda result: float(result.shown_step))
     best = ranked[0]
@@ -223,9 +278,46 @@ def report(work: Work, assumptions: list[str], results: list[Simulated]) -> None
     )
 
 
+def _seconds(seconds: float) -> str:
+    """A time with a unit that suits it."""
+    for factor, unit in ((1, "s"), (1e3, "ms")):
+        if not seconds or seconds * factor >= 0.1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def advice(cfg: Config, results: list[Simulated], knows_lengths: bool) -> list[str]:
+    """What to set for the fastest arrangement, and what to change next: a line each.
+    `knows_lengths`: the user has given the mean length of a response."""
+    best = min(results, key=lambda result: float(result.shown_step))
+    arrangement = best.arrangement
+    roles = cfg.placement.roles
+    staleness = f"pipeline.staleness={arrangement.staleness}"
+    if arrangement.replicas == 0 or arrangement.name == SHARED:
+        lines = [f"set {staleness} and put all roles into one pool, see config/colocated.yaml"]
+    else:
+        count = arrangement.replicas * cfg.rollout.tensor_parallel_size
+        pools = f"{{{roles['rollout']}: [{count}], {roles['actor']}: [{arrangement.ranks}]}}"
+        lines = [f"set {staleness} placement.pools='{pools}'"]
+    idle = {side: best.figures[f"idle_share/{side}"] for side in ("rollout", "trainer")}
+    waiting = max(idle, key=lambda side: idle[side])
+    if arrangement.replicas and idle[waiting] > 0.25:
+        slower = "trainer" if waiting == "rollout" else "rollout"
+        lines.append(
+            f"the {waiting} waits for {idle[waiting]:.0%} of a step: more GPUs for the {slower} "
+            "shorten it, or fewer for the other cost nothing"
+        )
+    if not knows_lengths:
+        lines.append("give --response-tokens: the mean length of a response decides most of this")
+    lines.append(
+        "run 10 synchronous steps with these GPUs (pipeline.staleness=0), and plan again with "
+        "--from and its trainer.output_dir: the times are then measured ones"
+    )
+    return lines
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
-    description = __doc__.partition("\n\n")[2]
-    parser = _Parser("python -m one_step_off.plan", description=description, allow_abbrev=False)
+    parser = _Parser("python -m one_step_off.plan", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument(
         "keys", nargs="*", metavar="KEY=VALUE", help="config=FILE, section.key=value"
     )
@@ -238,6 +330,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         dest="runs",
         action="append",
         help="folder of a synchronous run; give it twice for two batch sizes",
+    )
+    source.add_argument(
+        "--hardware",
+        metavar="GPU",
+        help="a kind of GPU, as H200: times follow from it and from the shape of model.path",
+    )
+    parser.add_argument(
+        "--response-tokens",
+        type=int,
+        metavar="MEAN",
+        help="with --hardware: mean length of a response; default: all lengths up to "
+        "data.max_response_length are as likely",
     )
     source.add_argument(
         "--times",
@@ -281,36 +385,70 @@ def _calibrated(args: argparse.Namespace, cfg: Config) -> tuple[Work, list[str]]
         return with_settings_of_plan(by_runs(runs), runs[0], cfg)
 
 
+def _planned(args: argparse.Namespace, cfg: Config) -> Plan:
+    """The work of a step by what the command line names. Raises ConfigError: bad input."""
+    if args.hardware:
+        model = planned_model(cfg.model.path)
+        return by_hardware(cfg, model, planned_gpu(args.hardware), args.response_tokens)
+    if args.response_tokens is not None:
+        raise ConfigError(
+            f"--response-tokens {args.response_tokens}: needs --hardware; runs and times have "
+            "lengths of their own"
+        )
+    work, assumptions = _calibrated(args, cfg)
+    return Plan(work, places=_places(cfg), min_ranks=1, lines=assumptions)
+
+
+def _validate(cfg: Config, needs_model: bool) -> None:
+    """Check a config whose GPUs are not here. Raises ConfigError.
+
+    `needs_model`: else a config.json will do, without the tokenizer that a run needs.
+    """
+    path = cfg.model.path
+    if not needs_model:
+        cfg.model.path = "a/model"  # of the hub, whose files are not looked for
+    try:
+        validate(cfg, MOST_GPUS)
+    finally:
+        cfg.model.path = path
+
+
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit code. Raises ConfigError: bad input."""
     args = _parse(argv)
     cfg = load_config(args.keys)
+    if args.hardware:
+        planned_gpu(args.hardware)  # before anything slow
+        cfg.placement.device = "cuda"
     pools = cfg.placement.pools
     gpus = args.gpus
     if gpus is None:
         gpus = devices_of_run(cfg)
     if not 1 <= gpus <= MOST_GPUS:
         raise ConfigError(f"--gpus {gpus}: must be a whole number from 1 to {MOST_GPUS}")
-    if args.runs or args.times:  # nothing runs here, so this machine need not have the GPUs
+    if args.runs or args.times or args.hardware:  # this machine need not have the GPUs
         cfg.placement.pools = {name: [on_one_node(sizes)] for name, sizes in pools.items()}
-        validate(cfg, MOST_GPUS)
+        _validate(cfg, needs_model=not args.hardware)
     else:
         validate(cfg, None)
     _check_roles(cfg)
-    work, assumptions = _calibrated(args, cfg)
+    plan = _planned(args, cfg)
     mini_batches = cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size
     optimizer_steps = mini_batches * cfg.actor.ppo_epochs
     work = replace(
-        work,
-        places=_places(cfg),
+        plan.work,
+        places=min(plan.places, _places(cfg)),
         prompts=cfg.data.train_batch_size,
         before_step=1 / optimizer_steps,
     )
-    results = compare(cfg, work, gpus)
-    report(work, assumptions, results)
+    results = compare(cfg, work, gpus, plan.min_ranks)
+    report(work, plan.lines, results)
     if _shares_idle_cores(cfg):
         print(
             "  while rollout or trainer waits, the other also works on its cores: times are those "
             "without that"
         )
+    if args.hardware:
+        for line in advice(cfg, results, args.response_tokens is not None):
+            print(f"next: {line}")
     return 0

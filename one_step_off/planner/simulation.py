@@ -84,6 +84,7 @@ class SimulatedReplica:
         self._position = 0.0  # tokens of a sequence that has run from the beginning
         self._position_time = 0.0  # when `_position` was computed
         self._timer: asyncio.TimerHandle | None = None
+        self._ends = asyncio.Event()  # set for a moment when sequences end
         self._is_running = asyncio.Event()
         self._is_running.set()
         self._slowdown = 1.0  # by a canary that is scored beside the sequences
@@ -152,8 +153,7 @@ class SimulatedReplica:
         have ended."""
         while sent - self._ended >= most:
             await self._is_running.wait()
-            ends = [sequence.done for sequence in self._running]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await self._ends.wait()
         return self._ended
 
     @property
@@ -178,6 +178,8 @@ class SimulatedReplica:
             self._running and self._running[0].end_position <= self._position + END_TOLERANCE_TOKENS
         ):
             heapq.heappop(self._running).done.set_result(None)
+            self._ends.set()
+        self._ends.clear()
         while self._waiting and len(self._running) < self.work.places:
             sequence = self._waiting.popleft()
             end_position = self._position + sequence.length

@@ -3,6 +3,7 @@
 from typing import Any
 
 from one_step_off.config.device_shares import device_share
+from one_step_off.config.lengths import longest_sequence
 from one_step_off.config.schema import Config
 from one_step_off.rollout import lora_engine
 
@@ -22,13 +23,6 @@ CPU_ENGINE_ARGS: dict[str, Any] = {
 MAX_BATCHED_TOKENS = 8192
 """Tokens of one engine step. vLLM's default for an engine in a program is 2048, in which long
 prompts take many steps."""
-
-
-def longest_sequence(cfg: Config) -> int:
-    """Tokens of the longest prompt with the longest response, of training or of evaluation."""
-    longest_evaluation = cfg.rollout.val_max_response_length or 0
-    longest_response = max(cfg.data.max_response_length, longest_evaluation)
-    return cfg.data.max_prompt_length + longest_response
 
 
 def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from one_step_off.algorithms import advantages
 from one_step_off.data.samples import PromptId, Sample
+from one_step_off.data.token_work import generation_work, replaced_work
 from one_step_off.data.visits import replaced_visits
 
 
@@ -35,6 +36,7 @@ def notes_of_replaced(
     """
     earlier = [prompt for s in removed for prompt in s.extra.get("replaces", ())]
     notes: dict[str, Any] = {"replaces": earlier + [list(prompt) for prompt in prompts]}
+    notes["replaced_work"] = list(generation_work(removed).plus(replaced_work(removed)))
     visits = replaced_visits(removed) + stream.visits(removed)
     if visits:
         notes["replaced_visits"] = visits

@@ -12,10 +12,11 @@ import ray
 from one_step_off.cluster.core_sharing import CoreUser
 from one_step_off.cluster.resource_usage import UsageProbe
 from one_step_off.config.device_shares import device_share
+from one_step_off.config.lengths import longest_sequence
 from one_step_off.config.roles import role_settings, vocabulary_size
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays
-from one_step_off.rollout.engine_args import CPU_ENGINE_ARGS, MAX_BATCHED_TOKENS, longest_sequence
+from one_step_off.rollout.engine_args import CPU_ENGINE_ARGS, MAX_BATCHED_TOKENS
 from one_step_off.rollout.engine_processes import is_engine, not_running
 from one_step_off.rollout.prompt_scores import log_probs_of, top_log_probs_of
 from one_step_off.rollout.start_failures import failed_start_names_its_reason

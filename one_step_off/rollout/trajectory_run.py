@@ -21,7 +21,7 @@ from one_step_off.config.user_code import (
     log_traceback,
     quote_response,
 )
-from one_step_off.data.samples import AGENT_ERROR, Prompt, Sample
+from one_step_off.data.samples import AGENT_ERROR, Prompt, Sample, make_plain
 from one_step_off.rewards.reward import Reward, RewardError, RewardItem, Score
 from one_step_off.rewards.verifiers import REWARD_FUNCTIONS
 from one_step_off.rollout.concurrency import ConcurrencyLimiter, TrajectorySlot
@@ -130,6 +130,7 @@ class TrajectoryRun:
             if self.is_greedy:
                 sample.extra["greedy"] = True
             sample.extra |= fault
+            make_plain(sample)
         return samples
 
     async def _reward_of(

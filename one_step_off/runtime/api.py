@@ -12,6 +12,7 @@ from typing import Any
 
 from one_step_off.config import loading
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.plain_values import plain_value
 from one_step_off.config.schema import Config
 from one_step_off.config.type_checks import checked_copy
 from one_step_off.monitoring.callbacks import StepCallback
@@ -93,7 +94,7 @@ def _as_yaml(dotted: str, value: Any) -> str:
     if isinstance(value, Path):
         value = str(value)
     try:
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(plain_value(value, dotted), ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{dotted}={value!r}: must be a number, a string, a list or a mapping of these "

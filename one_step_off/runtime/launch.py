@@ -20,6 +20,7 @@ from one_step_off.cluster.ray_cluster import cleanup_after_run, require_cluster,
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.endpoint.usage import uses_endpoint
+from one_step_off.models.adapted_layers import adapted_layers
 from one_step_off.monitoring import report
 from one_step_off.monitoring.callbacks import StepCallback, StepCallbacks
 from one_step_off.monitoring.console import CONSOLE_LOG, RunConsole, quiet_libraries
@@ -199,7 +200,9 @@ def _count_parameters_and_set_meter(prepared: Prepared, tracker: Tracker) -> int
     shape = None
     if model is not None:
         num_parameters = sum(p.numel() for p in model.parameters())  # tied ones once
-        shape = shape_of(model.config, num_parameters)
+        targets = cfg.model.lora_target_modules if cfg.model.lora_rank else ""
+        layers = tuple(adapted_layers(model, targets)) if targets else ()
+        shape = shape_of(model, cfg.model.lora_rank, layers)
     tracker.meter = Meter(cfg, shape)
     tracker.val_names = prepared.data.val_names
     tracker.passes_at = cfg.rollout.val_passes_at

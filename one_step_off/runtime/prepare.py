@@ -18,6 +18,7 @@ from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.config.engine_checks import check_engine_names
 from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.lengths import longest_sequence
 from one_step_off.config.lora_checks import sends_adapters
 from one_step_off.config.optimizer_checks import own_optimizers
 from one_step_off.config.placement import resolved_device
@@ -214,8 +215,6 @@ def warn_of_unused_sections(cfg: Config, print_line: PrintLine) -> None:
 
 def check_models_and_engine(cfg: Config) -> Any:
     """Check all models and the arguments of the engine. Returns the policy's tokenizer."""
-    from one_step_off.rollout.engine_args import longest_sequence
-
     tokenizer = check_models(cfg, longest_sequence(cfg))
     if cfg.rollout.engine_kwargs or cfg.teacher.engine_kwargs:
         from vllm import AsyncEngineArgs  # imported late: it takes ten seconds

@@ -3,9 +3,9 @@
 import contextlib
 from typing import Any
 
+from one_step_off.config.lengths import longest_row
 from one_step_off.config.placement import resolved_device
 from one_step_off.config.schema import Config
-from one_step_off.config.supervised import longest_row
 from one_step_off.data.supervised_data import load_supervised_data
 from one_step_off.models.model_checks import check_models
 from one_step_off.models.weight_checks import check_weights

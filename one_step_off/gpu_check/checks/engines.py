@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from one_step_off.config.lengths import engine_length
 from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.config.schema import Config
 from one_step_off.gpu_check.check import CheckFailed, Context, Figures
 from one_step_off.gpu_check.checkpoints import dtype_of, random_checkpoint
 from one_step_off.gpu_check.checks import workers
 from one_step_off.gpu_check.peers import HOST, all_results, run_peers
+from one_step_off.models.rope import fix_frequencies
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.canary import Canary
 from one_step_off.weight_sync.kept_blocks import kept_from_plain
@@ -106,6 +108,7 @@ class _Model:
         model = AutoModelForCausalLM.from_pretrained(
             cfg.model.path, dtype=dtype, trust_remote_code=cfg.model.trust_remote_code
         )
+        fix_frequencies(model, engine_length(cfg))
         return cls(model.eval().to(device))
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from one_step_off.data.token_work import pass_work
 from one_step_off.gpu_check.check import CheckFailed, Context, Figures, Skip
 from one_step_off.gpu_check.checkpoints import QWEN_0_5B, QWEN_7B, TINY, Shape
 from one_step_off.monitoring.flops import peak_flops, shape_of
@@ -51,7 +52,7 @@ def _measure(context: Context, shape: Shape, recompute: bool) -> Figures:
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    flops_shape = shape_of(config, parameters)
+    flops_shape = shape_of(model)
     width = TOKENS[context.device]
     for sequences in SEQUENCES:
         ids = torch.randint(config.vocab_size, (sequences, width), device=device)
@@ -59,7 +60,8 @@ def _measure(context: Context, shape: Shape, recompute: bool) -> Figures:
             seconds = _fastest_pass(model, ids, device)
         except torch.OutOfMemoryError:
             continue
-        flops = 3 * flops_shape.forward_flops([width] * sequences) if flops_shape else 0.0
+        work = pass_work([width] * sequences, ids.numel() - 1)
+        flops = flops_shape.train_flops(work) if flops_shape else 0.0
         figures = _figures(device, parameters, seconds, ids.numel(), flops)
         size = {"model": "random weights" if context.is_cuda else "tiny, as on every CPU"}
         return size | figures | {"sequences": f"{sequences} of {width} tokens"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import random
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from one_step_off import checkpoint
+from one_step_off.config.errors import ConfigError
 from one_step_off.ray_trainer import Stopped
 from tests.unit.ray_trainer.stand_ins import World, build
 
@@ -46,6 +48,50 @@ def running(tmp_path: Path, write_s: float, steps: int = 6, fail_at: int = -1, s
 
     pipeline.roles.actor.update = noted
     return pipeline, notes
+
+
+@pytest.mark.parametrize("save_freq", [-1, 1000])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (
+            datetime.date(2026, 1, 1),
+            r"extra\.note.when=datetime.date\(2026, 1, 1\) is a datetime.date",
+        ),
+        ({1, 2}, r"extra\.note.when=\{1, 2\} is a builtins.set"),
+        ({3: "x"}, r"extra\.note.when: the key 3 is no text"),
+    ],
+)
+def test_what_no_checkpoint_can_hold_ends_the_first_step_by_name(tmp_path, save_freq, value, words):
+    """Whatever put it there, and long before the first checkpoint."""
+    pipeline, notes = running(tmp_path, write_s=0.0)
+    pipeline.cfg.trainer.save_freq = save_freq
+    generate = pipeline.roles.rollout.generate
+
+    async def with_note(*args, **kwargs):
+        samples, seconds = await generate(*args, **kwargs)
+        samples[0].extra["note"] = {"when": value}
+        return samples, seconds
+
+    pipeline.roles.rollout.generate = with_note
+    where = rf"checkpoints in .* cannot be written: .*sample 0 of prompt \(0, \d+\)\.{words}"
+    with pytest.raises(ConfigError, match=where):
+        asyncio.run(pipeline.fit())
+    assert notes == []
+
+
+def test_a_folder_that_cannot_be_written_ends_the_first_step(tmp_path):
+    pipeline, notes = running(tmp_path, write_s=0.0)
+    (tmp_path / "checkpoints").write_text("a file, and no folder")
+    with pytest.raises(ConfigError, match="checkpoints in .*/checkpoints cannot be written"):
+        asyncio.run(pipeline.fit())
+    assert notes == []
+
+
+def test_the_trial_leaves_nothing(tmp_path):
+    pipeline, _ = running(tmp_path, write_s=0.0)
+    asyncio.run(pipeline.fit())
+    assert all(path.name.startswith("step_") for path in (tmp_path / "checkpoints").iterdir())
 
 
 def test_one_is_written_beside_the_next_step_and_the_end_waits_for_the_last(tmp_path):

@@ -5,6 +5,7 @@ import transformers
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.models.megatron_support import read_config
+from tests.unit.models.ropes import LONGROPE, ROPES
 from tests.unit.training.fsdp_helpers import config
 
 SIZES = {
@@ -25,6 +26,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+HALF_OF_EACH_HEAD = ROPES["half of each head"][1]
+WITH_A_SCALE = ROPES["default"][1] | {"attention_factor": 1.2}
 TP = {"tensor_parallel_size": 2}
 PP = {"pipeline_parallel_size": 2}
 VPP = {**PP, "virtual_pipeline_parallel_size": 2}
@@ -58,6 +61,13 @@ def megatron_config(path, layout):
         ("qwen2", {"use_sliding_window": True}, {}, "its use_sliding_window=True"),
         ("llama", {"rope_parameters": LLAMA3}, {}, "its rope_parameters="),
         ("llama", {"rope_parameters": LINEAR_ROPE}, {}, "its rope_parameters="),
+        ("llama", {"rope_parameters": ROPES["dynamic"][1]}, {}, "its rope_parameters="),
+        ("qwen2", {"rope_parameters": ROPES["yarn"][1]}, {}, "its rope_parameters="),
+        ("llama", {"rope_parameters": LONGROPE}, {}, "its rope_parameters="),
+        ("llama", {"rope_parameters": ROPES["proportional"][1]}, {}, "its rope_parameters="),
+        ("llama", {"rope_parameters": HALF_OF_EACH_HEAD}, {}, "its rope_parameters="),
+        ("llama", {"partial_rotary_factor": 0.5}, {}, "its rope_parameters=.*rotary_factor': 0.5"),
+        ("qwen3", {"rope_parameters": WITH_A_SCALE}, {}, "its rope_parameters="),
         (
             "llama",
             {"num_key_value_heads": 1},

@@ -21,6 +21,8 @@ from one_step_off.runtime.prepare import prepare
 from tests.conftest import tiny_config
 from tests.quantized_model import quantized_copy
 
+HALF_ROTATED = {"partial_rotary_factor": 0.5}
+
 
 def copy_model(model: str, folder: Path, **config_keys: object) -> Path:
     """A copy of a model directory with other config keys."""
@@ -63,6 +65,25 @@ def assert_refused(cfg: Config, words: str) -> None:
             r"its config cannot be loaded \(Validation error for field .num_hidden_layers.: \w",
         ),
         ({"quantization_config": {"bits": 4}}, r"quantized \(quantization_config in config.json\)"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "rope_theta": 1e4,
+                    "factor": 1.0,
+                    "alpha": 2.0,
+                }
+            },
+            "alpha=2.0 is read by only one of transformers and vLLM",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, **HALF_ROTATED},
+            "does not rotate the part of each head that its partial_rotary_factor=0.5 names",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "xpos", "rope_theta": 1e4}},
+            "its rope_type=xpos is not one",
+        ),
         ({"max_position_embeddings": 100}, "max_response_length = 144: .* supports 100 tokens"),
     ],
 )

@@ -61,7 +61,7 @@ def test_plain_lines_are_one_per_step():
         a_run(run_console)
     lines = out.getvalue().splitlines()
     assert [line for line in lines if line.startswith("step ")] == [
-        f"step {i} ({i + 1}/3)  v{i}  reward {i / 2:.3f}  length  12.3  "
+        f"step {i + 1}/3 [{i}]  v{i}  reward {i / 2:.3f}  length  12.3  "
         "step 2.00s (gen 1.00, train 1.50, sync 0.10)  ratio nan  canary nan"
         for i in range(3)
     ]

@@ -351,7 +351,7 @@ def test_canary_and_early_transfer_of_the_plan_shorten_what_is_exposed(tmp_path,
     folder = tmp_path / "whole"
     write_run(folder, 8)
     plain, out = steps_of_plan(capsys, folder)
-    assert "of it the canary 0.25 s\n  of the trainer and 0.25 s of the replicas" in out
+    assert "0.25 s in which the trainer and 0.25 s in which the replicas check it" in out
     assert "weight_sync." not in out
     beside, out = steps_of_plan(capsys, folder, "weight_sync.canary_overlap=true")
     assert "score the canary of 0.25 s beside the next prompts" in out

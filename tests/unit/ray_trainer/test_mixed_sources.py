@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from one_step_off.checkpoint.in_flight import restored_in_flight
+from one_step_off.checkpoint.sample_files import check_samples
 from one_step_off.checkpoint.state_files import read_state, write_state
 from one_step_off.config.data_sections import Curriculum, DifficultyFilter
 from one_step_off.config.schema import Config
@@ -109,6 +110,9 @@ class KeepsAll:
 
     def is_due(self, step: int) -> bool:
         return True
+
+    def try_to_write(self, samples, state):
+        check_samples(samples)
 
     async def save(self, step, samples, state):
         folder = self.folder / str(step)

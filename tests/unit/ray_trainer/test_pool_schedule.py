@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.checkpoint.in_flight import restored_in_flight
+from one_step_off.checkpoint.sample_files import check_samples
 from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt, Sample
@@ -85,6 +86,9 @@ class MemoryCheckpointer:
 
     def is_due(self, step: int) -> bool:
         return False
+
+    def try_to_write(self, samples, state):
+        check_samples(samples)
 
     async def save(self, step, samples, state):
         self.saved = dict(state, step=step, samples=samples)

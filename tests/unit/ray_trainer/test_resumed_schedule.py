@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from one_step_off.checkpoint.in_flight import restored_in_flight
+from one_step_off.checkpoint.sample_files import check_samples
 from one_step_off.ray_trainer import Pipeline, Resumed, Stopped
 from tests.unit.ray_trainer.stand_ins import (
     TrainedStep,
@@ -39,6 +40,9 @@ class KeepsAll:
 
     def is_due(self, step: int) -> bool:
         return True
+
+    def try_to_write(self, samples, state):
+        check_samples(samples)
 
     async def save(self, step, samples, state):
         saved = state | {"step": step, "samples": samples or []}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from agent_loop.base import AgentLoop, Generated, Trajectory
+from one_step_off.checkpoint.sample_files import read_samples, write_samples
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Sample
 from one_step_off.models import tiny_qwen
@@ -87,6 +90,33 @@ def test_a_loop_may_calculate_with_a_reward_or_read_its_parts(way, reward, parts
     assert sample.reward == reward
     assert type(sample.reward) is float
     assert sample.extra.get("reward_parts", {}) == parts
+
+
+class ReportsNumbers(AgentLoop):
+    """Reports numbers of several libraries."""
+
+    async def run(self, prompt, generate, score, limits):
+        trajectory = Trajectory(prompt.ids, limits)
+        turn = await trajectory.generate(generate)
+        trajectory.count("commas", (turn.ids == 3).sum())
+        trajectory.count("commas", np.float32(0.5))
+        trajectory.facts["is_right"] = np.bool_(True)
+        trajectory.facts["loss"] = torch.tensor(2.0)
+        trajectory.facts["share"] = Fraction(1, 4)
+        trajectory.reward = np.float32(0.5)
+        return trajectory
+
+
+def test_the_numbers_of_other_libraries_become_pythons_own(tmp_path):
+    cfg = Config()
+    cfg.agent.loop = f"{__name__}:ReportsNumbers"
+    sample = sample_of(replica_of(cfg))
+    numbers = {"turns": 1.0, "commas": 0.5, "is_right": 1, "loss": 2.0, "share": 0.25}
+    assert sample.extra["agent"] == numbers
+    assert {type(number) for number in sample.extra["agent"].values()} <= {int, float}
+    write_samples([sample], tmp_path)
+    (copy,) = read_samples(tmp_path)
+    assert copy.extra == sample.extra
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import sys
 import time
 from types import SimpleNamespace
@@ -212,6 +213,21 @@ class MisbehavingLoop(AgentLoop):
     async def gives_a_text(self, trajectory, generate, score):
         trajectory.reward = "good"
 
+    async def counts_a_text(self, trajectory, generate, score):
+        trajectory.count("commas", "3")
+
+    async def reports_a_set(self, trajectory, generate, score):
+        trajectory.facts["commas"] = {1, 2}
+
+    async def reports_several(self, trajectory, generate, score):
+        trajectory.facts["commas"] = np.arange(2)
+
+    async def reports_nan(self, trajectory, generate, score):
+        trajectory.facts["commas"] = np.float32("nan")
+
+    async def keeps_a_date(self, trajectory, generate, score):
+        trajectory.finish_reason = datetime.date(2026, 1, 1)
+
     async def has_no_turn(self, trajectory, generate, score):
         trajectory.segments.clear()
 
@@ -230,6 +246,11 @@ FAULTS_OF_LOOPS = (
     "cancels_itself",
     "gives_nan",
     "gives_a_text",
+    "counts_a_text",
+    "reports_a_set",
+    "reports_several",
+    "reports_nan",
+    "keeps_a_date",
     "has_no_turn",
     "returns_nothing",
 )
