@@ -131,6 +131,8 @@ def take_max_tokens(path: str, content: dict[str, Any]) -> int | None:
     place = content
     if path == GENERATE:
         place = content.setdefault("sampling_params", {})
+        if not isinstance(place, dict):
+            raise RequestRefused(f"sampling_params: must be an object, not {place!r:.40}")
     names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
     asked = [place.pop(name) for name in names if place.get(name) is not None]
     if path == COMPLETIONS and not asked:
@@ -175,10 +177,46 @@ def prepare(
         content.pop("tool_choice", None)
     if _forces_a_call(content.get("tool_choice")):
         content["tool_choice"] = {"type": "auto"} if path.startswith(MESSAGES) else "auto"
+    if path == MESSAGES and content.get("thinking"):
+        content["thinking"] = _without_budget(content["thinking"])
     if path == RESPONSES:
         content = _with_history(content, record)
+        if isinstance(content.get("input"), list):
+            content["input"] = [_whole_item(item) for item in content["input"]]
         content["store"] = False
     return content
+
+
+def _without_budget(thinking: Any) -> Any:
+    """A setting of thoughts without the number of their tokens: the engine would force their end,
+    and vLLM compares the number with `max_tokens`, which is taken out."""
+    if isinstance(thinking, dict) and thinking.get("type") == "enabled":
+        return {"type": "adaptive"}
+    return thinking
+
+
+def _whole_item(item: Any) -> Any:
+    """An item of the Responses API with one part in each of its lists of texts: of what the
+    assistant said or thought vLLM reads the first part alone, and what was said must have one."""
+    if not isinstance(item, dict):
+        return item
+    if item.get("type") == "reasoning":
+        kinds = {"content": "reasoning_text", "summary": "summary_text"}
+        return item | {k: _one_part(item[k], kind) for k, kind in kinds.items() if item.get(k)}
+    is_said = item.get("type", "message") == "message" and item.get("role") == "assistant"
+    if is_said and isinstance(item.get("content"), list):
+        return item | {"content": _one_part(item["content"], "output_text", annotations=[])}
+    return item
+
+
+def _one_part(parts: Any, kind: str, **more: Any) -> Any:
+    """The texts of parts as one part of this type; anything else as it is."""
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        return parts
+    texts = [part.get("refusal" if part.get("type") == "refusal" else "text") for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        return parts
+    return [{"type": kind, "text": "\n".join(filter(None, texts))} | more]
 
 
 def _plain_tool(tool: Any) -> Any:

@@ -170,6 +170,47 @@ def test_a_message_of_anthropics_api(serving: Any) -> None:
     assert content["usage"]["output_tokens"] > 0
 
 
+def test_a_budget_of_thoughts_is_no_reason_to_refuse(serving: Any) -> None:
+    episode = episode_with(serving, " 12<|im_end|>")
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body = {"model": "x", "max_tokens": 4096, "messages": QUESTION, "thinking": thinking}
+    assert ask(serving, episode, requests.MESSAGES, body).status == 200
+    assert len(episode.turns_done) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([], ""),
+        ([{"type": "refusal", "refusal": "No."}], "No."),
+        (
+            [{"type": "output_text", "text": t, "annotations": []} for t in ("one", "two")],
+            "one\ntwo",
+        ),
+    ],
+)
+def test_all_that_the_assistant_said_is_read_from_the_responses_api(
+    serving: Any, content: list[dict[str, Any]], said: str
+) -> None:
+    episode = episode_with(serving, " 12<|im_end|>")
+    spoken = {"type": "message", "role": "assistant", "id": "m", "status": "completed"}
+    question = {"role": "user", "content": "?"}
+    items = [question, spoken | {"content": content}, question]
+    answer = ask(serving, episode, requests.RESPONSES, {"model": "x", "input": items})
+    assert answer.status == 200, error_of(answer)
+    (turn,) = episode.turns_done
+    context = serving.chat.renderer.tokenizer.decode(turn.context_ids)
+    assert context == f"Question: ?\nAnswer: {said}<|im_end|>\nQuestion: ?\nAnswer:"
+
+
+@pytest.mark.parametrize("params", [None, 5, [], "x"])
+def test_sampling_settings_that_are_no_object_are_refused(serving: Any, params: Any) -> None:
+    body = {"model": "x", "token_ids": [10], "sampling_params": params}
+    answer = ask(serving, episode_with(serving), requests.GENERATE, body)
+    assert answer.status == 400
+    assert "sampling_params" in error_of(answer)
+
+
 def test_threads_are_refused_so_that_anthropics_client_sends_whole_histories(serving: Any) -> None:
     body = {"model": "c", "max_tokens": 9, "messages": QUESTION, "thread": {"type": "create"}}
     answer = ask(serving, episode_with(serving, "12"), requests.MESSAGES, body)
