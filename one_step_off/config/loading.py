@@ -190,6 +190,9 @@ def _retag_file(path: str, root: yaml.Node) -> None:
 
 
 def _retag_section(path: str, section: str, body: yaml.Node) -> None:
+    if isinstance(body, yaml.SequenceNode):  # several mappings whose keys are merged
+        for merged in body.value:
+            _retag_section(path, section, merged)
     if not isinstance(body, yaml.MappingNode):
         return
     for name, value in body.value:

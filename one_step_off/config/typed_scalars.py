@@ -73,8 +73,10 @@ def retag(
             retag(item, item_type(value_type), f"{name}[{i}]", entries, visited)
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            if key.tag == MERGE_TAG:
-                retag(value, value_type, name, entries, visited)
+            if key.tag == MERGE_TAG:  # the entries of one mapping, or of each of a list
+                merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                for mapping in merged:
+                    retag(mapping, value_type, name, entries, visited)
                 continue
             retag_key(key)
             entry_name = str(key.value)

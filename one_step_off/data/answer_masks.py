@@ -156,7 +156,7 @@ def _is_written(answer: Message, text: str) -> bool:
         return True
     for call in answer["tool_calls"]:
         # Some templates write the id alone, which holds the name.
-        if call["function"]["name"] not in text and call.get("id", "\0") not in text:
+        if call["function"]["name"] not in text and (call.get("id") or "\0") not in text:
             return False
     return True
 

@@ -168,6 +168,13 @@ def test_merged_mappings_are_read_alike(tmp_path: Path) -> None:
     write(tmp_path / "y.yaml", "actor: &a {optimizer: no, lr: 1}\ncritic: {<<: *a, lr: 010}\n")
     cfg = load_config([f"config={tmp_path / 'y.yaml'}"])
     assert (cfg.critic.optimizer, cfg.critic.lr) == ("no", 10.0)
+    text = (
+        "trainer: {<<: [{output_dir: 010}, {seed: 010}]}\n"
+        "data: {val_sets: {<<: [{no: 08}, {off: 1:30}]}}\n"
+    )
+    cfg = load_config([f"config={write(tmp_path / 'z.yaml', text)}"])
+    assert (cfg.trainer.output_dir, cfg.trainer.seed) == ("010", 10)
+    assert cfg.data.val_sets == {"no": "08", "off": "1:30"}
 
 
 SINGLE_PATHS = [key.dotted for key in KEYS.values() if "path" in key.metadata]

@@ -132,6 +132,9 @@ def test_an_answer_of_calls_that_the_template_does_not_write_is_not_learned(tmp_
     assert any("1 rows have tool calls, which the chat temp" in line for line in data.lines())
     with pytest.raises(ConfigError, match="does not write the tool calls of its answers"):
         load(tmp_path, [{"messages": CHAT[:2]}], tokenizer)
+    without_id = CHAT[1] | {"tool_calls": [CALL | {"id": ""}]}
+    with pytest.raises(ConfigError, match="does not write the tool calls of its answers"):
+        load(tmp_path, [{"messages": [CHAT[0], without_id]}], tokenizer)
     marked = (
         "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content }}<|im_end|>"
         "{% endgeneration %}{% endfor %}"
