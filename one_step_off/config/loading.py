@@ -258,11 +258,12 @@ def _read_argument(argument: str) -> _Assignment:
 
 
 def _type_of(dotted: str) -> tuple[Any, dict[str, Any] | None]:
-    """The type of a key, or of an entry of its mapping, and the types of its entries."""
+    """The type of a key, or of an entry of its mapping, and the types of its entries; see
+    `item_type`."""
     parts = dotted.split(".")
     key = KEYS.get(".".join(parts[:2]))
     if key is None:
-        return Any, None
+        return object, None
     value_type = key.type
     entries = _entry_types(key)
     for entry_name in parts[2:]:

@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin
 import yaml
 
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.text import format_value
 from one_step_off.config.yaml_io import BOOLEAN_TAG, PLAIN_TAGS, TEXT_TAG
 
 EntryTypes = Mapping[str, Any]
@@ -27,7 +28,8 @@ def takes_text(value_type: Any) -> bool:
 
 
 def item_type(value_type: Any, entries: EntryTypes | None = None, name: str = "") -> Any:
-    """The type of the items of a list, or of the entry `name` of a mapping; Any: it is free.
+    """The type of the items of a list, or of the entry `name` of a mapping; Any: it is free;
+    object: the key is unknown, and what it holds does not matter.
 
     Args:
         entries: of the mappings that the value holds.
@@ -36,7 +38,7 @@ def item_type(value_type: Any, entries: EntryTypes | None = None, name: str = ""
         return entries.get(name, Any)
     if get_origin(value_type) in (list, dict):
         return get_args(value_type)[-1]
-    return Any
+    return object if value_type is object else Any
 
 
 def text_retagger(value_type: Any, name: str, entries: EntryTypes | None = None) -> Callable:
@@ -100,5 +102,6 @@ def _retag_scalar(node: yaml.ScalarNode, value_type: Any, name: str) -> None:
     elif value_type is Any and node.tag == BOOLEAN_TAG and node.value.lower() in AMBIGUOUS_WORDS:
         word = "true" if node.value.lower() in ("yes", "on") else "false"
         raise ConfigError(
-            f"{name}={node.value}: may be {word} or a text; write {word}, or quote the text"
+            f"{format_value(name)}={node.value}: may be {word} or a text; write {word}, "
+            "or quote the text"
         )

@@ -150,6 +150,8 @@ def test_truth_values_where_they_are_wanted(tmp_path: Path) -> None:
     assert good("rollout.seed_samples=true").rollout.seed_samples == "on"
     with pytest.raises(ConfigError, match=r"reward.kwargs.a.b\[1\]=no: may be false or a text"):
         load_config(["reward.kwargs={a: {b: [1, no]}}"])
+    with pytest.raises(ConfigError, match=r"reward.kwargs.a\\nb=no: may be false or a text"):
+        load_config(['reward.kwargs={"a\\nb": no}'])
     assert load_config(["reward.kwargs={a: 'no', b: false}"]).reward.kwargs == {
         "a": "no",
         "b": False,

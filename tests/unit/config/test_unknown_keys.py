@@ -100,6 +100,13 @@ def test_every_key_of_verls_script_is_answered() -> None:
             assert f"(verl's {key}: docs/reference/from_verl.md)" in refusal_of(f"{key}=1")
 
 
+def test_the_value_of_an_unknown_key_does_not_matter() -> None:
+    with pytest.raises(ConfigError, match="trainer.sed: unknown key; did you mean trainer.seed"):
+        load_config(["trainer.sed=no"])
+    with pytest.raises(ConfigError, match="^2 unknown keys"):
+        load_config(["tranier.seed={a: [off]}", "\x85=NO"])
+
+
 def test_all_unknown_keys_are_answered_at_once(tmp_path: Path, capsys) -> None:
     """Each with its line of the file and what to write; a script has dozens of them."""
     path = tmp_path / "verl.yaml"
