@@ -181,7 +181,7 @@ def _create_tracker(prepared: Prepared, console: RunConsole) -> Tracker:
         )
     run_folder.write_config_and_versions(cfg, prepared.named_models, prepared.device)
     if resume_point is None:  # on resuming the logs of the processes are continued
-        run_folder.remove_process_logs(cfg)
+        run_folder.remove_process_logs(cfg, console.log_file if console.log_reasons else None)
     open_files(prepared, prepared.resume_point, tracker, remote_loggers)
     num_parameters = _count_parameters_and_set_meter(prepared, tracker)
     links = _logger_links(tracker)

@@ -279,7 +279,17 @@ def write_config_and_versions(cfg: Config, named_models: dict[str, str], device:
     (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 
 
-def remove_process_logs(cfg: Config) -> None:
-    """Remove what the processes and agents of an earlier run in this folder printed."""
+def remove_process_logs(cfg: Config, kept: Path | None = None) -> None:
+    """Remove what the processes and agents of an earlier run in this folder printed.
+
+    Args:
+        kept: a file that stays: this run has begun it.
+    """
     for name in (LOG_FOLDER, AGENT_LOG_FOLDER):
-        shutil.rmtree(Path(cfg.trainer.output_dir) / name, ignore_errors=True)
+        folder = Path(cfg.trainer.output_dir) / name
+        if kept is None or kept.parent != folder:
+            shutil.rmtree(folder, ignore_errors=True)
+            continue
+        for path in folder.glob("*"):  # none where the disk has refused it
+            if path != kept and not path.is_dir():
+                path.unlink(missing_ok=True)

@@ -264,6 +264,19 @@ def test_a_new_run_removes_what_processes_and_agents_of_an_earlier_one_printed(t
     assert [path.name for path in tmp_path.iterdir()] == ["samples"]
 
 
+def test_what_the_console_of_this_run_did_not_take_is_kept(tmp_path: Path):
+    cfg = Config()
+    cfg.trainer.output_dir = str(tmp_path)
+    kept = tmp_path / "logs" / "console.log"
+    run_folder.remove_process_logs(cfg, kept)
+    kept.parent.mkdir()
+    for name in ("console.log", "rollout_0.log"):
+        (tmp_path / "logs" / name).write_text("a line\n")
+    run_folder.remove_process_logs(cfg, kept)
+    assert [path.name for path in kept.parent.iterdir()] == ["console.log"]
+    assert kept.read_text() == "a line\n"
+
+
 # --- the owner of a run folder --------------------------------------------------------------------
 
 OWNER = """
