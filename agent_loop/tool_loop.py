@@ -41,7 +41,9 @@ def parse_call(text: str, start: int = 0) -> tuple[Call, int]:
         parsed, end = json.JSONDecoder().raw_decode(text, start)
         arguments = None
         if isinstance(parsed, dict):
-            arguments = parsed.get("arguments", parsed.get("parameters", {}))
+            arguments = parsed.get("arguments", parsed.get("parameters"))
+            if arguments is None:
+                arguments = {}
         if isinstance(arguments, str):  # some models write JSON inside of JSON
             arguments = json.loads(arguments)
     except (ValueError, RecursionError) as e:

@@ -1,28 +1,22 @@
 """vLLM's parsers of Hermes calls and of thoughts, with the project's own reading of calls.
 
 vLLM looks for the closing tag of a call before it reads the JSON, so a tag inside of an argument
-ends the call, or begins another one. In a stream it also sends calls that turn out to be broken.
-Its parsers of thoughts take tags inside of an argument for their own.
+ends the call, or begins another one. Its parsers of thoughts take tags inside of an argument for
+their own.
 """
 
 import json
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 from vllm.entrypoints.generate.base.protocol import (
-    DeltaFunctionCall,
-    DeltaMessage,
-    DeltaToolCall,
     ExtractedToolCallInformation,
     FunctionCall,
     ToolCall,
 )
-from vllm.renderers.chat_utils import make_tool_call_id
 from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
-from vllm.tool_parsers.utils import partial_tag_overlap
 
-from agent_loop.tool_loop import CALL_BEGIN, THOUGHTS_BEGIN, THOUGHTS_END, scan_hermes
+from agent_loop.tool_loop import THOUGHTS_BEGIN, THOUGHTS_END, scan_hermes
 
 # Random, so that no turn contains them.
 _MARKS = {tag: secrets.token_hex(16) for tag in (THOUGHTS_BEGIN, THOUGHTS_END)}
@@ -45,57 +39,13 @@ class HermesParser(Hermes2ProToolParser):
         content = model_output[: found[0][0]] or None
         return ExtractedToolCallInformation(tools_called=True, tool_calls=calls, content=content)
 
-    def extract_tool_calls_streaming(
-        self,
-        previous_text: str,
-        current_text: str,
-        delta_text: str,
-        previous_token_ids: Sequence[int],
-        current_token_ids: Sequence[int],
-        delta_token_ids: Sequence[int],
-        request: Any,
-    ) -> DeltaMessage | None:
-        """See `ToolParser`. A call is sent when its JSON is complete, and none behind a broken one
-        or among thoughts that have not ended."""
-        scan = scan_hermes(current_text)
-        found = [] if scan.thinks else scan.found
-        end = len(current_text)
-        if not scan.thinks:
-            end -= partial_tag_overlap(current_text, CALL_BEGIN)
-        if found:
-            end = found[0][0]
-        content = current_text[self._sent_content_idx : end]
-        self._sent_content_idx = max(self._sent_content_idx, end)
-        deltas = []
-        for index, (_, (name, arguments)) in enumerate(found):
-            if not name:
-                break
-            if index < len(self.prev_tool_call_arr):
-                continue
-            text = _text(arguments)
-            self.prev_tool_call_arr.append({"name": name, "arguments": text})
-            self.streamed_args_for_tool.append(text)
-            function = DeltaFunctionCall(name=name, arguments=text).model_dump(exclude_none=True)
-            deltas.append(
-                DeltaToolCall(
-                    index=index, type="function", id=make_tool_call_id(), function=function
-                )
-            )
-        if not content and not deltas:
-            return None
-        return DeltaMessage(content=content or None, tool_calls=deltas)
-
 
 def _text(arguments: dict[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
 def outside_calls(parser_class: type) -> type:
-    """A parser of thoughts that takes no tag inside of a call's JSON for the end of thoughts.
-
-    A stream needs no such parser but where a turn without thoughts meets a parser that always
-    expects them: vLLM looks for the tokens that end them once.
-    """
+    """A parser of thoughts that takes no tag inside of a call's JSON for the end of thoughts."""
 
     class OutsideCalls(parser_class):
         def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, ...]:

@@ -152,7 +152,7 @@ def planned_model(path: str) -> PlannedModel:
     hf_config, source = _hf_config(path)
     problem = f"model.path={path}: no model can be made of its config.json"
     with as_config_error(problem, "correct it"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
+        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
     shape = shape_of(model)
     if shape is None:
         raise ConfigError(
@@ -167,6 +167,13 @@ def planned_model(path: str) -> PlannedModel:
     return PlannedModel(source, shape, parameters, 2 * 2 * shape.layers * kv_heads * head_size)
 
 
+def _read_config(path: str) -> Any:
+    """A model's Hugging Face config, without the network and without its own code."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+
+
 def _hf_config(path: str) -> tuple[Any, str]:
     """A model's Hugging Face config without the network, and where it is from."""
     from transformers import AutoConfig
@@ -174,10 +181,10 @@ def _hf_config(path: str) -> tuple[Any, str]:
     if path.startswith("tiny:"):
         from one_step_off.models import tiny_qwen
 
-        return AutoConfig.from_pretrained(tiny_qwen.ensure(path)), "the folder of the tiny model"
+        return _read_config(tiny_qwen.ensure(path)), "the folder of the tiny model"
     if Path(path).exists():
         with as_config_error(f"model.path={path}: no config.json can be read there", "correct it"):
-            return AutoConfig.from_pretrained(path), f"the config.json of {path}"
+            return _read_config(path), f"the config.json of {path}"
     known = [name for name in _MODELS if _normal(name) in _normal(path)]
     if known:
         name = max(known, key=len)
@@ -185,7 +192,7 @@ def _hf_config(path: str) -> tuple[Any, str]:
         settings = family | dict(zip(_SIZES, sizes, strict=True))
         return AutoConfig.for_model(**settings), f"the known shape of {name}"
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True), "the hub's cache"
+        return _read_config(path), "the hub's cache"
     except (OSError, ValueError):
         names = ", ".join(_MODELS)
         raise ConfigError(

@@ -150,7 +150,8 @@ def _writing(cfg: Config) -> Iterator[Path]:
     """Yields the folder, or the nearest one above it that exists. What cannot be written in the
     block is a ConfigError."""
     folder = Path(os.path.abspath(cfg.trainer.output_dir))
-    existing_parent = next(path for path in (folder, *folder.parents) if path.is_dir())
+    # Unlike Path.is_dir, os.path.isdir takes a name that is too long for one that does not exist.
+    existing_parent = next(path for path in (folder, *folder.parents) if os.path.isdir(path))
     try:
         yield existing_parent
     except OSError as error:
@@ -171,7 +172,7 @@ def locked(cfg: Config) -> Iterator[None]:
     """
     folder = Path(os.path.abspath(cfg.trainer.output_dir))
     with _writing(cfg):
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
         lock = _acquire(cfg, folder / LOCK_FILE)
     _locks.add(lock)
     try:

@@ -39,6 +39,8 @@ NO_ROWS = pa.table({"question": pa.array([], pa.string()), "answer": pa.array([]
 WIDE = "b" * 400
 
 # (name, the data file's name, its content, more arguments, parts that the line must hold)
+NO_TRUTH = ["'ground_truth' in column 'reward_model' holds", "not a text or a number"]
+
 FILES = [
     ("empty", "a.jsonl", "", [], ["holds no rows"]),
     ("blank lines", "a.jsonl", "\n \n\n", [], ["holds no rows"]),
@@ -107,10 +109,10 @@ FILES = [
     ("content is null", "a.jsonl", rows(message(content=None)), [], ["message 0 of 'prompt'"]),
     ("content is empty", "a.jsonl", rows(message(content=" ")), [],
      ["all messages of 'prompt' are empty"]),
-    ("no truth", "a.jsonl", rows(message() | {"reward_model": {}}), [], ["no 'ground_truth'"]),
-    ("truth is null", "a.jsonl", rows(message(truth=None)), [], ["no 'ground_truth'"]),
-    ("truth is a list", "a.jsonl", rows(message(truth=["2"])), [], ["no 'ground_truth'"]),
-    ("truth is true", "a.jsonl", rows(message(truth=True)), [], ["no 'ground_truth'"]),
+    ("no truth", "a.jsonl", rows(message() | {"reward_model": {}}), [], NO_TRUTH),
+    ("truth is null", "a.jsonl", rows(message(truth=None)), [], NO_TRUTH),
+    ("truth is a list", "a.jsonl", rows(message(truth=["2"])), [], NO_TRUTH),
+    ("truth is true", "a.jsonl", rows(message(truth=True)), [], NO_TRUTH),
     ("loop is a number", "a.jsonl", rows(message(agent_loop=3)), [], ["column 'agent_loop'"]),
     ("unknown loop", "a.jsonl", rows(message(agent_loop="tol")), [],
      ["TMP/a.jsonl:1", "agent_loop", "tol"]),

@@ -115,7 +115,7 @@ def test_a_limit_to_the_size_of_files(models, tmp_path, capsys):
 
 
 def test_a_disk_that_fills_up_in_the_run_ends_it_in_one_line(models, tmp_path, capsys, monkeypatch):
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(launch, "run_on_ray", full)

@@ -4,6 +4,8 @@ config then loads and is valid."""
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,9 +25,11 @@ GOOD = [
 
 
 @pytest.fixture(autouse=True)
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "my_rewards.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("my_rewards", None)
 
 
 def refusal_of(argv: list[str]) -> str:
