@@ -28,17 +28,37 @@ CALL_END = "</tool_call>"
 LONGEST_TOKEN_OF_JSON = 6
 """Characters of `\\u12ab`; `false` has five."""
 
+FIRST_PIECE = 4096
+"""Characters among which a call is searched for first."""
+
 _TAG = re.compile(f"{CALL_BEGIN}|{THOUGHTS_END}")
+_TAG_OF_CALL = re.compile(f"{CALL_BEGIN}|{CALL_END}")
+_TAG_AMONG_THOUGHTS = re.compile(f"{CALL_BEGIN}|{CALL_END}|{THOUGHTS_END}")
 _BLANKS = re.compile(r"\s*")
 _SEPARATORS = re.compile(r"[; \n\t]*")
 
 
 def parse_call(text: str, start: int = 0) -> tuple[Call, int]:
     """The call in JSON that begins at `start`, and where the JSON ends: at `start` where there is
-    none, and at the end of the text where it is cut off."""
-    end = start
+    none, and at the end of the text where it is cut off.
+
+    It is read from a piece of the text, which grows until it holds the call: an error counts the
+    lines before it, and a turn may have a broken call in every token.
+    """
+    size = FIRST_PIECE
+    while True:
+        piece = text[start : start + size]
+        call, end = _call_at_start(piece)
+        if end < len(piece) or start + size >= len(text):
+            return call, start + end
+        size *= 8
+
+
+def _call_at_start(text: str) -> tuple[Call, int]:
+    """The call in JSON that a text begins with, and where the JSON ends, see `parse_call`."""
+    end = 0
     try:
-        parsed, end = json.JSONDecoder().raw_decode(text, start)
+        parsed, end = json.JSONDecoder().raw_decode(text)
         arguments = None
         if isinstance(parsed, dict):
             arguments = parsed.get("arguments", parsed.get("parameters"))
@@ -124,11 +144,10 @@ def _tagged_call(text: str, start: int, thinks: bool) -> tuple[Call, int]:
         return call, behind
     if call[0]:
         call = ("", "the call is not valid JSON: there is text behind it")
-    close = text.find(CALL_END, end)
-    inner = text[end:close]
-    if close < 0 or CALL_BEGIN in inner or (thinks and THOUGHTS_END in inner):
-        return call, end
-    return call, close + len(CALL_END)
+    # The next tag, and not all that is behind it: a turn may consist of tags alone.
+    tag = (_TAG_AMONG_THOUGHTS if thinks else _TAG_OF_CALL).search(text, end)
+    is_closed = tag is not None and tag.group() == CALL_END
+    return call, tag.end() if is_closed else end
 
 
 def llama_calls(text: str) -> list[Call]:

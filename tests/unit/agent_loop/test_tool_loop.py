@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.base import CURRENT_PROMPT, Loops
-from agent_loop.tool_loop import hermes_calls, llama_calls
+from agent_loop.tool_loop import FIRST_PIECE, hermes_calls, llama_calls
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.data.word_problems import make_products
@@ -110,6 +110,30 @@ def test_many_calls_are_parsed_in_linear_time():
 def test_a_malformed_call_has_no_name(text):
     ((name, _),) = hermes_calls(f"<tool_call>{text}</tool_call>")
     assert name == ""
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "<tool_call>",
+        "<tool_call>{",
+        "<tool_call>\n",
+        '<tool_call>{"name": "',
+        '<tool_call>{"name": "x", "arguments": {"a": "',
+    ],
+)
+@pytest.mark.parametrize("before", ["", "<think>"])
+def test_a_turn_of_nothing_but_broken_calls_is_read_in_linear_time(before, token):
+    begin = time.process_time()
+    assert len(hermes_calls(before + token * 40_000)) == 40_000
+    assert time.process_time() - begin < 5
+
+
+def test_a_call_longer_than_the_first_piece_is_whole():
+    arguments = {"text": "a </tool_call> " * FIRST_PIECE, "rows": list(range(FIRST_PIECE))}
+    call = json.dumps({"name": "write", "arguments": arguments})
+    assert hermes_calls(f"<tool_call>{call}</tool_call>") == [("write", arguments)]
+    assert llama_calls(f"{call}; {call}") == [("write", arguments)] * 2
 
 
 def test_calls_beyond_the_most_of_a_turn_are_answered_in_one_message(tokenizer):
