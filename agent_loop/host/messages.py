@@ -45,8 +45,8 @@ def no_proxy_variables(host: str = "") -> dict[str, str]:
 
     Both spellings get what either holds, because some clients read one of them alone.
     """
-    listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    names = [name.strip() for name in listed.split(",") if name.strip()]
+    listed = f"{os.environ.get('no_proxy', '')},{os.environ.get('NO_PROXY', '')}"
+    names = list(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
     if "*" not in names:
         names += [name for name in (*LOOPBACK_HOSTS, host) if name and name not in names]
     return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(names))

@@ -329,6 +329,11 @@ def test_a_proxy_is_asked_for_servers_of_other_machines_alone(mcp_url, proxy, mo
     assert all(urllib.request.proxy_bypass(host) for host in hosts)
     assert not urllib.request.proxy_bypass("pypi.example")
     assert no_proxy_variables("10.0.0.7")["NO_PROXY"] == os.environ["no_proxy"], "once each"
+    monkeypatch.setenv("NO_PROXY", "upper.example")
+    monkeypatch.setenv("no_proxy", "lower.example")
+    for names in no_proxy_variables().values():
+        assert {"upper.example", "lower.example", "127.0.0.1"} <= set(names.split(","))
+    monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setenv("no_proxy", "*")
     assert no_proxy_variables() == {"NO_PROXY": "*", "no_proxy": "*"}
 
