@@ -22,7 +22,6 @@ from one_step_off.gpu_check.check import CheckFailed, Context, Figures
 from one_step_off.gpu_check.checkpoints import dtype_of, random_checkpoint
 from one_step_off.gpu_check.checks import workers
 from one_step_off.gpu_check.peers import HOST, all_results, run_peers
-from one_step_off.models.rope import fix_frequencies
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.canary import Canary
 from one_step_off.weight_sync.kept_blocks import kept_from_plain
@@ -103,6 +102,8 @@ class _Model:
     def load(cls, cfg: Config, device: str) -> "_Model":
         """The checkpoint of a config."""
         from transformers import AutoModelForCausalLM
+
+        from one_step_off.models.rope import fix_frequencies
 
         dtype = getattr(torch, cfg.model.dtype)
         model = AutoModelForCausalLM.from_pretrained(

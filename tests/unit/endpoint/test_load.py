@@ -373,6 +373,7 @@ def test_settings_of_the_chat_template_take_bounded_memory(serving: Any) -> None
             for messages in (QUESTION, [*QUESTION, said, *QUESTION]):
                 content = own | {"messages": messages}
                 assert (await ask(serving, episode, requests.CHAT, content))[0] == 200
-        assert len(serving.chat.online_renderer.renderer._encoders) <= 64
+        encoder = serving.chat.online_renderer.renderer._encoder
+        assert 0 < encoder.frame.cache_info().currsize <= 64
 
     asyncio.run(check())

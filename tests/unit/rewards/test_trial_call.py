@@ -248,7 +248,7 @@ REFUSED = [
     (["reward.functions={sums: own_trial:nowhere}"],
      ["reward.functions.sums='own_trial:nowhere'", "check the name"]),
     (["reward.functions={sums: gsm9k}"],
-     ["reward.functions.sums=gsm9k", "must be gsm8k, math, or your own"]),
+     ["reward.functions.sums=gsm9k", "did you mean gsm8k?"]),
     (["reward.functions={sums: gsm8k}", "reward.function=math"],
      ["reward.function=math", "remove one of the two"]),
     (["reward.functions={sums: gsm8k}", "reward.kwargs.a=1"],
