@@ -25,6 +25,10 @@ from one_step_off.config.text import format_value
 PAGES = {"verl": "docs/reference/from_verl.md", "TRL": "docs/reference/from_trl.md"}
 COMMON = "common"  # names that many trainers use
 ENGINE_ARGUMENTS = "engine_arguments"
+MAX_LONGER = 3  # keys that are suggested for a part of their names
+LEAST_LETTERS = 4
+"""Of a name that is taken for a misspelled one of another section."""
+
 # Where people write arguments of the engine.
 ENGINE_SECTIONS = ("", "rollout", "teacher", "vllm", "engine", "engine_kwargs")
 
@@ -203,6 +207,15 @@ def is_typo(given: str, name: str) -> bool:
     return difference <= allowed and difference < len(given)
 
 
+def is_part(given: str, key: str) -> bool:
+    """Whether a name leaves out words, or the ends of words, of a key, as `batch_size` does of
+    `data.train_batch_size` and `temp` of `rollout.temperature`."""
+    words = iter(key.partition(".")[2].split("_"))
+    parts = given.split("_")
+    is_long = all(len(part) >= LEAST_LETTERS - 1 for part in parts)
+    return is_long and all(any(word.startswith(part) for word in words) for part in parts)
+
+
 def leaves(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
     """A key and its value; of a mapping all its entries, by dotted names."""
     if isinstance(value, dict) and value:
@@ -233,8 +246,9 @@ def hint(
         return dotted, f"did you mean {first_two_parts}?"
     section, _, name = dotted.lower().partition(".")
     wanted_name = name or section
+    longer = [key for key in keys if key.startswith(f"{section}.") and is_part(name, key)]
     same_name = _keys_named(wanted_name, keys, has_section=bool(name))
-    if same_name:
+    if same_name and ("_" not in name or not longer):
         return dotted, _suggest_closest(dotted, same_name)
     of_engine = _engine_hint(dotted, value)
     if of_engine:
@@ -247,7 +261,9 @@ def hint(
     partial = _other_hint(dotted, value, exactly=False)
     if partial:
         return partial
-    if similar:
+    if longer:
+        return dotted, f"did you mean {' or '.join(longer[:MAX_LONGER])}?"
+    if similar and len(wanted_name) >= LEAST_LETTERS:
         return dotted, _suggest_closest(dotted, similar)
     if section in sections:
         return dotted, "remove it"

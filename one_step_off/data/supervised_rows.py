@@ -13,6 +13,9 @@ from one_step_off.data.rows import BadRow, chat_messages, check_unicode, templat
 
 FORMATS = "messages, prompt+completion, question+answer or problem+solution"
 
+TRAINED_KEYS = ("train", "trainable", "training", "loss")
+"""Truth values of an answer by which other sets say whether it is trained on."""
+
 
 def parse_chat(
     where: str, columns: Any, instruction: str, settings: dict[str, Any] | None = None
@@ -80,7 +83,7 @@ def _list(columns: dict[str, Any], name: str, role_of_text: str = "") -> list[An
 
 def _untrained(messages: list[Message], raw: list[Any], context: int) -> frozenset[int]:
     """The numbers of the answers that are not trained on: those of a prompt, and those with weight
-    0, as OpenAI's sets mark them.
+    0, as OpenAI's sets mark them, or with a false entry of `TRAINED_KEYS`.
 
     Args:
         raw: the messages as they stand in the row.
@@ -95,7 +98,7 @@ def _untrained(messages: list[Message], raw: list[Any], context: int) -> frozens
         weight = raw[i].get("weight")
         if weight not in (None, 0, 1):
             raise BadRow(f"message {i}: weight: is {weight!r:.40}, not 0 or 1")
-        if i < context or weight == 0:
+        if i < context or weight == 0 or any(raw[i].get(key) is False for key in TRAINED_KEYS):
             continue
         if not messages[i]["content"].strip() and not messages[i].get("tool_calls"):
             raise BadRow(f"message {i}, an answer of the assistant, is empty")
@@ -103,5 +106,5 @@ def _untrained(messages: list[Message], raw: list[Any], context: int) -> frozens
     if not answers:
         raise BadRow("none of its messages is of the role assistant: there is no answer to learn")
     if not trained:
-        raise BadRow("all of its answers have weight 0: there is no answer to learn")
+        raise BadRow("none of its answers is to be trained on: there is no answer to learn")
     return frozenset(answers) - frozenset(trained)

@@ -5,6 +5,7 @@ that was meant, or nothing.
 from __future__ import annotations
 
 import dataclasses
+import re
 import string
 from pathlib import Path
 
@@ -81,6 +82,24 @@ def refusal_of(*argv: str) -> str:
 )  # fmt: skip
 def test_the_answer(argument: str, answer: str) -> None:
     assert answer in refusal_of(argument), refusal_of(argument)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("rollout.tensor_parallel", "did you mean rollout.tensor_parallel_size?"),
+        ("rollout.gpu_memory", "did you mean rollout.gpu_memory_utilization?"),
+        ("rollout.temp", "did you mean rollout.temperature or rollout.val_temperature?"),
+        ("trainer.output", "did you mean trainer.output_dir?"),
+        ("data.batch_size", "use data.train_batch_size"),
+        ("trainer.steps", "use trainer.total_steps"),
+        ("trainer.eval_freq", "use trainer.test_freq"),
+        ("reward.fn", "remove it"),  # and not rollout.n, which has one letter less
+    ],
+)
+def test_a_part_of_a_name_has_the_whole_one_as_its_answer(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: unknown key; {re.escape(meant)}"):
+        find_key(key)
 
 
 @pytest.mark.parametrize(

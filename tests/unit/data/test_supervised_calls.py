@@ -61,6 +61,17 @@ def test_answers_stand_behind_the_prompts_of_rl(
     assert called.endswith("<|im_end|>")
 
 
+@pytest.mark.parametrize("key", ["train", "trainable", "training", "loss"])
+def test_answers_that_are_marked_otherwise_are_context(tmp_path: Path, key: str) -> None:
+    chat = [dict(message) for message in CHAT]
+    chat[1][key] = False
+    chat[3][key] = True
+    tokenizer = tokenizer_with(HERMES)
+    (sample,) = rows_of(tmp_path, [{"messages": chat}], tokenizer, sft__max_length=9999)
+    (said,) = answers(sample, tokenizer)
+    assert "Seven." in said
+
+
 @pytest.mark.parametrize("weight", [0, 0.0, False])
 def test_answers_of_weight_0_are_context(tmp_path: Path, weight: Any) -> None:
     chat = [dict(message) for message in CHAT]
@@ -104,7 +115,10 @@ def test_the_answers_of_a_prompt_are_context(tmp_path: Path) -> None:
     ("row", "reason"),
     [
         ({"messages": [*CHAT[:3], {**CHAT[3], "weight": 0.5}]}, "message 3: weight: is 0.5"),
-        ({"messages": [CHAT[0], {**CHAT[3], "weight": 0}]}, "all of its answers have weight 0"),
+        (
+            {"messages": [CHAT[0], {**CHAT[3], "weight": 0}]},
+            "none of its answers is to be trained on",
+        ),
         ({"messages": CHAT, "tools": "{"}, "column tools: is no list of tools in JSON"),
         ({"messages": CHAT, "chat_template_kwargs": 3}, "column chat_template_kwargs: holds 3"),
         (
