@@ -299,7 +299,20 @@ def _parse_prompt(columns: dict[str, Any]) -> dict[str, Any]:
     if isinstance(columns["prompt"], list):
         return _parse_messages(columns | {"reward_model": {"ground_truth": truth}})
     content = _text_column(columns, "prompt")
+    if _is_json_of_a_chat(content):
+        raise BadRow("column 'prompt' holds chat messages as JSON text; make them a list")
     return {"messages": [{"role": "user", "content": content}], "ground_truth": truth}
+
+
+def _is_json_of_a_chat(text: str) -> bool:
+    """Whether a text is what a table without lists makes of chat messages."""
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(messages, list) or not messages:
+        return False
+    return all(isinstance(message, dict) and "role" in message for message in messages)
 
 
 def _parse_problem(columns: dict[str, Any], instruction: str) -> dict[str, Any]:

@@ -29,6 +29,9 @@ from one_step_off.endpoint.waiting import in_thread
 NOT_FOR_NEW_MESSAGES = ("tools", "tokenize", "add_generation_prompt", "continue_final_message")
 """What vLLM's renderer receives besides the settings of the chat template."""
 
+MIN_CHECKED_CHARS = 100_000
+"""Shorter texts are tokenized in no time, and the episode then knows their exact length."""
+
 
 class SplicingRenderer:
     """Passes for vLLM's renderer, whose attributes it has."""
@@ -69,14 +72,17 @@ class SplicingRenderer:
             own = [message.text for message in call.messages if message.role == "assistant"]
             texts = [message.text for message in call.messages if message.role != "assistant"]
             # Templates leave out some of what the policy said, of which no turn is too long.
-            ids = self._too_long(call, [*texts, max(own, key=len, default="")])
+            ids = self._too_long([*texts, max(own, key=len, default="")])
         return ids
 
-    def _too_long(self, call: Call, texts: Sequence[str]) -> list[int] | None:
-        """Where texts have more characters than the episode has room for: any ids, as many as they
+    def _too_long(self, texts: Sequence[str]) -> list[int] | None:
+        """Where texts have more characters than the engine has room for: any ids, as many as they
         have at least. To tokenize them could take minutes."""
-        least = sum(map(len, texts)) // self._token_chars
-        return [0] * least if least > call.episode.max_sequence else None
+        chars = sum(map(len, texts))
+        if chars < MIN_CHECKED_CHARS:
+            return None
+        least = chars // self._token_chars
+        return [0] * least if least > self._renderer.model_config.max_model_len else None
 
     def _spliced(self, call: Call, template_kwargs: dict[str, Any]) -> list[int] | None:
         """The recorded tokens and those of the new messages; None: the messages must be
@@ -87,7 +93,7 @@ class SplicingRenderer:
         if found is None:
             return None
         turn, said, new_messages = found
-        too_long = self._too_long(call, [message.text for message in new_messages])
+        too_long = self._too_long([message.text for message in new_messages])
         if too_long is not None:
             return too_long
         template = self._tokenizer.get_chat_template(tools=template_kwargs.get("tools"))
@@ -129,7 +135,7 @@ class SplicingRenderer:
     def _ids_of_text(self, call: Call, text: str) -> list[int] | None:
         """The recorded tokens that a prompt begins with, and those of the text behind them; None:
         it begins with none."""
-        too_long = self._too_long(call, [text])
+        too_long = self._too_long([text])
         if too_long is not None:
             return too_long
         found = call.record.find_text(text)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from agent_loop.base import LOOPS
+from agent_loop.host.messages import no_proxy_variables
 from agent_loop.tools import BUILT_IN
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
@@ -283,6 +284,7 @@ def run_supervised_checks(cfg: Config, print_line: PrintLine) -> int:
 
 def _quiet() -> None:
     quiet_libraries()
+    os.environ.update(no_proxy_variables())  # as a run does
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it describes an engine that is not used
 
 

@@ -67,6 +67,7 @@ BAD_GSM8K = [
     ({"question": "a", "answer": "it is 2"}, "name its column ground_truth"),
     ({"prompt": " ", "ground_truth": "2"}, "column 'prompt' holds ' ', not a text"),
     ({"prompt": "a", "ground_truth": None}, "column 'ground_truth' holds None, not a text or a"),
+    ({"prompt": '[{"role": "user", "content": "1 + 1?"}]', "ground_truth": "2"}, "as JSON text"),
     ({"prompt": [{"role": "user"}], "ground_truth": "2"}, "message 0 of 'prompt' has no text"),
     ({"problem": "a", "solution": "it is 2"}, "the solution has no \\boxed{ANSWER}"),
     ({"problem": "a", "answer": []}, "column 'answer' holds [], not a text or a number"),
