@@ -20,8 +20,6 @@ from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.runtime.run_folder import locked, replaced_by
 from one_step_off.runtime.validation import validate
 
-FLAGS = ("--dry-run", "--check", "--help", "-h", "--replay", "--profile")
-
 
 @dataclass(frozen=True)
 class Arguments:

@@ -21,7 +21,8 @@ Trains a language model with one-step-off-policy PPO.
 
   config=FILE          a YAML file, such as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes),
                        or the name of a config of the package, such as gsm8k_tiny_cpu; "config=" may
-                       be omitted if the name ends in .yaml or .yml; --config FILE means the same
+                       be omitted if the name ends in .yaml or .yml
+  --config FILE        means the same
   section.key=value    sets one key, overriding the file; the value is YAML, for example
                        placement.pools.rollout=[2]
   --check              try in seconds what the run would use, and start no engine: the config, your

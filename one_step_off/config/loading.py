@@ -39,6 +39,9 @@ from one_step_off.config.typed_scalars import (
 from one_step_off.config.unknown_keys import PAGES, hint, leaves
 from one_step_off.config.yaml_io import YAML_ERRORS, parse_yaml, yaml_error_text
 
+FLAGS = ("--dry-run", "--check", "--help", "-h", "--config", "--replay", "--profile")
+"""Of the commands that take a config."""
+
 # The types of the schema in words, as they complete "must be ...".
 _TYPE_TEXTS: dict[Any, str] = {
     int: "a whole number",
@@ -616,6 +619,9 @@ def _check_argument_form(argument: str) -> None:
             f"argument {argument}: is a config of the package; write config={argument}"
         )
     if not has_name_and_equals or has_surrogates:
+        if argument.startswith("--") and not has_surrogates:
+            fix = did_you_mean(argument, FLAGS, f"use one of {', '.join(FLAGS)}")
+            raise ConfigError(f"argument {format_value(argument)}: unknown; {fix}")
         forms = "config=FILE, section.key=value, --check, --dry-run or --help, in valid Unicode"
         raise ConfigError(f"argument {format_value(argument)}: must be {forms}")
 

@@ -53,9 +53,10 @@ def check_pools(cfg: Config, needed: tuple[str, ...] = ("rollout", "actor")) -> 
             raise ConfigError(f"{location}: no such pool; {fix}")
     for role in needed:
         if role not in cfg.placement.roles:
-            raise key_error(
-                cfg, "placement.roles", f"the role {role} has no pool; add {role}: POOL"
-            )
+            fix = f"add {role}: POOL"
+            if role == "rollout":
+                fix += ", or run one_step_off.main_sft for supervised steps alone"
+            raise key_error(cfg, "placement.roles", f"the role {role} has no pool; {fix}")
     for pool, gpus_per_node in pools.items():
         _check_pool(cfg, pool, gpus_per_node)
     _check_shares(cfg)

@@ -72,6 +72,10 @@ def find_file(folder: str, step: int | None, val: int | None) -> Path:
         known = f"there are {len(files)}, from {min(files)} to {max(files)}"
     wanted = "LAST" if number is None else number
     fix = "give the trainer.output_dir of a run with logging.sample_dump=true"
+    if files:
+        fix = f"give {option} one of them"
+    elif not Path(folder).is_dir():
+        known = "there is no such folder"
     raise ConfigError(f"{folder}: no samples of {option} {wanted}: {known}; {fix}")
 
 

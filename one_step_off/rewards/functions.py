@@ -135,7 +135,10 @@ def _check_signature(name: str, function: Callable[..., Any], kwargs: dict[str, 
     takes_extra_info = EXTRA_ARGUMENT in parameters or takes_any_keyword
     arguments = (*ARGUMENTS, EXTRA_ARGUMENT) if takes_extra_info else ARGUMENTS
     problem = f"{name}: cannot be called as f({'=, '.join(arguments)}=, **reward.kwargs)"
-    fix = "add **kwargs to accept further arguments, rename a key that is taken"
+    fix = (
+        "give its parameters these names, or defaults; **kwargs takes further arguments (the "
+        "`solution_str` of verl is `response` here)"
+    )
     with as_config_error(problem, fix, TypeError):
         signature.bind(**dict.fromkeys(arguments), **kwargs)
     return takes_extra_info

@@ -55,7 +55,7 @@ def refusal_of(*argv: str) -> str:
         ("num_generations=4", "use rollout.n (TRL's num_generations: docs/reference/from_trl.md)"),
         ("rollout.num_generations=4", "use rollout.n (TRL's"),
         ("rollout.n_samples=4", "use rollout.n "),
-        ("trainer.n_gpus_per_node=8", "use placement.pools.actor=[6], the actor's pool, or"),
+        ("trainer.n_gpus_per_node=8", "use placement.pools, which divides the GPUs of a node"),
         ("actor_rollout_ref.actor.optim.lr=1e-6",
          "use actor.lr (verl's actor_rollout_ref.actor.optim.lr: docs/reference/from_verl.md)"),
         ("+actor_rollout_ref.actor.optim.lr=1e-6", "use actor.lr (verl's"),

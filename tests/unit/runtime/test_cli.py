@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.loading import KEYS, load_config
+from one_step_off.config.loading import FLAGS, KEYS, load_config
 from one_step_off.config.schema import Config
-from one_step_off.main_ppo import FLAGS, main
+from one_step_off.main_ppo import main
 from one_step_off.runtime import failure_report, launch
 
 ROOT = Path(__file__).parents[3]
