@@ -109,7 +109,7 @@ def test_choices(run, capsys):
     [
         (
             ["nowhere"],
-            "error: nowhere: no samples of --step LAST: there are none; "
+            "error: nowhere: no samples of --step LAST: there is no such folder; "
             "give the trainer.output_dir",
         ),
         (["RUN", "--step", "3"], "no samples of --step 3: there are 3, from 0 to 4"),
