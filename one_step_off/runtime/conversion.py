@@ -70,7 +70,8 @@ class Conversion:
         return key in self.given and key not in self.taken
 
     def number(self, key: str, default: int) -> int:
-        """The whole number above 0 that the script sets a key to, or the default. It is not taken."""
+        """The whole number above 0 that the script sets a key to, or the default. It stays
+        open."""
         value = self.given.get(key, default)
         return value if _is_count(value) else default
 

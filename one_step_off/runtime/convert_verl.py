@@ -61,19 +61,16 @@ def _neutral(c: Conversion) -> None:
         if key.endswith("grad_offload") and c.given[key] is False:
             c.same_here(key)
     if c.is_open("--config-name") and c.given["--config-name"] == "ppo_megatron_trainer":
-        c.set("actor.backend", "megatron", "--config-name")
         c.take("--config-name")
-    for key in ("--config-name", "--config-path", "--config-dir", "defaults"):
-        if not c.is_open(key):
-            continue
-        if key in ("--config-path", "--config-dir") and c.outcome_of("--config-name") is not None:
-            c.same_here(key)
+        c.set("actor.backend", "megatron", "--config-name")
+    base_is_missing = c.is_open("--config-name")
+    for key in ("--config-name", "--config-path", "--config-dir"):
+        if base_is_missing or "--config-name" not in c.given:
+            reason = "the settings of that config are not here: no such file; convert its YAML file"
+            c.leave(key, f"{reason} too, and add what it prints to this")
         else:
-            reason = (
-                "the settings of that config are not here; give its YAML file to convert as well, "
-                "and put what it prints under this"
-            )
-            c.leave(key, reason)
+            c.same_here(key)
+    c.leave("defaults", "the configs that it names are not read")
 
 
 def _batches(c: Conversion) -> None:
