@@ -20,6 +20,8 @@ VERL_SECTIONS = ("actor_rollout_ref", "critic", "algorithm", "trainer", "data", 
 # Classes whose keyword arguments are settings, in scripts of TRL.
 TRL_CONFIGS = re.compile(r"(GRPO|AsyncGRPO|RLOO)Config")
 TRL_TRAINERS = re.compile(r"(GRPO|AsyncGRPO|RLOO)Trainer")
+# The first arguments of those trainers, which scripts may give without names.
+TRAINER_ARGUMENTS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
 _SETTING = re.compile(r"[+~]*[A-Za-z_][\w.]*(\.[\w.]+)=", re.S)
 _ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?=)", re.S)
 _VARIABLE = re.compile(
@@ -47,6 +49,7 @@ class OtherScript:
         settings: in order; a later one of the same key counts.
         processes: of accelerate or torchrun; None: the script does not say.
         is_one_step_off: verl's recipe of that name.
+        is_async: that recipe, or its fully asynchronous one.
         notes: what could not be read, a line each.
     """
 
@@ -54,6 +57,7 @@ class OtherScript:
     settings: list[Setting] = field(default_factory=list)
     processes: int | None = None
     is_one_step_off: bool = False
+    is_async: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -200,8 +204,9 @@ def _expanded(text: str, variables: dict[str, str]) -> str:
 
     def arithmetic(expression: str) -> str:
         inner = re.sub(r"[A-Za-z_]\w*", lambda m: variables.get(m[0], m[0]), expression)
-        value = _whole_number(_VARIABLE.sub(variable, inner))
-        return f"$(({expression}))" if value is None else str(value)
+        inner = _VARIABLE.sub(variable, inner)
+        value = _whole_number(inner)
+        return f"$(({inner}))" if value is None else str(value)
 
     # Positional arguments are none of the script's settings.
     text = re.sub(r"\"?\$[@*]\"?", "", text)
@@ -270,12 +275,7 @@ def _command(path: str, words: list[str]) -> OtherScript | None:
             "docs/tutorials/supervised_warm_up.md, or give a script of RL"
         )
     if any("verl" in word or "main_" in word for word in words[:4]) or len(settings) > 3:
-        script = OtherScript(VERL)
-        script.is_one_step_off = any("one_step_off" in word for word in words)
-        for word in settings:
-            key, _, value = word.partition("=")
-            script.settings.append(Setting(key.lstrip("+~"), _value(value)))
-        return script if script.settings else None
+        return _read_verl_words(path, words)
     flags = [word for word in words if word.startswith("--")]
     is_trl = any(word.endswith(".py") or word in ("trl", "grpo") for word in words)
     if is_trl and flags:
@@ -283,9 +283,61 @@ def _command(path: str, words: list[str]) -> OtherScript | None:
     return None
 
 
+_PROGRAM = re.compile(r"verl[\w.]*\.main\w*|(.*/)?main_\w+\.py")
+_HYDRA = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+# The configs of verl itself; what they set is known.
+_OWN_CONFIG = re.compile(r"\w*ppo(_megatron)?_trainer")
+
+
+def _read_verl_words(path: str, words: list[str]) -> OtherScript | None:
+    """The settings of a command of verl. Each word behind its program is one: what is no key=value,
+    as an option of Hydra, by its own name."""
+    script = OtherScript(VERL)
+    script.is_one_step_off = any("one_step_off" in word for word in words)
+    script.is_async = script.is_one_step_off or any("fully_async" in word for word in words)
+    programs = [i for i, word in enumerate(words) if _PROGRAM.fullmatch(word)]
+    first = next((i for i, word in enumerate(words) if _SETTING.match(word)), len(words))
+    rest = words[programs[0] + 1 if programs else first :]
+    while rest:
+        word = rest.pop(0)
+        key, equals, value = word.partition("=")
+        key = _HYDRA.get(key, key).lstrip("+")
+        if key.startswith("--config-") and not equals and rest:
+            value = rest.pop(0)
+        elif not equals:
+            value = "true"
+        script.settings.append(Setting(key, _value(value)))
+    _read_base_config(path, script)
+    return script if script.settings else None
+
+
+def _read_base_config(path: str, script: OtherScript) -> None:
+    """The settings of the YAML file that --config-name means, before those of the command."""
+    options = {setting.key: str(setting.value) for setting in script.settings}
+    name = options.get("--config-name", "")
+    name = name.removesuffix(".yaml")
+    script.settings = [
+        Setting(setting.key, name) if setting.key == "--config-name" else setting
+        for setting in script.settings
+    ]
+    if not name or _OWN_CONFIG.fullmatch(name):
+        return
+    folder = options.get("--config-path", options.get("--config-dir", "."))
+    candidates = [base / folder / f"{name}.yaml" for base in (Path(), Path(path).parent)]
+    found = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if found is None:
+        return
+    base = _read_yaml(str(found), found.read_text(encoding="utf-8"))
+    hydra = ("--config-name", "--config-path", "--config-dir")
+    rest = [setting for setting in script.settings if setting.key not in hydra]
+    script.settings = base.settings + rest
+    script.notes.append(f"--config-name={name}: the settings of {found} are read, "
+                        "those of the command count before them")  # fmt: skip
+
+
 def _value(text: str) -> Any:
     """A value of a command line, as YAML reads it; the text itself where it is none."""
-    if "${" in text:
+    if "${" in text or "$((" in text:
         return text
     try:
         return parse_yaml(text)[0]
@@ -304,6 +356,9 @@ def _read_flags(path: str, words: list[str]) -> OtherScript:
         is_launcher = position < program
         position += 1
         if match is None:
+            is_subcommand = position - 2 == program and words[program] == "trl"
+            if position - 1 > program and not is_subcommand:
+                script.settings.append(Setting(words[position - 1], True))
             continue
         key = match[1].replace("-", "_")
         values = [] if match[2] is None else [match[2]]
@@ -318,6 +373,8 @@ def _read_flags(path: str, words: list[str]) -> OtherScript:
         if is_launcher:
             if key in ("num_processes", "nproc_per_node"):
                 script.processes = value
+            else:
+                script.notes.append(f"--{key} of the launcher is not read; see placement.pools")
             continue
         if key in ("config", "config_file") and isinstance(value, str):
             _read_named_config(path, value, script)
@@ -353,9 +410,9 @@ def _read_python(path: str, text: str) -> OtherScript:
         if isinstance(node, ast.Call):
             name = _name_of(node.func)
             if TRL_CONFIGS.fullmatch(name):
-                _read_call(node, values, script, first="output_dir")
+                _read_call(node, values, script, first=("output_dir",))
             elif TRL_TRAINERS.fullmatch(name):
-                _read_call(node, values, script, first="model", skipped=("args", "peft_config"))
+                _read_call(node, values, script, TRAINER_ARGUMENTS, skipped=("args", "peft_config"))
             elif name == "LoraConfig":
                 _read_call(node, values, script, prefix="lora.")
     return script
@@ -378,14 +435,17 @@ def _read_call(
     node: ast.Call,
     values: dict[str, ast.expr],
     script: OtherScript,
-    first: str = "",
+    first: tuple[str, ...] = (),
     prefix: str = "",
     skipped: tuple[str, ...] = (),
 ) -> None:
-    """The keyword arguments of a call as settings. `first`: the name of the first argument."""
+    """The keyword arguments of a call as settings. `first`: the names of the
+    first arguments."""
     arguments: list[tuple[str, ast.expr]] = []
-    if first and node.args:
-        arguments.append((first, node.args[0]))
+    arguments += zip(first, node.args, strict=False)
+    for argument in node.args[len(first) :]:
+        written = ast.unparse(argument)[:80]
+        script.notes.append(f"line {node.lineno}: {written} is given without a name: not read")
     for keyword in node.keywords:
         if keyword.arg is None:
             written = ast.unparse(keyword.value)

@@ -3,13 +3,17 @@ listed with a reason, and what is printed loads."""
 
 from __future__ import annotations
 
+import random
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
+from one_step_off.config.unknown_keys import rows
 from one_step_off.main_ppo import main
 from one_step_off.runtime.convert import convert
 
@@ -199,11 +203,23 @@ def test_a_variable_without_a_value_is_the_environments(capsys, monkeypatch):
         "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=$MODELS/a "
         "data.train_files=b/c actor_rollout_ref.rollout.n=$SAMPLES algorithm.adv_estimator=grpo"
     )
-    cfg, comments = converted("run.sh", text, capsys)
-    assert cfg.model.path == "MODELS/a"
+    text += " data.train_batch_size=$((NNODES*128)) actor_rollout_ref.actor.ppo_epochs=$((2**1))"
+    Path("run.sh").write_text(text)
+    assert main(["convert", "run.sh"]) == 0
+    assert (
+        "#   MODELS: no value in the script; set it in the environment" in capsys.readouterr().out
+    )
     monkeypatch.setenv("MODELS", "/models")
-    assert load_config(["config=converted.yaml"]).model.path == "/models/a"
-    assert "rollout.n=${oc.env:SAMPLES}" in comments and "gives this variable no value" in comments
+    cfg, comments = converted("run.sh", text, capsys)
+    assert cfg.model.path == "/models/a"
+    assert (
+        "rollout.n=${oc.env:SAMPLES}: SAMPLES has no value in the script; set rollout.n" in comments
+    )
+    assert (
+        "data.train_batch_size=$((NNODES*128)): NNODES has no value in the script; "
+        "set data.train_batch_size" in comments
+    )
+    assert "ppo_epochs=$((2**1)): this is not worked out; set actor.ppo_epochs" in comments
 
 
 @pytest.mark.parametrize(
@@ -229,3 +245,146 @@ def test_no_script(capsys):
     assert "usage: one-step-off convert SCRIPT" in capsys.readouterr().err
     assert main(["convert", "nowhere.sh"]) == 2
     assert "nowhere.sh: No such file" in capsys.readouterr().err
+
+
+def settings_of_the_tables(trainer: str, seed: int) -> list[tuple[str, str]]:
+    """Each key of the tables with a value of its row or one at random, and unknown ones."""
+    draw = random.Random(seed)
+    drawn = ["1", "2", "16", "true", "false", "0.5", "some_name", "null", "$NOWHERE", "$((NO*2))"]
+    found: dict[str, str] = {}
+    for row in rows():
+        if row.trainer not in (trainer, "common"):
+            continue
+        for key, value in row.keys:
+            if re.fullmatch(r"[\w.]+", key) and key != "resource_pool_spec":
+                found[key] = value if value is not None else draw.choice(drawn)
+    dot = "." if trainer == "verl" else "_"
+    for _ in range(20):
+        found[f"unknown{dot}{draw.getrandbits(40):x}{dot}key"] = draw.choice(drawn)
+    if trainer == "verl":
+        return [(key, value) for key, value in found.items() if "." in key]
+    return [(key, value) for key, value in found.items() if "." not in key and key != "config"]
+
+
+@pytest.mark.parametrize("trainer", ["verl", "TRL"])
+@pytest.mark.parametrize("seed", range(3))
+def test_each_setting_ends_in_one_place(trainer, seed, capsys):
+    settings = settings_of_the_tables(trainer, seed)
+    if trainer == "verl":
+        words = [f"{key}={value}" for key, value in settings]
+        text = "python -m verl.trainer.main_ppo --config-name=base --config-path=x foo " + " ".join(
+            words
+        )
+        wanted = [key for key, _ in settings] + ["--config-name", "--config-path", "foo"]
+    else:
+        words = [f"--{key} {value}" for key, value in settings]
+        text = "accelerate launch grpo.py " + " ".join(words)
+        wanted = [key for key, _ in settings]
+    Path("run.sh").write_text(text)
+    conversion = convert("run.sh")
+    assert set(wanted) == set(conversion.given)
+    assert main(["convert", "run.sh"]) == 0
+    printed = capsys.readouterr().out
+    config = yaml.safe_load(printed)
+    title = "# so here by default, or without effect on training:\n#   "
+    same = printed.partition(title)[2].partition("\n")[0].split(", ")
+    notes = printed.partition("# look at:")[2]
+    left = re.findall(r"^#   ([^\s=]+)=", printed.partition("# look at:")[0], re.M)
+    for key in wanted:
+        places = [key in left, key in same]
+        targets = [dotted for dotted, theirs in conversion.sources.items() if key in theirs]
+        in_yaml = [dotted for dotted in targets if is_in(config, dotted.split("."))]
+        places.append(bool(in_yaml) and key not in left)
+        outcome = conversion.outcome_of(key)
+        if outcome == "noted":
+            assert any(target in notes for target in targets), key
+        else:
+            assert sum(places) == 1, (key, outcome, places, targets)
+
+
+def is_in(config: dict, names: list[str]) -> bool:
+    """Whether a nested mapping has an entry of this path; the last names may be one with dots."""
+    if len(names) <= 2:
+        return names[1] in config.get(names[0], {})
+    return ".".join(names[2:]) in config.get(names[0], {}).get(names[1], {})
+
+
+def test_what_a_script_of_verl_does_not_say(capsys):
+    rest = "actor_rollout_ref.model.path=a/b data.train_files=c/d actor_rollout_ref.rollout.n=4 "
+    rest += "algorithm.adv_estimator=grpo"
+    cfg, _ = converted("run.sh", f"python -m verl.trainer.main_ppo {rest}", capsys)
+    assert cfg.algorithm.old_log_probs == "recompute"
+    assert cfg.actor.activation_checkpointing
+    # The configs of these recipes set bypass_mode: true.
+    for recipe in ("one_step_off_policy.main_ppo", "fully_async_policy.fully_async_main"):
+        text = f"python -m verl.experimental.{recipe} {rest}"
+        cfg, _ = converted("run.sh", text, capsys)
+        assert cfg.algorithm.old_log_probs == "rollout"
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    cfg, _ = converted("run.sh", f"python -m verl.trainer.main_ppo {rest} {bypass}", capsys)
+    assert cfg.algorithm.old_log_probs == "rollout"
+    checkpointing = "actor_rollout_ref.model.enable_gradient_checkpointing=False"
+    cfg, _ = converted("run.sh", f"python -m verl.trainer.main_ppo {rest} {checkpointing}", capsys)
+    assert not cfg.actor.activation_checkpointing
+
+
+MICRO_BATCHES = (
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 "
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40 "
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16 "
+    "critic.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1"
+)
+
+
+def test_micro_batches_of_each_role(capsys):
+    text = f"python -m verl.trainer.main_ppo actor_rollout_ref.model.path=a/b {MICRO_BATCHES} "
+    cfg, comments = converted("run.sh", text, capsys)
+    assert cfg.actor.micro_batch_tokens == 8 * 1024
+    assert cfg.ref.micro_batch_tokens == 16 * 1024
+    assert cfg.critic.micro_batch_tokens == 4 * 1024
+    assert "log_prob_micro_batch_size_per_gpu=40: log-probs come in the actor's" in comments
+    assert "set actor.warmup_steps to 0.1 times the steps of the run times 4" in comments
+    cfg, _ = converted("run.sh", text + "trainer.total_training_steps=50", capsys)
+    assert cfg.actor.warmup_steps == 5 * 4
+
+
+def test_the_base_config_of_a_command(capsys):
+    command = "python -m verl.trainer.main_ppo --config-path=x --config-name=base data.val_size=3 "
+    _, comments = converted("run.sh", command + "algorithm.lam=0.9", capsys)
+    for option in ("--config-name=base", "--config-path=x"):
+        assert f"{option}: the settings of that config are not here" in comments
+    Path("x").mkdir()
+    base = "algorithm: {gamma: 0.5, lam: 0.7}\nactor_rollout_ref: {model: {path: a/b}}\n"
+    Path("x/base.yaml").write_text(base)
+    cfg, comments = converted("run.sh", command + "algorithm.lam=0.9", capsys)
+    assert (cfg.model.path, cfg.algorithm.gamma, cfg.algorithm.lam) == ("a/b", 0.5, 0.9)
+    assert "the settings of x/base.yaml are read" in comments
+    own = "python -m verl.trainer.main_ppo --config-name ppo_megatron_trainer.yaml data.seed=3"
+    cfg, comments = converted("run.sh", own, capsys)
+    assert cfg.actor.backend == "megatron"
+
+
+def test_what_a_script_of_trl_does_not_say(capsys):
+    command = "accelerate launch --num_processes 8 grpo.py --model_name_or_path a/b "
+    cfg, comments = converted("run.sh", command + "--use_vllm true", capsys)
+    assert cfg.actor.activation_checkpointing
+    algorithm = cfg.algorithm
+    assert (algorithm.old_log_probs, algorithm.rollout_correction) == ("recompute", "seq-mis")
+    assert algorithm.rollout_correction_cap == 3.0
+    assert "9 GPUs, 1 more than the script's processes" in comments
+    assert "reward.function=gsm8k is the default here, and what this config trains on" in comments
+    mode = "--use_vllm true --vllm_importance_sampling_mode token_truncate"
+    cfg, _ = converted("run.sh", f"{command} {mode} --vllm_importance_sampling_cap 5", capsys)
+    assert (cfg.algorithm.rollout_correction, cfg.algorithm.rollout_correction_cap) == ("tis", 5.0)
+    off = "--use_vllm true --vllm_importance_sampling_correction false"
+    for words in (off, "--learning_rate 1e-6"):
+        cfg, _ = converted("run.sh", command + words, capsys)
+        assert cfg.algorithm.rollout_correction == "none"
+
+
+def test_warm_up_as_a_share_of_a_run_of_trl(capsys):
+    command = "accelerate launch grpo.py --model_name_or_path a/b --warmup_ratio 0.1"
+    _, comments = converted("run.sh", command, capsys)
+    assert "set actor.warmup_steps to 0.1 times the optimizer steps of the run" in comments
+    cfg, _ = converted("run.sh", command + " --max_steps 200", capsys)
+    assert cfg.actor.warmup_steps == 20
