@@ -23,8 +23,9 @@ from one_step_off.models.adapted_layers import EXPERTS
 
 Metrics = dict[str, float | None]
 
-# Dense bf16 TFLOP/s by the vendors' data sheets. A row matches a device whose name has all its
-# words; the first match counts, so the rows of special models come first.
+# Dense bf16 TFLOP/s (without sparsity) by NVIDIA's data sheets. Of a GPU in several kinds the SXM
+# column, where the row names no other. A row matches a device whose name has all its words; the
+# first match counts, so the rows of special models come first.
 PEAK_TFLOPS = (
     ({"B200"}, 2250),
     ({"H100", "PCIE"}, 756),
@@ -33,7 +34,7 @@ PEAK_TFLOPS = (
     ({"H200"}, 989),
     ({"H100"}, 989),
     ({"H800"}, 989),
-    ({"H20"}, 148),  # by its sellers; NVIDIA publishes no data sheet
+    ({"H20"}, 148),  # listed by its sellers; NVIDIA publishes no data sheet
     ({"A100"}, 312),
     ({"A800"}, 312),
     ({"L40S"}, 362),

@@ -157,6 +157,34 @@ def by_runs(folders: list[str]) -> Work:
     return work
 
 
+def lines_of_runs(folders: list[str]) -> list[str]:
+    """What finished runs were measured on, for people: a line each."""
+    lines = []
+    for folder in folders:
+        cfg = load_config([f"config={folder}/config.yaml"])
+        lines.append(f"measured: {folder}, model.path={cfg.model.path}, on {_gpus(cfg)}")
+    return [*lines, f"response lengths are drawn from those of {folders[0]}"]
+
+
+def lines_of_times(cfg: Config, text: str) -> list[str]:
+    """What given times are taken for: a line each."""
+    longest = cfg.data.max_response_length
+    return [
+        f"--times {text}: seconds measured on {_gpus(cfg)}, by placement.pools",
+        f"response lengths are spread evenly up to data.max_response_length={longest}",
+    ]
+
+
+def _gpus(cfg: Config) -> str:
+    """The devices of a config by what they do."""
+    replicas, ranks = devices(cfg)
+    kind = "processes" if resolved_device(cfg) == "cpu" else "GPUs"
+    rollout = replicas * cfg.rollout.tensor_parallel_size
+    if cfg.placement.roles["rollout"] == cfg.placement.roles["actor"]:
+        return f"{ranks} {kind} that generate and train"
+    return f"{rollout} + {ranks} {kind} (rollout + trainer)"
+
+
 def _response_lengths(folder: Path, n: int) -> np.ndarray:
     """The dumped samples' response lengths in tokens, int [groups, n]; those of an episode's
     segments are added up. Raises ValueError: too few."""

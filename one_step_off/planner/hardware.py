@@ -49,14 +49,18 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
+        # NVIDIA H200 Tensor Core GPU, data sheet, column H200 SXM: 141 GB, 4.8 TB/s.
         Gpu("H200", 141e9, 4.8e12),
+        # NVIDIA H100 Tensor Core GPU, data sheet, column H100 SXM: 80 GB, 3.35 TB/s.
         Gpu("H100", 80e9, 3.35e12),
+        # NVIDIA publishes no data sheet of the H20. Its sellers list 96 GB and 4.0 TB/s; there is
+        # a version with 141 GB too.
         Gpu("H20", 96e9, 4.0e12),
-        Gpu("A100", 80e9, 2.04e12),
+        # NVIDIA A100 Tensor Core GPU, data sheet, column A100 80GB SXM: 80 GB, 2,039 GB/s.
+        Gpu("A100", 80e9, 2.039e12),
     )
 }
-"""Memory and its bandwidth by NVIDIA's data sheets: H200, H100 and A100 of the SXM kind, the A100
-with 80 GB. NVIDIA publishes none of the H20, so its figures are those of its sellers."""
+"""Memory and its bandwidth; `monitoring.flops` has the peaks, with their sources."""
 
 STEP_S = 2.0e-3
 SEQUENCE_S = 42e-6
@@ -128,12 +132,14 @@ class PlannedModel:
         shape: what a token costs.
         parameters: all of them, those of all experts too.
         kv_bytes: of the KV cache of one token, in bf16.
+        heads: of attention, which tensor parallelism divides.
     """
 
     source: str
     shape: ModelShape
     parameters: int
     kv_bytes: float
+    heads: int
 
 
 def planned_model(path: str) -> PlannedModel:
@@ -164,7 +170,8 @@ def planned_model(path: str) -> PlannedModel:
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
     head_size = shape.attention_width / heads
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return PlannedModel(source, shape, parameters, 2 * 2 * shape.layers * kv_heads * head_size)
+    kv_bytes = 2 * 2 * shape.layers * kv_heads * head_size
+    return PlannedModel(source, shape, parameters, kv_bytes, heads)
 
 
 def _read_config(path: str) -> Any:
@@ -295,15 +302,49 @@ def by_hardware(
         train_token_s=train_flops / context / train_rate,
         sync_s=SYNC_S + (0 if sends_adapters(cfg) else weight_bytes / SYNC_BYTES_PER_S),
     )
-    free_bytes = cfg.rollout.gpu_memory_utilization * gpu.memory_bytes * width - weight_bytes
-    places = int(free_bytes / (model.kv_bytes * context))
+    places = _sequences_in_memory(cfg, model, gpu, context, width)
     if places < 1:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size={width}: the weights of {weight_bytes / 1e9:.0f} GB and "
-            f"one sequence do not fit into {width} x {gpu.memory_bytes / 1e9:.0f} GB; use more"
-        )
+        raise _too_large(cfg, model, gpu, context)
     min_ranks = _min_ranks(cfg, model, gpu)
-    return Plan(work, places, min_ranks, _lines(cfg, model, gpu, work, places, min_ranks))
+    lines = _lines(cfg, model, gpu, work, places, min_ranks)
+    return Plan(work, places, min_ranks, [*lines, _lengths_line(cfg, mean_response)])
+
+
+def _sequences_in_memory(
+    cfg: Config, model: PlannedModel, gpu: Gpu, context: float, width: int
+) -> int:
+    """How many sequences of `context` tokens a replica of `width` GPUs has memory for."""
+    usable_bytes = cfg.rollout.gpu_memory_utilization * gpu.memory_bytes * width
+    return int((usable_bytes - 2.0 * model.parameters) / (model.kv_bytes * context))
+
+
+def _too_large(cfg: Config, model: PlannedModel, gpu: Gpu, context: float) -> ConfigError:
+    """What to set where a replica has no memory for one sequence."""
+    width = cfg.rollout.tensor_parallel_size
+    usable = cfg.rollout.gpu_memory_utilization
+    divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
+    fitting = [n for n in divisors if _sequences_in_memory(cfg, model, gpu, context, n) >= 1]
+    fix = (
+        f"rollout.tensor_parallel_size={fitting[0]} fits"
+        if fitting
+        else "give a GPU with more memory"
+    )
+    return ConfigError(
+        f"rollout.tensor_parallel_size={width}: weights of {2e-9 * model.parameters:.0f} GB and "
+        f"one sequence do not fit into {width} x {gpu.memory_bytes / 1e9:.0f} GB, of which "
+        f"rollout.gpu_memory_utilization={usable:g} may be used; {fix}"
+    )
+
+
+def _lengths_line(cfg: Config, mean: int | None) -> str:
+    """How `response_lengths` gets its lengths."""
+    longest = cfg.data.max_response_length
+    if mean is None:
+        return f"response lengths are spread evenly up to data.max_response_length={longest}"
+    return (
+        f"response lengths have a long tail: the {cfg.rollout.n} of a prompt are spread over an "
+        f"exponential distribution, below data.max_response_length={longest}"
+    )
 
 
 def _train_flops(cfg: Config, model: PlannedModel, context: float, lengths: np.ndarray) -> float:

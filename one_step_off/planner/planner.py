@@ -7,6 +7,7 @@ weight sync. Then every split is simulated.
 """
 
 import argparse
+import math
 import tempfile
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,13 +15,21 @@ from typing import Any
 import numpy as np
 
 from one_step_off.config.device_shares import devices_of_run, on_one_node
-from one_step_off.config.errors import ConfigError
+from one_step_off.config.errors import ConfigError, noting_what_is_missing
 from one_step_off.config.loading import load_config
 from one_step_off.config.placement import resolved_device
 from one_step_off.config.roles import data_parallel_size
 from one_step_off.config.schema import Config
-from one_step_off.planner.calibration import by_runs, by_times, devices, run_calibration
-from one_step_off.planner.hardware import Plan, by_hardware, planned_gpu, planned_model
+from one_step_off.monitoring.console import quiet_libraries
+from one_step_off.planner.calibration import (
+    by_runs,
+    by_times,
+    devices,
+    lines_of_runs,
+    lines_of_times,
+    run_calibration,
+)
+from one_step_off.planner.hardware import GPUS, Plan, by_hardware, planned_gpu, planned_model
 from one_step_off.planner.measured_sync import assumptions_of_given_times, with_settings_of_plan
 from one_step_off.planner.work import Work
 from one_step_off.rollout.engine_args import MAX_SEQUENCES
@@ -32,6 +41,11 @@ simulates every split. How long generation, training and weight sync take comes 
 --hardware, for GPUs that you do not have (nothing is run); --from, finished runs; --times, seconds
 that you know. Without any of them it first runs a few steps of the config on this machine.
 """
+
+EXAMPLE = (
+    "for example: python -m one_step_off.plan model.path=Qwen/Qwen2.5-7B-Instruct --hardware H200 "
+    "--gpus 8 --response-tokens 300"
+)
 
 MOST_SPLITS = 24
 """Splits that are simulated and shown."""
@@ -49,6 +63,9 @@ STEPS_PER_STALE_VERSION = 4
 
 MOST_GPUS = 1 << 20
 """Where the times are given: then there need be no GPUs."""
+
+LEAST_SHOWN_S = 1e-9
+"""Shorter times are errors of rounding in a fit."""
 
 STEP_METRIC = "median/time/step_s"
 SYNCHRONOUS = "synchronous"
@@ -86,6 +103,11 @@ class Arrangement:
     staleness: int = 0
     in_flight: str = "wait"
 
+    @property
+    def is_on_all(self) -> bool:
+        """Whether every GPU generates and trains."""
+        return self.name in (COLOCATED, SHARED)
+
 
 @dataclass(frozen=True)
 class Simulated:
@@ -106,6 +128,14 @@ class Simulated:
             seconds = self.samples / self.figures["samples_per_s"]
         return f"{seconds:.4g}"
 
+    @property
+    def shown_idle(self) -> tuple[str, str]:
+        """The idle shares of rollout and trainer, as the table shows them."""
+        if self.arrangement.is_on_all:
+            return "-", "-"
+        rollout, trainer = (self.figures[f"idle_share/{side}"] for side in ("rollout", "trainer"))
+        return f"{rollout:.0%}", f"{trainer:.0%}"
+
 
 def arrangements(cfg: Config, gpus: int, min_ranks: int = 1) -> list[Arrangement]:
     """The arrangements of `gpus` devices that are compared.
@@ -125,22 +155,36 @@ def arrangements(cfg: Config, gpus: int, min_ranks: int = 1) -> list[Arrangement
         is_whole = ranks % model_gpus == 0 and ranks // model_gpus <= mini_batch_samples
         return is_whole and ranks >= min_ranks
 
-    rollout_gpus = [
-        count for count in range(replica_gpus, gpus, replica_gpus) if can_train(gpus - count)
-    ]
-    if gpus == 1 and replica_gpus == 1 and can_train(1):
-        return [Arrangement("1", COLOCATED, 0, 1), Arrangement("1", SHARED, 1, 1, staleness=1)]
-    if not rollout_gpus:
-        trainer_gpus = max(model_gpus, min_ranks)
-        raise ConfigError(
-            f"--gpus {gpus}: no split has {replica_gpus} for a replica, {trainer_gpus} for the "
-            "model that trains, and a sample for each copy of it; give another number"
-        )
-    shown = min(MOST_SPLITS, len(rollout_gpus))
-    positions = np.linspace(0, len(rollout_gpus) - 1, shown)
+    def rollout_gpus_of(gpus: int) -> list[int]:
+        counts = range(replica_gpus, gpus, replica_gpus)
+        return [count for count in counts if can_train(gpus - count)]
+
     found = []
     if replica_gpus == 1 and can_train(gpus):
         found.append(Arrangement(str(gpus), COLOCATED, 0, gpus))
+    if gpus == 1 and found:
+        return [*found, Arrangement("1", SHARED, 1, 1, staleness=1)]
+    rollout_gpus = rollout_gpus_of(gpus)
+    if not rollout_gpus and not found:
+        trainer_gpus = math.ceil(min_ranks / model_gpus) * model_gpus
+        if not can_train(trainer_gpus):
+            raise ConfigError(
+                f"actor.ppo_mini_batch_size={cfg.actor.ppo_mini_batch_size}: its "
+                f"{mini_batch_samples} samples are too few for the {trainer_gpus} GPUs that the "
+                "trainer needs; raise it"
+            )
+        least = replica_gpus + trainer_gpus
+        parts = f"{replica_gpus} for a replica and {trainer_gpus} for the trainer"
+        if gpus >= least:
+            fitting = next(n for n in range(gpus, gpus + replica_gpus + 1) if rollout_gpus_of(n))
+            raise ConfigError(
+                f"--gpus {gpus}: cannot be divided into replicas of {replica_gpus} and copies of "
+                f"the model that trains of {model_gpus}; give {fitting}"
+            )
+        colocated = f"; or {trainer_gpus}, colocated" if replica_gpus == 1 else ""
+        raise ConfigError(f"--gpus {gpus}: at least {least} are needed, {parts}{colocated}")
+    shown = min(MOST_SPLITS, len(rollout_gpus))
+    positions = np.linspace(0, len(rollout_gpus) - 1, shown)
     for position in positions:
         count = rollout_gpus[round(position)]
         split = f"{count} + {gpus - count}"
@@ -233,17 +277,7 @@ def report(work: Work, assumptions: list[str], results: list[Simulated]) -> None
     """Print what was assumed, the table, and the best in one line. `assumptions`: a line each."""
     samples = results[0].samples
     print(f"Assumed for a step of {work.prompts} prompts and {samples} samples:")
-    lines = [
-        *assumptions,
-        f"responses of {work.lengths.mean():.0f} tokens in the mean, {work.lengths.max()} at most",
-        f"generation: a replica with one sequence needs {_seconds(work.decode_s)} for a token, and "
-        f"{_seconds(work.sequence_s)} more for each further sequence, of which it runs "
-        f"{work.places} at most",
-        f"training: {_seconds(work.train_token_s)} for each token of prompts and responses, "
-        f"divided by the trainer's GPUs, and {_seconds(work.train_fixed_s)} on any number of them",
-        f"weight sync: {_seconds(work.sync_s)} on every split, of it {_seconds(work.canary_s)} in "
-        f"which the trainer and {_seconds(work.replica_canary_s)} in which the replicas check it",
-    ]
+    lines = [*assumptions, *_phase_lines(work)]
     if any(result.arrangement.name == COLOCATED for result in results):
         lines.append("colocated, all GPUs do both in turn; the change takes no time")
     if any(result.arrangement.name == SHARED for result in results):
@@ -254,19 +288,19 @@ def report(work: Work, assumptions: list[str], results: list[Simulated]) -> None
     print(ROW.format(*HEADER))
     for result in results:
         arrangement = result.arrangement
-        figures = result.figures
         print(
             ROW.format(
                 arrangement.split,
                 arrangement.name,
                 result.shown_step,
-                f"{figures['idle_share/rollout']:.0%}",
-                f"{figures['idle_share/trainer']:.0%}",
-                f"{figures['samples_per_s']:.4g}",
+                *result.shown_idle,
+                f"{result.figures['samples_per_s']:.4g}",
             )
         )
     print("GPUs of rollout + trainer; step: seconds from one update to the next; idle: share of a")
     print("step in which these GPUs wait; samples/s: samples trained in a second")
+    if any(result.arrangement.is_on_all for result in results):
+        print("-: all GPUs generate and train, so none waits for the other side")
     print()
     # By what is shown: of those that look equal the first is the best.
     ranked = sorted(results, key=lambda result: float(result.shown_step))
@@ -276,6 +310,28 @@ def report(work: Work, assumptions: list[str], results: list[Simulated]) -> None
         f"best: {best.arrangement.name}, {best.arrangement.split}: {best.shown_step} s a step; "
         f"synchronous at best {synchronous.shown_step} s ({synchronous.arrangement.split})"
     )
+
+
+def _phase_lines(work: Work) -> list[str]:
+    """Response lengths, and what generation, training and sync take; parts of no time are left
+    out."""
+    generation = f"generation: a token takes {_seconds(work.decode_s + work.sequence_s)} "
+    if work.sequence_s < LEAST_SHOWN_S:
+        generation += "however many sequences a replica runs"
+    else:
+        more = _seconds(work.sequence_s)
+        generation += f"in a replica that runs one sequence, and {more} more for each further one"
+    training = f"training: {_seconds(work.train_token_s)} for each token of prompts and responses, "
+    training += "divided by the trainer's GPUs"
+    if work.train_fixed_s >= LEAST_SHOWN_S:
+        training += f", and {_seconds(work.train_fixed_s)} more on any number of them"
+    sync = f"weight sync: {_seconds(work.sync_s)} on every split"
+    if work.canary_s + work.replica_canary_s >= LEAST_SHOWN_S:
+        trainer, replicas = _seconds(work.canary_s), _seconds(work.replica_canary_s)
+        sync += f", of which the trainer checks it for {trainer} and the replicas for {replicas}"
+    lengths = f"responses of {work.lengths.mean():.0f} tokens in the mean, of "
+    lengths += f"{work.lengths.max()} in the longest"
+    return [lengths, generation, training, sync]
 
 
 def _seconds(seconds: float) -> str:
@@ -293,7 +349,7 @@ def advice(cfg: Config, results: list[Simulated], knows_lengths: bool) -> list[s
     arrangement = best.arrangement
     roles = cfg.placement.roles
     staleness = f"pipeline.staleness={arrangement.staleness}"
-    if arrangement.replicas == 0 or arrangement.name == SHARED:
+    if arrangement.is_on_all:
         lines = [f"set {staleness} and put all roles into one pool, see config/colocated.yaml"]
     else:
         count = arrangement.replicas * cfg.rollout.tensor_parallel_size
@@ -301,7 +357,7 @@ def advice(cfg: Config, results: list[Simulated], knows_lengths: bool) -> list[s
         lines = [f"set {staleness} placement.pools='{pools}'"]
     idle = {side: best.figures[f"idle_share/{side}"] for side in ("rollout", "trainer")}
     waiting = max(idle, key=lambda side: idle[side])
-    if arrangement.replicas and idle[waiting] > 0.25:
+    if not arrangement.is_on_all and idle[waiting] > 0.25:
         slower = "trainer" if waiting == "rollout" else "rollout"
         lines.append(
             f"the {waiting} waits for {idle[waiting]:.0%} of a step: more GPUs for the {slower} "
@@ -317,7 +373,12 @@ def advice(cfg: Config, results: list[Simulated], knows_lengths: bool) -> list[s
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser("python -m one_step_off.plan", description=DESCRIPTION, allow_abbrev=False)
+    parser = _Parser(
+        "python -m one_step_off.plan",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "keys", nargs="*", metavar="KEY=VALUE", help="config=FILE, section.key=value"
     )
@@ -329,12 +390,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--from",
         dest="runs",
         action="append",
-        help="folder of a synchronous run; give it twice for two batch sizes",
+        metavar="FOLDER",
+        help="trainer.output_dir of a finished run with pipeline.staleness=0; give --from twice "
+        "for two batch sizes",
     )
     source.add_argument(
         "--hardware",
         metavar="GPU",
-        help="a kind of GPU, as H200: times follow from it and from the shape of model.path",
+        help=f"{', '.join(GPUS)}: times follow from the GPU and from the shape of model.path; no "
+        "data is needed",
     )
     parser.add_argument(
         "--response-tokens",
@@ -346,7 +410,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     source.add_argument(
         "--times",
         metavar="GEN,TRAIN,SYNC[,TAIL]",
-        help="seconds of a synchronous step on the pools of the config",
+        help="seconds of generation, training and weight sync in a synchronous step, measured on "
+        "the GPUs of placement.pools; TAIL: of generation, with only the longest response running",
     )
     return parser.parse_intermixed_args(argv)
 
@@ -377,9 +442,11 @@ def _calibrated(args: argparse.Namespace, cfg: Config) -> tuple[Work, list[str]]
     """The work of a step, and what is assumed of its sync; by given times, by finished runs, or by
     runs that are made now."""
     if args.times:
-        return by_times(cfg, args.times), assumptions_of_given_times(cfg)
+        work = by_times(cfg, args.times)
+        return work, [*lines_of_times(cfg, args.times), *assumptions_of_given_times(cfg)]
     if args.runs:
-        return with_settings_of_plan(by_runs(args.runs), args.runs[0], cfg)
+        work, lines = with_settings_of_plan(by_runs(args.runs), args.runs[0], cfg)
+        return work, [*lines_of_runs(args.runs), *lines]
     with tempfile.TemporaryDirectory() as folder:
         runs = run_calibration(args.keys, cfg, folder)
         return with_settings_of_plan(by_runs(runs), runs[0], cfg)
@@ -400,22 +467,38 @@ def _planned(args: argparse.Namespace, cfg: Config) -> Plan:
 
 
 def _validate(cfg: Config, needs_model: bool) -> None:
-    """Check a config whose GPUs are not here. Raises ConfigError.
+    """Check a config whose GPUs and data are not here: nothing is run. Raises ConfigError.
 
     `needs_model`: else a config.json will do, without the tokenizer that a run needs.
     """
     path = cfg.model.path
-    if not needs_model:
+    if not needs_model and path.strip():
         cfg.model.path = "a/model"  # of the hub, whose files are not looked for
+    # What only a run needs.
+    cfg.data.train_files = cfg.data.train_files or "some/data"
+    if cfg.trainer.total_steps is None and cfg.trainer.total_epochs is None:
+        cfg.trainer.total_steps = 1
     try:
-        validate(cfg, MOST_GPUS)
+        with noting_what_is_missing():
+            validate(cfg, MOST_GPUS)
     finally:
         cfg.model.path = path
+
+
+def _enlarge_for_replicas(cfg: Config) -> None:
+    """Give the rollout's pool whole replicas: by --hardware the planner divides GPUs, and the
+    config's sizes stand for nothing."""
+    width = cfg.rollout.tensor_parallel_size
+    pool = cfg.placement.roles.get("rollout", "")
+    if width > 1 and pool in cfg.placement.pools:
+        (size,) = cfg.placement.pools[pool]
+        cfg.placement.pools[pool] = [math.ceil(size / width) * width]
 
 
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit code. Raises ConfigError: bad input."""
     args = _parse(argv)
+    quiet_libraries()
     cfg = load_config(args.keys)
     if args.hardware:
         planned_gpu(args.hardware)  # before anything slow
@@ -428,6 +511,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--gpus {gpus}: must be a whole number from 1 to {MOST_GPUS}")
     if args.runs or args.times or args.hardware:  # this machine need not have the GPUs
         cfg.placement.pools = {name: [on_one_node(sizes)] for name, sizes in pools.items()}
+        if args.hardware:
+            _enlarge_for_replicas(cfg)
         _validate(cfg, needs_model=not args.hardware)
     else:
         validate(cfg, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -97,6 +99,20 @@ def test_eight_gpus_and_a_7b(capsys):
     assert "--response-tokens" not in out
 
 
+def test_neither_data_nor_a_config_nor_fitting_pools_are_needed(capsys):
+    assert main([SEVEN_B, "--hardware", "H200", "--gpus", "4"]) == 0
+    assert main([*SMALL, "data.train_files=nowhere.jsonl", "--hardware", "H200"]) == 0
+    large = ["model.path=Qwen/Qwen2.5-72B", "rollout.tensor_parallel_size=4"]
+    assert main([*SMALL, *large, "--hardware", "H100", "--gpus", "26"]) == 0
+    assert "4 + 22 " in capsys.readouterr().out
+
+
+def test_its_libraries_are_quiet():
+    command = [sys.executable, "-m", "one_step_off.plan", *SMALL, SEVEN_B, "--hardware", "H200"]
+    done = subprocess.run([*command, "--gpus", "4"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_config_json_alone_is_enough(tmp_path, capsys):
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     config = transformers.AutoConfig.for_model("qwen2", **sizes, num_key_value_heads=2)
@@ -117,11 +133,11 @@ def test_a_config_json_alone_is_enough(tmp_path, capsys):
         (["--response-tokens", "9", "--times", "1,1,1"], "--response-tokens 9: needs --hardware"),
         (
             ["--hardware", "A100", "model.path=Qwen/Qwen2.5-72B"],
-            "rollout.tensor_parallel_size=1: the weights of 145 GB and one sequence do not fit",
+            "may be used; rollout.tensor_parallel_size=4 fits",
         ),
         (
             ["--hardware", "H100", "model.path=Qwen/Qwen2.5-32B", "--gpus", "4"],
-            "--gpus 4: no split has 1 for a replica, 10 for the model that trains",
+            "--gpus 4: at least 11 are needed, 1 for a replica and 10 for the trainer; or 10, col",
         ),
     ],
 )

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from one_step_off.config.command_line import exit_code
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.planner import calibration, measured_sync, planner
@@ -36,7 +37,7 @@ def rows_of(out: str) -> dict[tuple[str, str], float]:
     found = {}
     for line in out.splitlines():
         words = line[44:].split()
-        if len(words) == 4 and words[1].endswith("%"):
+        if len(words) == 4 and (words[1].endswith("%") or words[1] == "-"):
             found[line[:20].strip(), line[20:44].strip()] = float(words[0])
     return found
 
@@ -69,6 +70,45 @@ def test_the_split_of_the_config_takes_as_long_as_it_was_given(capsys) -> None:
     assert rows_of(capsys.readouterr().out)["2 + 6", "synchronous"] == pytest.approx(
         135.0, rel=0.02
     )
+
+
+def test_given_times_say_where_they_were_measured(capsys) -> None:
+    """And parts of no time are not printed."""
+    assert main([*GPUS, "--times", "60,70,0", "--gpus", "16"]) == 0
+    out = capsys.readouterr().out
+    assert "--times 60,70,0: seconds measured on 2 + 6 GPUs (rollout + trainer)" in out
+    assumed = out.split("rollout + trainer   arrangement")[0]
+    assert "on any number of them" not in assumed
+    assert "check" not in assumed
+
+
+def test_gpus_that_do_both_have_no_idle_share(capsys) -> None:
+    assert main([*GPUS, "--times", "60,70,5,30"]) == 0
+    out = capsys.readouterr().out
+    (colocated,) = [line for line in out.splitlines() if line.startswith("8  ")]
+    assert colocated.split()[4:6] == ["-", "-"]
+    assert "-: all GPUs generate and train" in out
+
+
+def test_gpus_that_do_not_divide_get_the_next_number_that_does() -> None:
+    cfg = load_config([*GPUS, "rollout.tensor_parallel_size=2", "actor.tensor_parallel_size=2"])
+    with pytest.raises(ConfigError, match="--gpus 7: cannot be divided .*; give 8"):
+        planner.arrangements(cfg, 7)
+    assert planner.arrangements(cfg, 8)
+    with pytest.raises(ConfigError, match="--gpus 3: at least 4 are needed, 2 for a replica"):
+        planner.arrangements(cfg, 3)
+
+
+def test_fewer_gpus_than_a_split_needs_are_colocated() -> None:
+    cfg = load_config(GPUS)
+    with pytest.raises(ConfigError, match="at least 4 are needed, .*; or 3, colocated"):
+        planner.arrangements(cfg, 2, min_ranks=3)
+    (alone,) = planner.arrangements(cfg, 3, min_ranks=3)
+    assert (alone.name, alone.ranks) == (planner.COLOCATED, 3)
+    with pytest.raises(
+        ConfigError, match="actor.ppo_mini_batch_size=8: its 32 samples are too few"
+    ):
+        planner.arrangements(cfg, 32, min_ranks=33)
 
 
 def test_one_gpu_is_shared_or_colocated(capsys) -> None:
@@ -268,7 +308,7 @@ def test_a_calibration_that_fails_says_why(monkeypatch) -> None:
                 "rollout.tensor_parallel_size=4",
                 "placement.pools.rollout=[4]",
             ],
-            "no split",
+            "--gpus 3: at least 5 are needed, 4 for a replica and 1 for the trainer",
         ),
         (
             ["--times", "1,2,3", "rollout.engine_kwargs={max_num_seqs: none}"],
@@ -351,7 +391,8 @@ def test_canary_and_early_transfer_of_the_plan_shorten_what_is_exposed(tmp_path,
     folder = tmp_path / "whole"
     write_run(folder, 8)
     plain, out = steps_of_plan(capsys, folder)
-    assert "0.25 s in which the trainer and 0.25 s in which the replicas check it" in out
+    assert "of which the trainer checks it for 0.25 s and the replicas for 0.25 s" in out
+    assert f"measured: {folder}, model.path=a/b, on 2 + 6 GPUs (rollout + trainer)" in out
     assert "weight_sync." not in out
     beside, out = steps_of_plan(capsys, folder, "weight_sync.canary_overlap=true")
     assert "score the canary of 0.25 s beside the next prompts" in out
