@@ -181,7 +181,7 @@ def _gpus(cfg: Config) -> str:
     kind = "processes" if resolved_device(cfg) == "cpu" else "GPUs"
     rollout = replicas * cfg.rollout.tensor_parallel_size
     if cfg.placement.roles["rollout"] == cfg.placement.roles["actor"]:
-        return f"{ranks} {kind} that generate and train"
+        return f"{ranks} of the {kind}, for both rollout and trainer"
     return f"{rollout} + {ranks} {kind} (rollout + trainer)"
 
 

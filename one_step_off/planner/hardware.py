@@ -359,7 +359,7 @@ def _train_flops(cfg: Config, model: PlannedModel, context: float, lengths: np.n
     if "ref" in roles:
         flops += forward
     if "critic" in roles:  # taken as large as the policy
-        flops += forward + 3 * cfg.critic.ppo_epochs * forward
+        flops += forward + 3 * (cfg.critic.ppo_epochs or cfg.actor.ppo_epochs) * forward
     return flops
 
 

@@ -107,6 +107,15 @@ def test_neither_data_nor_a_config_nor_fitting_pools_are_needed(capsys):
     assert "4 + 22 " in capsys.readouterr().out
 
 
+def test_a_critic_has_the_epochs_of_the_actor():
+    critic = "config=config/ppo_gae.yaml"
+    cfg = load_config([critic, "critic.ppo_epochs=null"])
+    same = load_config([critic, f"critic.ppo_epochs={cfg.actor.ppo_epochs}"])
+    model, gpu = hardware.planned_model("Qwen/Qwen2.5-7B"), hardware.GPUS["H200"]
+    work, expected = (hardware.by_hardware(c, model, gpu).work for c in (cfg, same))
+    assert work.train_token_s == expected.train_token_s
+
+
 def test_its_libraries_are_quiet():
     command = [sys.executable, "-m", "one_step_off.plan", *SMALL, SEVEN_B, "--hardware", "H200"]
     done = subprocess.run([*command, "--gpus", "4"], capture_output=True, text=True, timeout=120)
