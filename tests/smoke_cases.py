@@ -409,6 +409,10 @@ WITHOUT = [
     CommandWithoutCase(FIRST_OF_CI, "shell/setup.sh"),
     CommandWithoutCase(FIRST_OF_CI, "shell/test.sh"),
     CommandWithoutCase(
+        "asks the package index for minutes; test_packaging.py resolves the same",
+        "shell/resolve_constraints.sh",
+    ),
+    CommandWithoutCase(
         "installs the openai-agents SDK; tests/unit/project/test_shell.py has what it runs",
         "shell/run_external_agent.sh",
     ),
@@ -419,6 +423,19 @@ WITHOUT = [
         ("DATA",),
     ),
     CommandWithoutCase(GPUS, MAIN, keys={"config": "config/qwen_gsm8k_fsdp.yaml"}),
+    CommandWithoutCase(GPUS, MAIN, keys={"placement.device": "cuda"}),
+    CommandWithoutCase(
+        "needs a run on GPUs; plan_runs reads two runs of the tiny model",
+        "one_step_off.plan",
+        flags=("--from",),
+        keys={"config": "config/qwen_gsm8k_fsdp.yaml"},
+    ),
+    CommandWithoutCase(
+        "plan_times gives times for the tiny model",
+        "one_step_off.plan",
+        flags=("--times",),
+        keys={"config": "config/qwen_gsm8k_fsdp.yaml"},
+    ),
     CommandWithoutCase(GPUS, MAIN, keys={"config": "config/dapo_7b.yaml"}),
     CommandWithoutCase(PRETRAINED, MAIN, keys={"config": "config/smollm2_addition_cpu.yaml"}),
     CommandWithoutCase(

@@ -49,6 +49,8 @@ def test_an_episode_without_room_for_a_second_answer_ends_by_length(tmp_path):
     assert sum("finished by length" in log for log in logs) > len(logs) / 2
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_an_agent_that_fails_ends_the_run_with_its_reason(tmp_path):
     run = train(tmp_path / "run", f"agent.command={AGENT} fails")
     assert run.returncode == 1, run.stdout + run.stderr
@@ -57,6 +59,8 @@ def test_an_agent_that_fails_ends_the_run_with_its_reason(tmp_path):
     assert "its last line: the second answer is no answer" in run.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_groups_of_failed_agents_are_dropped_and_seen(tmp_path):
     folder = tmp_path / "run"
     run = train(folder, f"agent.command={AGENT} fails", "reward.on_error=drop")
