@@ -131,7 +131,8 @@ def words_of(case: SmokeCase, checkout: Path) -> list[str]:
     """The command line. The pages show two ways to run the throughput benchmark: this one uses
     shell/bench.sh."""
     arguments = [
-        re.sub(r"^(config=)?(?=config/)", rf"\1{checkout}/", word) for word in case.arguments
+        re.sub(r"^(config=)?(?=(config|tests)/)", rf"\1{checkout}/", word)
+        for word in case.arguments
     ]
     if case.program.startswith("shell/"):
         return ["bash", f"{checkout}/{case.program}", *arguments]
