@@ -102,6 +102,7 @@ class ConsoleStream(UnfailingStream):
         writer: writes for a run; None: each write waits.
         failure: why a run's text was not taken for the first time; "": all was.
         on_failure: see `OnFailure`; None: nobody is told.
+        is_redrawn: whether a bar is shown, so that a text that is not taken is worth nothing later.
     """
 
     def __init__(self, name: str, stream: Any) -> None:
@@ -111,6 +112,7 @@ class ConsoleStream(UnfailingStream):
         self.writer: ConsoleWriter | None = None
         self.failure = ""
         self.on_failure: OnFailure | None = None
+        self.is_redrawn = False
         encoding = getattr(stream, "encoding", None) or "utf-8"
         errors = getattr(stream, "errors", None)
         lossy = errors if errors in LOSSY_ERRORS else "replace"
@@ -198,7 +200,7 @@ class ConsoleWriter:
         self.streams = streams
         self.process = os.getpid()
         # A finalizer may print in the middle of a print; this queue allows that.
-        self.texts: queue.SimpleQueue[tuple[ConsoleStream, str] | None] = queue.SimpleQueue()
+        self.texts: queue.SimpleQueue[tuple[ConsoleStream, str, str] | None] = queue.SimpleQueue()
         self.waiting_since: float | None = None
         # A notebook knows by the context to which cell printed lines belong.
         context = contextvars.copy_context()
@@ -219,10 +221,12 @@ class ConsoleWriter:
 
     def put(self, stream: ConsoleStream, text: str) -> None:
         """Write a text soon; returns at once."""
+        # Decided here: the bar may end before the thread comes to this text.
+        lasting_text = "" if stream.is_redrawn else text
         if self.is_stalled or self.texts.qsize() >= MAX_PENDING_TEXTS:
-            stream.leave_out(NOT_READ, text)
+            stream.leave_out(NOT_READ, lasting_text)
             return
-        self.texts.put((stream, text))
+        self.texts.put((stream, text, lasting_text))
 
     def close(self) -> None:
         """Wait until all is written, as long as the reader reads, and CLOSE_TIMEOUT_S at most."""
@@ -235,12 +239,12 @@ class ConsoleWriter:
                 stream.leave_out(NOT_READ, "")
 
     def _work(self) -> None:
-        for stream, text in iter(self.texts.get, None):
+        for stream, text, lasting_text in iter(self.texts.get, None):
             self._begin_piece()
             try:
                 stream.write_now(text, self._begin_piece)
             except Exception as error:
-                stream.leave_out(reason_of(error), text)
+                stream.leave_out(reason_of(error), lasting_text)
             self.waiting_since = None
 
     def _begin_piece(self) -> None:

@@ -135,11 +135,14 @@ class RunConsole(progress.Progress):
                 self.streams.callback(setattr, stream, "on_failure", None)
                 if stream.failure:  # before this began
                     self._log_unwritten(stream.name, stream.failure, "")
+            out.is_redrawn = not self.disable
         self.start()
         return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         self.stop()
+        if self.uses_stdout:
+            self.other_streams["stderr"].is_redrawn = False
         self.streams.close()
 
     def _log_unwritten(self, stream: str, reason: str, text: str) -> None:
@@ -154,8 +157,7 @@ class RunConsole(progress.Progress):
             warning = f"warning: {stream}: {reason}; its lines go to {self.log_file}\n"
             self.other_streams[stream].write(warning)
         text = STYLES.sub("", text)
-        is_bar = ESCAPE in text or (stream == "stdout" and not self.disable)
-        if is_bar:
+        if ESCAPE in text:
             text = ""
         with contextlib.suppress(OSError):
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -166,6 +168,7 @@ class RunConsole(progress.Progress):
         if "stdout" in self.log_reasons and not self.disable:
             self.stop()
             self.disable = True
+            self.other_streams["stderr"].is_redrawn = False
 
     def get_renderables(self) -> Iterator[Any]:
         """The live part, as rich asks for it."""

@@ -139,6 +139,8 @@ def _check_signature(name: str, function: Callable[..., Any], kwargs: dict[str, 
         "give its parameters these names, or defaults; **kwargs takes further arguments (the "
         "`solution_str` of verl is `response` here)"
     )
+    if set(arguments) & set(kwargs):
+        fix = "rename this key of reward.kwargs, and the parameter of the function"
     with as_config_error(problem, fix, TypeError):
         signature.bind(**dict.fromkeys(arguments), **kwargs)
     return takes_extra_info
