@@ -35,10 +35,10 @@ BACKENDS = ("fsdp", "megatron")
 def worker_class(backend: str) -> type[TrainedWorker]:
     """The policy of a back end. Megatron-core is an extra, and imported only if asked for."""
     if backend == "megatron":
-        from one_step_off.training.megatron_workers import MegatronPolicyWorker
+        from one_step_off.training.megatron.megatron_workers import MegatronPolicyWorker
 
         return MegatronPolicyWorker
-    from one_step_off.training.fsdp_workers import PolicyWorker
+    from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
 
     return PolicyWorker
 

@@ -25,7 +25,7 @@ from one_step_off.config.optimizer_checks import OPTIMIZERS
 from one_step_off.config.schema import Config
 from one_step_off.models import tiny_qwen
 from one_step_off.training import optimizers
-from one_step_off.training.fsdp_workers import PolicyWorker
+from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
 
 LEARNING_RATE = 1e-6
 

@@ -34,7 +34,7 @@ def table(folder: Path) -> list[str]:
 
 def packages_of(folder: Path) -> list[Path]:
     """The folders of its packages, in order."""
-    return sorted(path.parent for path in folder.glob("*/__init__.py"))
+    return sorted(path.parent for path in folder.rglob("*/__init__.py") if path.parent != folder)
 
 
 def module_tables() -> str:

@@ -1,9 +1,9 @@
-"""The command `python -m one_step_off.convert`; its program is `runtime/convert.py`."""
+"""The command `python -m one_step_off.convert`; its program is `tools/convert/convert.py`."""
 
 import sys
 
 from one_step_off.config.command_line import exit_code
-from one_step_off.runtime.convert import main
+from one_step_off.tools.convert.convert import main
 
 if __name__ == "__main__":
     sys.exit(exit_code(main, sys.argv[1:]))

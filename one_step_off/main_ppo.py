@@ -1,7 +1,7 @@
 """The command line: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [FLAGS]
 
 `--profile STEP` stands for trainer.profile_step=STEP. `--replay OUTPUT_DIR/skipped/step_NNNNNN`
-repeats an update that a run skipped; see `runtime/replay.py`."""
+repeats an update that a run skipped; see `tools/replay.py`."""
 
 import sys
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def _main(argv: list[str]) -> int:
         print(USAGE, file=sys.stderr)
         return 2
     if argv[0] == "convert":
-        from one_step_off.runtime.convert import main as convert
+        from one_step_off.tools.convert.convert import main as convert
 
         return convert(argv[1:])
     if "--help" in argv or "-h" in argv:
@@ -81,7 +81,7 @@ def _main(argv: list[str]) -> int:
         never_wait()
     cfg = load_config(arguments.settings)
     if arguments.check:
-        from one_step_off.runtime.check import run_checks
+        from one_step_off.tools.check import run_checks
 
         return run_checks(cfg, print_at_once)
     if arguments.dry_run:
@@ -114,7 +114,7 @@ def _run(cfg: Config, replay_folder: str | None) -> int:
     def program() -> int:
         # The slow imports only now: a wrong config, or a folder in use, is refused before them.
         from one_step_off.runtime.launch import run
-        from one_step_off.runtime.replay import replay
+        from one_step_off.tools.replay import replay
 
         if replay_folder is not None:
             return replay(cfg, replay_folder)

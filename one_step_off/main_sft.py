@@ -35,7 +35,7 @@ def _main(argv: list[str]) -> int:
         never_wait()
     cfg = load_config(arguments.settings)
     if arguments.check:
-        from one_step_off.runtime.check import run_supervised_checks
+        from one_step_off.tools.check import run_supervised_checks
 
         return run_supervised_checks(cfg, print_at_once)
     if arguments.dry_run:

@@ -1,9 +1,9 @@
-"""The command `python -m one_step_off.plan`; its program is `planner/planner.py`."""
+"""The command `python -m one_step_off.plan`; its program is `tools/planner/planner.py`."""
 
 import sys
 
 from one_step_off.config.command_line import exit_code
-from one_step_off.planner.planner import main
+from one_step_off.tools.planner.planner import main
 
 if __name__ == "__main__":
     sys.exit(exit_code(main, sys.argv[1:]))

@@ -3,7 +3,7 @@ vLLM's loader would do."""
 
 import torch
 
-from one_step_off.weight_sync.vllm_adapter import AdapterWorkerExtension
+from one_step_off.engines.vllm.adapter_extension import AdapterWorkerExtension
 
 BROKEN_VERSION = 1
 

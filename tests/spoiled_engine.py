@@ -3,7 +3,7 @@ one sync, and after all of the sync's own checks. Only the canary can find that.
 
 from typing import Any
 
-from one_step_off.weight_sync import vllm_receiver
+from one_step_off.engines.vllm import worker_extension as vllm_receiver
 
 SPOILED_VERSION = 2
 SPOILED_RECEIVER = 1

@@ -10,7 +10,7 @@ import torch
 from vllm import _custom_ops
 from vllm.model_executor.layers import utils
 
-from one_step_off.weight_sync import vllm_receiver
+from one_step_off.engines.vllm import worker_extension as vllm_receiver
 
 _custom_ops._supports_onednn = False
 utils.check_cpu_sgl_kernel = lambda *args: False

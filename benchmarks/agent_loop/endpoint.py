@@ -18,8 +18,8 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.endpoint.keys import make_fleet_key
 from one_step_off.endpoint.replica_server import EndpointAccess, ReplicaServer
+from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling
-from one_step_off.rollout.vllm_replica import RolloutReplica
 
 
 class EndpointArm:
@@ -43,7 +43,9 @@ class EndpointArm:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """The endpoint of the replica, during the block."""
-        from one_step_off.endpoint.serving import Serving  # vLLM, after the environment is set
+        from one_step_off.engines.vllm.chat.serving import (
+            Serving,  # vLLM, after the environment is set
+        )
 
         data = self.cfg.data
         access = EndpointAccess("", make_fleet_key())

@@ -16,8 +16,8 @@ from agent_loop.base import Generated
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.models import tiny_qwen
+from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling
-from one_step_off.rollout.vllm_replica import RolloutReplica
 
 TOOL_CALL = tiny_qwen.CALL.format(expression="12 * 13")
 ANSWER = " #### 156"

@@ -18,8 +18,8 @@ from benchmarks.common.paths import config_path
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
+from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling
-from one_step_off.rollout.vllm_replica import RolloutReplica
 
 AGENT_LOOP = "agent loop"
 BARE_VLLM = "bare vLLM"

@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks.common.report import markdown_table
 from one_step_off.config.schema import WeightSyncConfig
-from one_step_off.planner.simulation import simulate
-from one_step_off.planner.work import Work
+from one_step_off.tools.planner.simulation import simulate
+from one_step_off.tools.planner.work import Work
 
 # Of a token of a sample: id, log-prob, mask and version.
 TOKEN_BYTES = 4 + 4 + 1 + 4

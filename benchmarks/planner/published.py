@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.report import markdown_table
-from one_step_off.planner.simulation import simulate
-from one_step_off.planner.work import Work
+from one_step_off.tools.planner.simulation import simulate
+from one_step_off.tools.planner.work import Work
 
 STEP = "median/time/step_s"
 GENERATE = "median/time/generate_s"

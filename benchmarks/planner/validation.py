@@ -17,11 +17,11 @@ from benchmarks.common.runs import SEPARATE_DEVICES, alternated, run_arm
 from one_step_off.config.loading import load_config
 from one_step_off.config.placement import resolved_device
 from one_step_off.monitoring.summary import speed_summary
-from one_step_off.planner import calibration
-from one_step_off.planner.measured_sync import WARM_UP
-from one_step_off.planner.simulation import simulate
-from one_step_off.planner.work import Work
 from one_step_off.runtime.validation import validate
+from one_step_off.tools.planner import calibration
+from one_step_off.tools.planner.measured_sync import WARM_UP
+from one_step_off.tools.planner.simulation import simulate
+from one_step_off.tools.planner.work import Work
 
 STEPS = 20
 FIXED_KEYS = [

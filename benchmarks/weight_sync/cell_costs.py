@@ -12,8 +12,8 @@ import torch
 from benchmarks.common.large_models import QWEN3_235B
 from benchmarks.common.report import markdown_table
 from benchmarks.weight_sync.shard_traffic import routes_of
+from one_step_off.engines.vllm.shard_layout import BoundCells
 from one_step_off.weight_sync.kept_blocks import Block
-from one_step_off.weight_sync.kept_layout import BoundCells
 from one_step_off.weight_sync.kept_model import KeptModel
 from one_step_off.weight_sync.routes import Message
 

@@ -21,7 +21,7 @@ from benchmarks.weight_sync.tied_head import repack_tied_head
 from benchmarks.weight_sync.trainer import FROM_RANK_0, close_endpoint, return_free_memory
 from benchmarks.weight_sync.vllm_transfer import TimedEngine
 from one_step_off.distributed_util import DedicatedGroup
-from one_step_off.weight_sync.vllm_receiver import SyncWorkerExtension
+from one_step_off.engines.vllm.worker_extension import SyncWorkerExtension
 
 
 class PhaseTimer:

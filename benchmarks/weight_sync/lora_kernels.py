@@ -1,6 +1,6 @@
 """An engine with vLLM's own LoRA kernels, for comparison."""
 
-from one_step_off.weight_sync.vllm_adapter import AdapterWorkerExtension
+from one_step_off.engines.vllm.adapter_extension import AdapterWorkerExtension
 
 
 class VllmKernelsExtension(AdapterWorkerExtension):

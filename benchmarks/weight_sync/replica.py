@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.weight_sync.trainer import set_weight_sync_keys
 from one_step_off.data.samples import Stamp
-from one_step_off.rollout.vllm_replica import RolloutReplica
+from one_step_off.rollout.replica import RolloutReplica
 
 
 def slowest(reports: list[dict[str, float]]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from one_step_off.cluster.remote_calls import (
     with_time_limit,
 )
 from one_step_off.config.schema import Config
-from one_step_off.rollout.engine_processes import ProcessId
+from one_step_off.engines.engine_processes import ProcessId
 from one_step_off.rollout.health import ReplicaHealth, ReplicaState
 
 PING_S = 10.0  # for a replica to answer a heartbeat

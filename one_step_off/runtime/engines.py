@@ -25,12 +25,12 @@ from one_step_off.config.sources import source_rewards
 from one_step_off.config.teachers import processes_per_slot
 from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.endpoint.usage import uses_endpoint
+from one_step_off.engines.engine_processes import kill_engines_of_run
 from one_step_off.rewards.scoring import Scorer
-from one_step_off.rollout.engine_processes import kill_engines_of_run
+from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.sampling import engine_seed
 from one_step_off.rollout.take_over import take_over
-from one_step_off.rollout.vllm_replica import RolloutReplica
 from one_step_off.runtime.prepare import Prepared
 from one_step_off.runtime.process_env import engine_env, process_env
 from one_step_off.training.trainer_group import TrainGroup

@@ -25,7 +25,7 @@ from one_step_off.config.placement import resolved_device
 from one_step_off.config.schema import Config
 from one_step_off.data import run_data
 from one_step_off.data.teacher_rows import check_teacher_sources
-from one_step_off.endpoint.parsers import check_parsers
+from one_step_off.engines.vllm.chat.parsers import check_parsers
 from one_step_off.models.adapted_layers import check_engine_can_hold
 from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
 from one_step_off.models.torch_packages import check_torch_companions

@@ -19,15 +19,15 @@ from one_step_off.config.device_shares import shares_device
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
+from one_step_off.engines.vllm.teacher_engine import TeacherEngine
 from one_step_off.ray_trainer import Roles
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
-from one_step_off.rollout.teacher_engine import TeacherEngine
 from one_step_off.runtime.engines import RunEngines, kill_all
 from one_step_off.runtime.prepare import Prepared
 from one_step_off.runtime.process_env import engine_env, trainer_env
 from one_step_off.runtime.teachers import config_of_groups, teachers_of
-from one_step_off.training.fsdp_workers import WORKERS
+from one_step_off.training.fsdp.fsdp_workers import WORKERS
 from one_step_off.training.reward_models import LocalRewardModel, RemoteRewardModel
 from one_step_off.training.teachers import TeacherEngineGroup, TeacherGroup
 from one_step_off.training.trainer_group import TrainGroup
@@ -180,7 +180,7 @@ class RunProcesses:
     def _worker_class(self, role: str) -> type:
         if role_settings(self.cfg, role).backend == "megatron":
             # An extra, and slow to import.
-            from one_step_off.training import megatron_workers
+            from one_step_off.training.megatron import megatron_workers
 
             return megatron_workers.WORKERS[role]
         return WORKERS[role]

@@ -16,7 +16,7 @@ from one_step_off.runtime.prepare import Prepared
 from one_step_off.runtime.process_env import trainer_env
 from one_step_off.runtime.processes import answering_ranks
 from one_step_off.supervised_trainer import SupervisedRoles
-from one_step_off.training.fsdp_workers import SupervisedWorker
+from one_step_off.training.fsdp.fsdp_workers import SupervisedWorker
 from one_step_off.training.trainer_group import TrainGroup
 
 
@@ -53,7 +53,7 @@ class SupervisedProcesses:
     def _worker_class(self) -> type:
         if role_settings(self.cfg, "actor").backend == "megatron":
             # An extra, and slow to import.
-            from one_step_off.training.megatron_workers import MegatronSupervisedWorker
+            from one_step_off.training.megatron.megatron_workers import MegatronSupervisedWorker
 
             return MegatronSupervisedWorker
         return SupervisedWorker

@@ -77,16 +77,16 @@ def _change_log_probs(args: tuple) -> None:
     args[2][0] = args[2][0] + 9.0
 
 
-FSDP = "one_step_off.training.fsdp_workers"
+FSDP = "one_step_off.training.fsdp.fsdp_workers"
 TRAINED_WORKER = "one_step_off.training.trained_worker"
 WORKER_CHECKPOINT = "one_step_off.training.worker_checkpoint"
 POLICY_ROLE = "one_step_off.training.policy_role"
 WEIGHT_EXPORT = "one_step_off.training.weight_export"
-ROLLOUT = "one_step_off.rollout.vllm_replica"
+ROLLOUT = "one_step_off.rollout.replica"
 SENDER = "one_step_off.weight_sync.sender"
 RECEIVER = "one_step_off.weight_sync.receiver"
 TRAINER_SENDER = "one_step_off.weight_sync.trainer_sender"
-VLLM_RECEIVER = "one_step_off.weight_sync.vllm_receiver"
+VLLM_RECEIVER = "one_step_off.engines.vllm.worker_extension"
 PIPELINE = "one_step_off.ray_trainer"
 CHECKPOINT = "one_step_off.checkpoint.checkpointer"
 SAMPLE_FILES = "one_step_off.checkpoint.sample_files"

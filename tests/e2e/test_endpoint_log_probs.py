@@ -49,8 +49,8 @@ async def converse(replica: Any, serving: Any, agent: SimulatedAgent, number: in
 
 
 async def all_samples(cfg: Config) -> list[Sample]:
-    from one_step_off.endpoint.serving import Serving
-    from one_step_off.rollout.vllm_replica import RolloutReplica
+    from one_step_off.engines.vllm.chat.serving import Serving
+    from one_step_off.rollout.replica import RolloutReplica
 
     replica = RolloutReplica(cfg, 0, "cpu", [])
     await replica.start()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from one_step_off.gpu_check.table import CHECKS
+from one_step_off.tools.gpu_check.table import CHECKS
 
 ROOT = Path(__file__).parents[2]
 FAST = ("devices", "dead_peer", "weights_same_device")

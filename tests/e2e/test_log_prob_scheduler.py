@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from one_step_off.rollout.engine_args import engine_args
+from one_step_off.engines.vllm.engine_args import engine_args
 from one_step_off.runtime.process_env import CPU_ENGINE_ENV, process_env
 from tests.conftest import tiny_config
 

@@ -17,8 +17,8 @@ from agent_loop.external import AgentFailed
 from one_step_off.cluster.core_binding import pin_process
 from one_step_off.config.agent_checks import ENVIRONMENT_KINDS
 from one_step_off.config.errors import ConfigError
+from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling
-from one_step_off.rollout.vllm_replica import RolloutReplica
 from tests.unit.agent_loop import agents
 from tests.unit.agent_loop.external_setting import (
     LIMITS,

@@ -24,8 +24,8 @@ from agent_loop.host.output import Log
 from agent_loop.host.process_agents import Agent, ProcessAgents
 from agent_loop.host.process_tree import is_running
 from one_step_off.rewards.reward import RewardError
+from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling
-from one_step_off.rollout.vllm_replica import RolloutReplica
 from tests.unit.agent_loop.external_setting import (
     LIMITS,
     MODULE,

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planner import validation
 from benchmarks.planner.paper import paper
 from benchmarks.planner.published import published
-from one_step_off.planner.work import Work
+from one_step_off.tools.planner.work import Work
 
 ROOT = Path(__file__).parents[3]
 

@@ -142,7 +142,7 @@ def write_at_once(worker: Any, folder: str) -> None:
         return
     from megatron.core import dist_checkpointing
 
-    from one_step_off.training.megatron_workers import SHARDING, cuda_is_cpu
+    from one_step_off.training.megatron.megatron_workers import SHARDING, cuda_is_cpu
 
     os.makedirs(folder, exist_ok=True)
     with cuda_is_cpu(worker.device):

@@ -10,7 +10,7 @@ from one_step_off.config.loading import load_config
 from one_step_off.config.placement import placement_text, process_cores, processes_per_node
 from one_step_off.config.roles import data_parallel_size
 from one_step_off.config.schema import Config
-from one_step_off.rollout.engine_args import engine_args
+from one_step_off.engines.vllm.engine_args import engine_args
 from one_step_off.runtime.validation import validate
 
 BASE = (

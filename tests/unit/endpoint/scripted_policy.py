@@ -14,7 +14,7 @@ from agent_loop.episode import Episode
 from agent_loop.trajectory import Generated
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
-from one_step_off.rollout.engine_args import engine_args
+from one_step_off.engines.vllm.engine_args import engine_args
 
 PROMPT = Prompt((0, 7), np.array([3, 4], np.int32), "q", "156")
 
@@ -25,7 +25,7 @@ def make_serving(cfg: Config) -> Any:
     from vllm import AsyncEngineArgs
     from vllm.renderers import renderer_from_config
 
-    from one_step_off.endpoint.serving import Serving
+    from one_step_off.engines.vllm.chat.serving import Serving
 
     vllm_config = AsyncEngineArgs(**engine_args(cfg, "cpu")).create_engine_config()
     engine = SimpleNamespace(

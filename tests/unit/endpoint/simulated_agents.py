@@ -10,8 +10,8 @@ import json
 import random
 from typing import Any
 
-from one_step_off.endpoint import requests
 from one_step_off.endpoint.answers import Answer
+from one_step_off.engines.vllm.chat import requests
 
 TOOL_SCHEMA = {
     "type": "object",

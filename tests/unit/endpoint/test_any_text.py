@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from agent_loop.episode import Episode
 from agent_loop.trajectory import Generated
 from one_step_off.config.schema import Config
-from one_step_off.endpoint import events, requests
+from one_step_off.endpoint import events
 from one_step_off.endpoint.answers import Answer
-from one_step_off.endpoint.parsers import whole_characters
+from one_step_off.engines.vllm.chat import requests
+from one_step_off.engines.vllm.chat.parsers import whole_characters
 from one_step_off.models import tiny_qwen
 from tests.unit.endpoint.scripted_policy import PROMPT, ScriptedPolicy, make_serving
 from tests.unit.endpoint.simulated_agents import TOOL_SCHEMA

@@ -15,9 +15,9 @@ import pytest
 
 from agent_loop.episode import Episode
 from one_step_off.config.schema import Config
-from one_step_off.endpoint import conversation, requests
-from one_step_off.endpoint.conversation import ConversationRecord
 from one_step_off.endpoint.guarded_server import MIB, HttpLimits
+from one_step_off.engines.vllm.chat import conversation, requests
+from one_step_off.engines.vllm.chat.conversation import ConversationRecord
 from one_step_off.models import tiny_qwen
 from tests.unit.endpoint.scripted_policy import ScriptedPolicy, make_serving
 from tests.unit.endpoint.stand_ins import Endpoint, endpoint

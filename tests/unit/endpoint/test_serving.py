@@ -14,9 +14,9 @@ from agent_loop.base import Limits
 from agent_loop.episode import Episode
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
-from one_step_off.endpoint import requests
 from one_step_off.endpoint.answers import Answer
-from one_step_off.endpoint.parsers import check_parsers
+from one_step_off.engines.vllm.chat import requests
+from one_step_off.engines.vllm.chat.parsers import check_parsers
 from one_step_off.models import tiny_qwen
 from tests.unit.endpoint.scripted_policy import PROMPT, ScriptedPolicy, make_serving
 from tests.unit.endpoint.simulated_agents import TOOL_SCHEMA, events_of

@@ -257,7 +257,7 @@ def test_the_port_stays_open_from_one_borrower_to_the_next():
 
 def test_a_run_without_agents_imports_no_server():
     code = (
-        "import sys, one_step_off.runtime.launch, one_step_off.rollout.vllm_replica; "
+        "import sys, one_step_off.runtime.launch, one_step_off.rollout.replica; "
         "print([name for name in sys.modules if name == 'one_step_off.endpoint.gateway' "
         "or name.startswith('aiohttp.web')])"
     )

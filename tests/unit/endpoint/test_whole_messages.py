@@ -11,7 +11,7 @@ import pytest
 
 from one_step_off.config.schema import Config
 from one_step_off.data.messages import normalized_messages, normalized_tools, render_chat
-from one_step_off.endpoint import requests
+from one_step_off.engines.vllm.chat import requests
 from one_step_off.models import tiny_qwen
 from tests.unit.data.chat_templates import KIMI, QWEN
 from tests.unit.endpoint.scripted_policy import ScriptedPolicy, make_serving

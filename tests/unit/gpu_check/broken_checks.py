@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from one_step_off.gpu_check.check import Check, CheckFailed, Context, Figures, Skip
+from one_step_off.tools.gpu_check.check import Check, CheckFailed, Context, Figures, Skip
 
 HERE = __name__
 LIMIT_S = 30.0

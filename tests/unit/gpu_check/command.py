@@ -2,7 +2,7 @@
 
 import sys
 
-from one_step_off.gpu_check.__main__ import main
+from one_step_off.tools.gpu_check.command import main
 from tests.unit.gpu_check.broken_checks import CHECKS
 
 if __name__ == "__main__":

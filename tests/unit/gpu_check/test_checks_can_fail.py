@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from one_step_off.gpu_check import peers
-from one_step_off.gpu_check.check import CheckFailed, Context
-from one_step_off.gpu_check.checks import (
+from one_step_off.tools.gpu_check import peers
+from one_step_off.tools.gpu_check.check import CheckFailed, Context
+from one_step_off.tools.gpu_check.checks import (
     devices,
     engines,
     groups,
@@ -27,7 +27,7 @@ from one_step_off.gpu_check.checks import (
     streams,
     weights,
 )
-from one_step_off.gpu_check.peers import Failed, all_results, run_peers
+from one_step_off.tools.gpu_check.peers import Failed, all_results, run_peers
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from tests.unit.gpu_check.peer_functions import dies, hangs, raises
 

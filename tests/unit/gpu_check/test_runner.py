@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from one_step_off.gpu_check.runner import Runner
-from one_step_off.gpu_check.table import CHECKS
+from one_step_off.tools.gpu_check.runner import Runner
+from one_step_off.tools.gpu_check.table import CHECKS
 
 ROOT = Path(__file__).parents[3]
 COMMAND = (sys.executable, "-m", "tests.unit.gpu_check.command")
@@ -203,7 +203,7 @@ def test_each_check_begins_without_the_packages_that_it_does_not_name() -> None:
     modules = sorted({check.function.partition(":")[0] for check in CHECKS})
     missing = ("ray", "vllm", "datasets", "omegaconf", "peft", "transformers")
     script = f"import sys\nfor name in {missing}: sys.modules[name] = None\n"
-    script += "import one_step_off.gpu_check.__main__\n"
+    script += "import one_step_off.tools.gpu_check.command\n"
     script += "".join(f"import {module}\n" for module in modules)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.monitoring import report, view
+from one_step_off.monitoring import report
 from one_step_off.monitoring.sample_parts import (
     has_parts,
     parts_of_row,
     parts_of_sample,
     rows_by_episode,
 )
+from one_step_off.tools import view
 from tests.unit.monitoring.episode_runs import (
     TASK,
     conversation,

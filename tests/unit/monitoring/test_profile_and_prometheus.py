@@ -63,7 +63,7 @@ def test_a_worker_writes_torchs_profile_of_its_update_and_learns_the_same(
 
 def profiled_megatron_rank(rank: int, path: str, port: int, folder: str) -> None:
     """One of two ranks of Megatron-core's actor."""
-    from one_step_off.training.megatron_workers import WORKERS
+    from one_step_off.training.megatron.megatron_workers import WORKERS
 
     torch.set_num_threads(1)
     cfg = config(path, actor__backend="megatron")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from one_step_off.config.command_line import exit_code
-from one_step_off.monitoring import view
+from one_step_off.tools import view
 
 ROOT = Path(__file__).parents[3]
 main = partial(exit_code, view.main)

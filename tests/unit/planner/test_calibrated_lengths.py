@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from one_step_off.planner.calibration import _response_lengths
+from one_step_off.tools.planner.calibration import _response_lengths
 
 
 def test_segments_of_an_episode_are_one_length(tmp_path):

@@ -13,7 +13,7 @@ import transformers
 from one_step_off.config.command_line import exit_code
 from one_step_off.config.loading import load_config
 from one_step_off.data.token_work import pass_work
-from one_step_off.planner import hardware, planner
+from one_step_off.tools.planner import hardware, planner
 
 main = partial(exit_code, planner.main)
 FILE = "config=config/qwen_gsm8k_fsdp.yaml"

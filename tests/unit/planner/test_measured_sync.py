@@ -13,14 +13,14 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 from one_step_off.config.yaml_io import resolved_yaml
-from one_step_off.planner import measured_sync
-from one_step_off.planner.measured_sync import (
+from one_step_off.tools.planner import measured_sync
+from one_step_off.tools.planner.measured_sync import (
     MeasuredSync,
     assumptions_of_given_times,
     sent_bytes,
     with_settings_of_plan,
 )
-from one_step_off.planner.work import Work
+from one_step_off.tools.planner.work import Work
 
 KEYS = ("model.path=a/b", "data.train_files=c/d", "trainer.total_steps=1", "model.lora_rank=8")
 ADAPTER = "weight_sync.lora=adapter"

@@ -14,7 +14,7 @@ from one_step_off.config.command_line import exit_code
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.config.yaml_io import resolved_yaml
-from one_step_off.planner import calibration, measured_sync, planner
+from one_step_off.tools.planner import calibration, measured_sync, planner
 
 GPUS = [
     "model.path=a/b",

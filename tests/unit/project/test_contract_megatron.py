@@ -28,8 +28,8 @@ pytestmark = pytest.mark.skipif(
 LAYERS = "megatron.core.extensions.transformer_engine"
 PROVIDER = "megatron.core.extensions.transformer_engine_spec_provider"
 SPECS = "megatron.core.models.gpt.gpt_layer_specs"
-MODEL = "one_step_off/training/megatron_model.py"
-TABLE = "one_step_off/training/megatron_weights.py"
+MODEL = "one_step_off/training/megatron/megatron_model.py"
+TABLE = "one_step_off/training/megatron/megatron_weights.py"
 
 LAYER_CLASSES = (
     "TEColumnParallelLinear",

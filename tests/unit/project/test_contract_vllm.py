@@ -11,7 +11,7 @@ import pytest
 
 from one_step_off.config import engine_checks
 from one_step_off.config.schema import Config
-from one_step_off.rollout.engine_args import engine_args
+from one_step_off.engines.vllm.engine_args import engine_args
 from tests.unit.project.library_sources import (
     assigned_attributes,
     constants,
@@ -126,7 +126,7 @@ def test_the_frame_that_waits_for_an_engine_has_its_processes() -> None:
 
 def test_pause_modes() -> None:
     assert PAUSE_MODES <= literal_values("vllm.v1.engine", "PauseMode")
-    replica = "one_step_off.rollout.vllm_replica"
+    replica = "one_step_off.rollout.replica"
     assert PAUSE_MODES <= constants(replica, "RolloutReplica.sync"), "the modes that we give"
 
 
@@ -139,11 +139,11 @@ def test_a_salt_is_hashed_into_the_first_block_of_a_prompt() -> None:
 def test_wake_tags() -> None:
     """The tags under which the worker allocates are those that we wake."""
     assert WAKE_TAGS <= constants(WORKER)
-    assert WAKE_TAGS <= constants("one_step_off.rollout.vllm_replica", "RolloutReplica.sync")
+    assert WAKE_TAGS <= constants("one_step_off.rollout.replica", "RolloutReplica.sync")
 
 
 def test_the_sleep_level_discards_the_weights_and_keeps_the_buffers() -> None:
-    assert SLEEP_LEVEL in constants("one_step_off.rollout.vllm_replica", "RolloutReplica.sleep")
+    assert SLEEP_LEVEL in constants("one_step_off.rollout.replica", "RolloutReplica.sleep")
     assert SLEEP_LEVEL in constants(WORKER, "Worker.sleep"), "the level at which buffers are saved"
     assert "_sleep_saved_buffers" in assigned_attributes(WORKER, "Worker")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from one_step_off.config.lora_checks import ENGINE_RANKS
-from one_step_off.rollout import lora_engine
+from one_step_off.engines.vllm import lora_engine
 from tests.conftest import tiny_config
 from tests.unit.project.library_sources import (
     assigned_attributes,

@@ -15,7 +15,7 @@ from one_step_off.cluster.errors import RoleError
 from one_step_off.config.errors import ConfigError
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.main_ppo import main
-from one_step_off.runtime.replay import describe_quantities
+from one_step_off.tools.replay import describe_quantities
 from tests.unit.ray_trainer.stand_ins import World, build
 
 

@@ -15,7 +15,7 @@ import pytest
 from one_step_off.checkpoint import write_batch
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.runtime import launch
-from one_step_off.runtime.replay import replay
+from one_step_off.tools.replay import replay
 from tests.bad_input import base, refused
 from tests.conftest import tiny_config
 

@@ -13,8 +13,8 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.models import tiny_qwen
 from one_step_off.rewards.reward import RewardError, RewardItem
+from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling
-from one_step_off.rollout.vllm_replica import RolloutReplica
 
 
 class FakeScorer:

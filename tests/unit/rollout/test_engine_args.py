@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from one_step_off.rollout.engine_args import engine_args
+from one_step_off.engines.vllm.engine_args import engine_args
 from tests.conftest import tiny_config
 
 
@@ -13,9 +13,9 @@ def test_engine_arguments_make_the_intended_engine_on_cpus(models, monkeypatch):
     """vLLM has taken every name, and its own checks have changed none of the values."""
     from vllm import AsyncEngineArgs
 
-    from one_step_off.rollout.log_prob_scheduler import LogProbsAtEnd
+    from one_step_off.engines.vllm.log_prob_scheduler import LogProbsAtEnd
+    from one_step_off.engines.vllm.worker_extension import SyncWorkerExtension
     from one_step_off.runtime.process_env import ENGINE_ENV
-    from one_step_off.weight_sync.vllm_receiver import SyncWorkerExtension
 
     # As in a replica's process; without these variables the executor is another one.
     for name, value in ENGINE_ENV["cpu"].items():
@@ -85,7 +85,7 @@ def test_a_user_key_that_vllm_does_not_know_is_refused(models):
 def test_an_engine_with_the_adapters_apart_adapts_only_the_layers_that_are_trained(models, device):
     from vllm import AsyncEngineArgs
 
-    from one_step_off.weight_sync.vllm_adapter import AdapterWorkerExtension
+    from one_step_off.engines.vllm.adapter_extension import AdapterWorkerExtension
 
     changes = {"weight_sync.lora": "adapter", "model.lora_rank": 12}
     cfg = tiny_config(models(), "", **changes)
@@ -106,7 +106,7 @@ def test_an_engine_with_the_adapters_apart_adapts_only_the_layers_that_are_train
 def test_kept_caches_need_a_scheduler_that_keeps_versions_apart(models, device):
     from vllm.config.scheduler import SchedulerConfig
 
-    from one_step_off.rollout.prefix_scheduler import (
+    from one_step_off.engines.vllm.prefix_scheduler import (
         LogProbsAtEndPrefixesPerVersion,
         gpu_scheduler,
     )

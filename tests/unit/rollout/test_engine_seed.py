@@ -13,7 +13,7 @@ import pytest
 
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
-from one_step_off.rollout.engine_args import engine_args
+from one_step_off.engines.vllm.engine_args import engine_args
 from one_step_off.rollout.sampling import Sampling, engine_seed
 from tests.conftest import tiny_config
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from one_step_off.config.schema import Config
-from one_step_off.rollout import lora_engine
-from one_step_off.rollout.vllm_replica import RolloutReplica
+from one_step_off.engines.vllm import lora_engine
+from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.weight_sync.base_weights import ADAPTER_ID
 from tests.unit.rollout.stand_ins import UNSEEDED
 

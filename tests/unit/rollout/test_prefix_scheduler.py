@@ -14,9 +14,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from one_step_off.rollout import prefix_scheduler
-from one_step_off.rollout.log_prob_scheduler import LogProbsAtEnd
-from one_step_off.rollout.prefix_scheduler import (
+from one_step_off.engines.vllm import prefix_scheduler
+from one_step_off.engines.vllm.log_prob_scheduler import LogProbsAtEnd
+from one_step_off.engines.vllm.prefix_scheduler import (
     AsyncPrefixesPerVersion,
     LogProbsAtEndPrefixesPerVersion,
     PrefixesPerVersion,

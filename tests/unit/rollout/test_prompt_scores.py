@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from one_step_off.config.schema import Config
-from one_step_off.rollout.prompt_scores import log_probs_of, top_log_probs_of
-from one_step_off.rollout.teacher_engine import TeacherEngine, teacher_engine_args
+from one_step_off.engines.vllm.prompt_scores import log_probs_of, top_log_probs_of
+from one_step_off.engines.vllm.teacher_engine import TeacherEngine, teacher_engine_args
 
 pytest.importorskip("vllm")
 

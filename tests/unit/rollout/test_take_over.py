@@ -12,9 +12,9 @@ import pytest
 from one_step_off.cluster.errors import SyncError
 from one_step_off.config.schema import Config
 from one_step_off.rollout import take_over as take_over_module
+from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.take_over import take_over
-from one_step_off.rollout.vllm_replica import RolloutReplica
 from tests.unit.rollout.stand_ins import UNSEEDED, FakeScorer
 from tests.unit.stand_ins import ActorMethod, StandInActor, make_prompts
 

@@ -15,10 +15,10 @@ from one_step_off.checkpoint.sample_files import read_samples, write_samples
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Sample
 from one_step_off.models import tiny_qwen
+from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.rollout.trajectory_run import TrajectoryRun
-from one_step_off.rollout.vllm_replica import RolloutReplica
 from tests.unit.rollout.stand_ins import (
     UNSEEDED,
     FakeScorer,

@@ -23,10 +23,10 @@ from one_step_off.models import tiny_qwen
 from one_step_off.rewards.reward import RewardError
 from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.concurrency import ConcurrencyLimiter
+from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.reward_queue import RewardQueue
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.rollout.trajectory_run import TrajectoryRun
-from one_step_off.rollout.vllm_replica import RolloutReplica
 
 POLICIES = ("stop", "zero", "drop")
 PROMPT = Prompt((0, 7), np.arange(2, dtype=np.int32), "q", "1")

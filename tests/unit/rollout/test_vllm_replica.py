@@ -13,7 +13,7 @@ from agent_loop.base import Loops
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.models import tiny_qwen
-from one_step_off.rollout.vllm_replica import RolloutReplica
+from one_step_off.rollout.replica import RolloutReplica
 from tests.unit.rollout.stand_ins import UNSEEDED, FakeScorer
 
 
@@ -183,7 +183,7 @@ def test_replicas_ask_no_server_for_the_schemas_that_the_driver_has(monkeypatch)
     url = "http://127.0.0.1:9/mcp"
     schema = {"name": "f", "description": "", "parameters": {"type": "object"}}
     monkeypatch.setattr("agent_loop.tools.MCP_SCHEMAS", {})
-    monkeypatch.setattr("one_step_off.rollout.vllm_replica.MCP_SCHEMAS", tools.MCP_SCHEMAS)
+    monkeypatch.setattr("one_step_off.rollout.replica.MCP_SCHEMAS", tools.MCP_SCHEMAS)
     cfg = Config()
     cfg.agent.tools = f"mcp:{url}"
     cfg.agent.loop = "tool"

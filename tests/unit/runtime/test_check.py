@@ -211,7 +211,7 @@ def test_what_may_be_right_passes(more, parts, own, models, capsys):
 
 
 def test_a_loop_that_blocks_does_not_hang_the_check(own, models, capsys, monkeypatch):
-    from one_step_off.runtime import trial_episode
+    from one_step_off.tools import trial_episode
 
     monkeypatch.setattr(trial_episode, "LIMIT_S", 0.5)
     code, lines = check([*base(own, models()), "agent.loop=own_check:Blocks"], capsys)

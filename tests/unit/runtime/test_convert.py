@@ -15,7 +15,7 @@ from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 from one_step_off.config.unknown_keys import rows
 from one_step_off.main_ppo import main
-from one_step_off.runtime.convert import convert
+from one_step_off.tools.convert.convert import convert
 
 VERL = r"""#!/usr/bin/env bash
 set -xeuo pipefail

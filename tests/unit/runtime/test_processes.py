@@ -11,7 +11,7 @@ import pytest
 
 from one_step_off.cluster.placement import ProcessSlot
 from one_step_off.config.loading import load_config
-from one_step_off.rollout.engine_args import engine_args
+from one_step_off.engines.vllm.engine_args import engine_args
 from one_step_off.runtime.engines import RunEngines
 from one_step_off.runtime.processes import RunProcesses
 

@@ -22,8 +22,8 @@ from one_step_off.data.samples import Prompt
 from one_step_off.models import tiny_qwen
 from one_step_off.rewards.reward import RewardError, RewardItem
 from one_step_off.rewards.scoring import Scorer
+from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling
-from one_step_off.rollout.vllm_replica import RolloutReplica
 from one_step_off.runtime.failure_report import report_failure
 
 MODULE = """

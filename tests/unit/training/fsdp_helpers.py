@@ -11,7 +11,7 @@ import transformers
 
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample
-from one_step_off.training.fsdp_workers import CriticWorker, PolicyWorker
+from one_step_off.training.fsdp.fsdp_workers import CriticWorker, PolicyWorker
 
 VOCAB = 67  # odd, so the rows of embedding and head do not divide evenly
 MODELS = {

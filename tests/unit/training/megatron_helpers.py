@@ -15,8 +15,8 @@ import transformers
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
-from one_step_off.training import megatron_model, megatron_weights
-from one_step_off.training.megatron_workers import WORKERS
+from one_step_off.training.megatron import megatron_model, megatron_weights
+from one_step_off.training.megatron.megatron_workers import WORKERS
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.weight_piece import WeightPiece
 from tests.unit.training.fsdp_helpers import OBJECTIVES, make_batch, write_tokenizer

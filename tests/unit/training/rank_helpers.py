@@ -39,14 +39,14 @@ def without_times(metrics: dict[str, float]) -> dict[str, float]:
 
 def of_fsdp():
     """The FSDP back end's workers."""
-    from one_step_off.training.fsdp_workers import WORKERS
+    from one_step_off.training.fsdp.fsdp_workers import WORKERS
 
     return WORKERS
 
 
 def of_megatron():
     """The Megatron back end's workers."""
-    from one_step_off.training.megatron_workers import WORKERS
+    from one_step_off.training.megatron.megatron_workers import WORKERS
 
     return WORKERS
 

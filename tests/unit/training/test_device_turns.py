@@ -9,7 +9,7 @@ import torch
 
 from one_step_off.cluster.resource_usage import release_cached_memory
 from one_step_off.training import model_worker
-from one_step_off.training.fsdp_workers import PolicyWorker
+from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
 from tests.unit.training.fsdp_helpers import config, make_batch
 
 SHARED = {"rollout": "all", "actor": "all"}

@@ -15,8 +15,8 @@ import transformers
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.models.stored_weights import StoredWeights
-from one_step_off.training import fsdp_model
-from one_step_off.training.fsdp_workers import WORKERS
+from one_step_off.training.fsdp import fsdp_model
+from one_step_off.training.fsdp.fsdp_workers import WORKERS
 from tests.unit.training.fsdp_helpers import config
 from tests.unit.training.rank_helpers import join, leave, of_fsdp
 

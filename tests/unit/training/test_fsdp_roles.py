@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from one_step_off.config.errors import ConfigError
-from one_step_off.training.fsdp_workers import CriticWorker, PolicyWorker, RewardModelWorker
+from one_step_off.training.fsdp.fsdp_workers import CriticWorker, PolicyWorker, RewardModelWorker
 from tests.unit.training.fsdp_helpers import (
     RecordingCritic,
     assert_gradients_equal,

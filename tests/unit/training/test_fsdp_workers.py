@@ -12,7 +12,7 @@ import transformers
 from one_step_off.algorithms import core_algos
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.data.staleness import StalenessError
-from one_step_off.training.fsdp_workers import PolicyWorker
+from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
 from tests.unit.training.fsdp_helpers import (
     CLIP,
     MODELS,

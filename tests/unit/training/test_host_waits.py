@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from one_step_off.training.fsdp_workers import CriticWorker, PolicyWorker
+from one_step_off.training.fsdp.fsdp_workers import CriticWorker, PolicyWorker
 from one_step_off.training.update_stats import PhaseTimer
 from tests.unit.training.fsdp_helpers import OBJECTIVES, config, free_port, make_batch
 from tests.unit.training.host_waits import counted_host_waits

@@ -8,7 +8,7 @@ import torch.multiprocessing as mp
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (the extra megatron)")
 
-from one_step_off.training.megatron_workers import WORKERS
+from one_step_off.training.megatron.megatron_workers import WORKERS
 from tests.unit.training.fsdp_helpers import config
 from tests.unit.training.megatron_helpers import (
     CP,

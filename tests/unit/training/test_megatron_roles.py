@@ -10,8 +10,8 @@ import transformers
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (the extra megatron)")
 
 from one_step_off.config.errors import ConfigError
-from one_step_off.training.fsdp_workers import WORKERS as FSDP_WORKERS
-from one_step_off.training.megatron_workers import WORKERS
+from one_step_off.training.fsdp.fsdp_workers import WORKERS as FSDP_WORKERS
+from one_step_off.training.megatron.megatron_workers import WORKERS
 from tests.unit.training.fsdp_helpers import config, start
 from tests.unit.training.megatron_helpers import CP, MODELS, PACKED, PP, SP, TP, end, with_values
 from tests.unit.training.rank_helpers import join, without_times

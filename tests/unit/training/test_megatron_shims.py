@@ -14,8 +14,8 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
 
-from one_step_off.training import megatron_shims
-from one_step_off.training.megatron_shims import PATCHES, cuda_is_cpu
+from one_step_off.training.megatron import megatron_shims
+from one_step_off.training.megatron.megatron_shims import PATCHES, cuda_is_cpu
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (the extra megatron)")
 
 from one_step_off.config.errors import ConfigError
-from one_step_off.training.megatron_weights import CheckpointReader
+from one_step_off.training.megatron.megatron_weights import CheckpointReader
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 

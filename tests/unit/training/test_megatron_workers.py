@@ -9,8 +9,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (the extra megatron)")
 
-from one_step_off.training import megatron_weights
-from one_step_off.training.megatron_workers import WORKERS
+from one_step_off.training.megatron import megatron_weights
+from one_step_off.training.megatron.megatron_workers import WORKERS
 from tests.unit.training.fsdp_helpers import config, hf_log_probs, hf_model, make_batch
 from tests.unit.training.megatron_helpers import (
     CP,

@@ -15,7 +15,7 @@ from one_step_off.data.token_work import pass_work
 from one_step_off.models.adapted_layers import adapted_layers
 from one_step_off.models.hf_model import empty_model
 from one_step_off.monitoring.flops import Meter, shape_of
-from one_step_off.training.fsdp_workers import CriticWorker, PolicyWorker, SupervisedWorker
+from one_step_off.training.fsdp.fsdp_workers import CriticWorker, PolicyWorker, SupervisedWorker
 from tests.unit.training.fsdp_helpers import config
 
 WORDS = 401
@@ -185,7 +185,7 @@ def test_layers_with_a_state_are_not_counted():
 @pytest.mark.parametrize("name", ["qwen2", "moe", "mixed"])
 def test_megatrons_update(megatron_models, start_single, name):
     """Its attention on CPUs is a kernel that torch's counter does not know."""
-    from one_step_off.training.megatron_workers import WORKERS
+    from one_step_off.training.megatron.megatron_workers import WORKERS
     from tests.unit.training.megatron_helpers import end
 
     cfg = run_config(str(megatron_models / name), actor__backend="megatron")

@@ -14,7 +14,7 @@ from one_step_off.config import packages
 from one_step_off.models import weight_checks
 from one_step_off.models.parameter_kinds import parameter_kinds
 from one_step_off.training import optimizer_trial, optimizers
-from one_step_off.training.fsdp_workers import CriticWorker, PolicyWorker
+from one_step_off.training.fsdp.fsdp_workers import CriticWorker, PolicyWorker
 from one_step_off.training.muon import Muon, local
 from tests.unit.training.fsdp_helpers import config, end, free_port, make_batch, whole
 from tests.unit.training.optimizer_helpers import (

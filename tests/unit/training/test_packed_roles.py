@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from one_step_off.algorithms import batching
-from one_step_off.training.fsdp_workers import PolicyWorker, RewardModelWorker
+from one_step_off.training.fsdp.fsdp_workers import PolicyWorker, RewardModelWorker
 from tests.unit.training.fsdp_helpers import (
     MODELS,
     OBJECTIVES,

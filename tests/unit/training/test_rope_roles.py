@@ -10,7 +10,7 @@ import transformers
 
 from one_step_off.config.supervised import supervised_config, warm_up_config
 from one_step_off.data.samples import Batch, Sample
-from one_step_off.training.fsdp_workers import (
+from one_step_off.training.fsdp.fsdp_workers import (
     CriticWorker,
     PolicyWorker,
     RewardModelWorker,

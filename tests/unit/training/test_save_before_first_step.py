@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing as mp
 
 from one_step_off.checkpoint.manifest import file_facts
-from one_step_off.training.fsdp_workers import PolicyWorker
+from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
 from tests.unit.training.fsdp_helpers import config, make_batch, whole
 from tests.unit.training.rank_helpers import join, leave, of_fsdp, of_megatron, weights_of
 

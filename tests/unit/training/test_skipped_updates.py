@@ -18,8 +18,8 @@ from one_step_off.algorithms.policy_losses import ppo_clip
 from one_step_off.checkpoint import read_batch, write_batch
 from one_step_off.data.samples import Batch
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.runtime.replay import replay_update
-from one_step_off.training.fsdp_workers import WORKERS, CriticWorker
+from one_step_off.tools.replay import replay_update
+from one_step_off.training.fsdp.fsdp_workers import WORKERS, CriticWorker
 from one_step_off.training.trainer_group import merged
 from tests.unit.training.fsdp_helpers import config, free_port, make_batch
 from tests.unit.training.rank_helpers import (

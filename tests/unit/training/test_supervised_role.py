@@ -9,7 +9,7 @@ import torch
 import torch.multiprocessing as mp
 
 from one_step_off.data.samples import Batch, Sample
-from one_step_off.training.fsdp_workers import SupervisedWorker
+from one_step_off.training.fsdp.fsdp_workers import SupervisedWorker
 from tests.unit.training.fsdp_helpers import (
     VOCAB,
     assert_gradients_equal,
@@ -192,7 +192,7 @@ def check_ranks(path, cases, out, world=2):
 
 def test_two_ranks_equal_one(model_folders, tmp_path):
     path = model_folders["tied"]
-    module = "one_step_off.training.fsdp_workers"
+    module = "one_step_off.training.fsdp.fsdp_workers"
     cases = {
         "padded": (module, "SupervisedWorker", supervised_cfg(path)),
         "packed": (module, "SupervisedWorker", supervised_cfg(path, actor__packing="on")),
@@ -209,6 +209,6 @@ def test_two_ranks_equal_one(model_folders, tmp_path):
 )
 def test_megatron_equals_fsdp(megatron_models, tmp_path, layout):
     path = str(megatron_models / "qwen2")
-    module = "one_step_off.training.megatron_workers"
+    module = "one_step_off.training.megatron.megatron_workers"
     cfg = supervised_cfg(path, actor__backend="megatron", **layout)
     check_ranks(path, {"megatron": (module, "MegatronSupervisedWorker", cfg)}, tmp_path)

@@ -44,7 +44,7 @@ def slot_of(worker: Worker) -> Any:
     """The slot of a model of this worker, as the engine makes it."""
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-    from one_step_off.weight_sync.adapter_slot import AdapterSlot
+    from one_step_off.engines.vllm.adapter_slot import AdapterSlot
 
     model = worker.model(worker.case.tensors(0), packed=False)
     cpu = torch.device("cpu")
@@ -124,7 +124,7 @@ def fill_and_break(worker: Worker) -> list[np.ndarray]:
 
 def layer_output(slot: Any, name: str, worker: Worker) -> torch.Tensor:
     """What the adapter adds to the output of a layer in this worker."""
-    from one_step_off.weight_sync.vllm_adapter import OneAdapterKernels
+    from one_step_off.engines.vllm.adapter_extension import OneAdapterKernels
 
     layer = slot.adapters.modules[f"model.layers.0.{name}"]
     inputs = layer.lora_a_stacked[0].shape[-1]
@@ -177,7 +177,7 @@ def test_the_kernels_for_one_adapter_compute_what_vllms_do():
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    from one_step_off.weight_sync.vllm_adapter import OneAdapterKernels
+    from one_step_off.engines.vllm.adapter_extension import OneAdapterKernels
 
     tokens, inputs, slices = 6, 16, (8, 4)
     generator = torch.Generator().manual_seed(0)

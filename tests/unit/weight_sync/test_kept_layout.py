@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from one_step_off.engines.vllm.load_recording import NotInPlace, any_overlap, block_of_view
+from one_step_off.engines.vllm.shard_layout import KeptLayout
 from one_step_off.weight_sync.kept_blocks import Block, kept_from_plain, plain_kept
-from one_step_off.weight_sync.kept_layout import KeptLayout
-from one_step_off.weight_sync.load_recording import NotInPlace, any_overlap, block_of_view
 
 Load = Callable[[torch.Tensor, torch.Tensor], object]
 

@@ -96,7 +96,7 @@ def input_width(layer: torch.nn.Module) -> int:
 
 def learn_prove_and_write(worker: Worker, packed: bool) -> dict[str, list]:
     """The whole life of a layout in one rank. Returns what is kept, as it crosses borders."""
-    from one_step_off.weight_sync.kept_layout import KeptLayout
+    from one_step_off.engines.vllm.shard_layout import KeptLayout
 
     first, second, third = (worker.case.tensors(seed) for seed in range(3))
     model = worker.model(first, packed)
@@ -131,8 +131,8 @@ def assert_reads_back(layout, tensors: Weights) -> None:
 
 def assert_damage_is_found(worker: Worker) -> int:
     """Wrong layouts of packed layers, which nothing but the proof can find. Returns how many."""
-    from one_step_off.weight_sync.kept_layout import KeptLayout
-    from one_step_off.weight_sync.load_recording import NotInPlace
+    from one_step_off.engines.vllm.load_recording import NotInPlace
+    from one_step_off.engines.vllm.shard_layout import KeptLayout
 
     tensors = worker.case.tensors(0)
     model = worker.model(tensors, PACKED)
@@ -165,8 +165,8 @@ def test_the_proof_finds_wrong_layouts_of_packed_layers():
 
 def leave_a_layer_unfinished(worker: Worker) -> str:
     """A sync that breaks off in a packed layer, and the next one. Returns the error."""
-    from one_step_off.weight_sync.kept_layout import KeptLayout
-    from one_step_off.weight_sync.load_recording import NotInPlace
+    from one_step_off.engines.vllm.load_recording import NotInPlace
+    from one_step_off.engines.vllm.shard_layout import KeptLayout
 
     first, second = worker.case.tensors(0), worker.case.tensors(1)
     model = worker.model(first, PACKED)
@@ -201,7 +201,7 @@ def test_broken_off_syncs_and_plain_copies_of_packed_layers():
 def pack_the_head_early(worker: Worker) -> list[bool]:
     """Whether a tied head computes with the new weights: after half of them, after all of them and
     before the sync ends, and after a sync that brought only half."""
-    from one_step_off.weight_sync.kept_layout import KeptLayout
+    from one_step_off.engines.vllm.shard_layout import KeptLayout
 
     first, second = worker.case.tensors(0), worker.case.tensors(1)
     model = worker.model(first, PACKED)
@@ -253,7 +253,7 @@ def halves(block: Block) -> list[Block]:
 
 def count_packing_of_the_head(worker: Worker, keep_plain: bool) -> None:
     """Two syncs, in each of which the head is packed once: with the last box of its weight."""
-    from one_step_off.weight_sync.kept_layout import KeptLayout
+    from one_step_off.engines.vllm.shard_layout import KeptLayout
 
     model = worker.model(worker.case.tensors(0), PACKED)
     layout = KeptLayout.learn(model, shapes_of(worker.case.tensors(0)), keep_plain)
@@ -305,7 +305,7 @@ def test_a_head_is_packed_once_in_each_sync(case, keep_plain):
 def fail_to_pack(worker: Worker, layer_name: str) -> str:
     """A sync in which vLLM cannot pack a layer, and the next one. Returns the error."""
     from one_step_off.cluster.errors import SyncError
-    from one_step_off.weight_sync.kept_layout import KeptLayout
+    from one_step_off.engines.vllm.shard_layout import KeptLayout
 
     first, second = worker.case.tensors(0), worker.case.tensors(1)
     model = worker.model(first, PACKED)
@@ -435,7 +435,7 @@ def test_a_worker_keeps_its_share_of_the_bytes(case, replicated):
 
 
 def learn_only(worker: Worker) -> dict[str, list]:
-    from one_step_off.weight_sync.kept_layout import KeptLayout
+    from one_step_off.engines.vllm.shard_layout import KeptLayout
 
     first = worker.case.tensors(0)
     return plain_kept(KeptLayout.learn(worker.model(first, PLAIN), shapes_of(first)).kept)

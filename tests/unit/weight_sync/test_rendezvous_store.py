@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from one_step_off.distributed_util import bind_rendezvous_to_its_host, open_store
-from one_step_off.training.fsdp_workers import WORKERS
+from one_step_off.training.fsdp.fsdp_workers import WORKERS
 from tests.unit.training.fsdp_helpers import config, free_port, start
 
 LOOPBACK = "127.0.0.1"
@@ -89,7 +89,7 @@ def test_a_trainer_binds_its_rendezvous(rendezvous, models):
 
 VLLM_WORKER = """
 import importlib
-from one_step_off.weight_sync import vllm_receiver
+from one_step_off.engines.vllm import worker_extension as vllm_receiver
 from one_step_off import distributed_util
 rendezvous = importlib.import_module("torch.distributed.rendezvous")
 assert rendezvous.TCPStore is distributed_util._store_at_one_address

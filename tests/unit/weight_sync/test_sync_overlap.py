@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 from one_step_off.cluster.errors import SyncError
 from one_step_off.models import tiny_qwen
-from one_step_off.training.fsdp_workers import WORKERS
+from one_step_off.training.fsdp.fsdp_workers import WORKERS
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.sender import WeightSender

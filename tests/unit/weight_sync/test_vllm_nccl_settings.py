@@ -15,7 +15,7 @@ BUCKET_BYTES = 64
 def test_a_batch_invariant_engine_joins_the_groups_with_the_trainers_settings(monkeypatch):
     from vllm.utils import nccl
 
-    from one_step_off.weight_sync import vllm_receiver
+    from one_step_off.engines.vllm import worker_extension as vllm_receiver
 
     monkeypatch.setenv("NCCL_PROTO", "LL")
     monkeypatch.setenv("NCCL_NO_CACHE", "")
@@ -38,7 +38,7 @@ def test_a_batch_invariant_engine_joins_the_groups_with_the_trainers_settings(mo
 
 def test_trainers_that_divide_the_model_otherwise_get_another_receiver(monkeypatch):
     """As restarted ones may. With the old receiver each sync would fail: another bucket plan."""
-    from one_step_off.weight_sync import vllm_receiver
+    from one_step_off.engines.vllm import worker_extension as vllm_receiver
 
     connected = []
 

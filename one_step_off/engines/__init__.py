@@ -1,0 +1,1 @@
+"""What generates: the `Engine` seam, and the engines behind it."""

@@ -1,0 +1,1 @@
+"""vLLM as an engine of rollouts. Every import of vLLM is below this package."""

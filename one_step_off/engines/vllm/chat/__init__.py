@@ -1,0 +1,1 @@
+"""Conversations of external agents with vLLM: its own renderers, parsers and protocols."""

@@ -1,0 +1,79 @@
+"""The arguments with which vLLM's engine is built."""
+
+from typing import Any
+
+from one_step_off.config.device_shares import device_share
+from one_step_off.config.lengths import longest_sequence
+from one_step_off.config.schema import Config
+from one_step_off.engines.vllm import lora_engine
+
+MAX_SEQUENCES = {"cpu": 256, "cuda": 512}
+"""Sequences that an engine works on at once, by device, unless `rollout.engine_kwargs` has another
+`max_num_seqs`."""
+
+CPU_ENGINE_ARGS: dict[str, Any] = {
+    "enforce_eager": True,
+    "block_size": 32,
+    # A seeded request whose prompt is split over two steps kills vLLM's CPU engine: never split
+    # one.
+    "enable_chunked_prefill": False,
+}
+"""What every engine on CPUs needs."""
+
+MAX_BATCHED_TOKENS = 8192
+"""Tokens of one engine step. vLLM's default for an engine in a program is 2048, in which long
+prompts take many steps."""
+
+
+def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
+    """The fields of vLLM's `AsyncEngineArgs` for a run. `rollout.engine_kwargs` override them.
+
+    Args:
+        device: "cpu" or "cuda".
+        seed: see `sampling.engine_seed`.
+    """
+    width = cfg.rollout.tensor_parallel_size
+    longest = longest_sequence(cfg)
+    args: dict[str, Any] = {
+        "model": cfg.model.path,
+        "dtype": cfg.model.dtype,
+        "trust_remote_code": cfg.model.trust_remote_code,
+        "max_model_len": longest,
+        "tensor_parallel_size": width,
+        "seed": seed,
+        "disable_log_stats": True,
+        # Inside a Ray actor vLLM would look for a placement group of its own; its workers belong
+        # into this actor.
+        "distributed_executor_backend": "mp" if width > 1 else "uni",
+        # Log-probs after temperature: those of the distribution that was sampled from.
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": "one_step_off"},
+        "max_num_seqs": MAX_SEQUENCES[device],
+        "max_num_batched_tokens": max(MAX_BATCHED_TOKENS, longest),
+        "worker_extension_cls": "one_step_off.engines.vllm.worker_extension.SyncWorkerExtension",
+    }
+    if device == "cpu":
+        args |= CPU_ENGINE_ARGS | {"kv_cache_memory_bytes": cfg.rollout.kv_cache_mb << 20}
+    else:
+        pools = list(cfg.placement.roles.values())
+        pool = cfg.placement.roles["rollout"]
+        shares_pool = pools.count(pool) > 1
+        # vLLM counts the whole GPU's memory as 1.
+        share = device_share(cfg, pool)
+        args["gpu_memory_utilization"] = share * cfg.rollout.gpu_memory_utilization
+        args["enable_sleep_mode"] = shares_pool  # its memory belongs to another role meanwhile
+    scheduler = scheduler_name(cfg, device)
+    if scheduler is not None:
+        args["scheduler_cls"] = f"one_step_off.rollout.{scheduler}"
+    return args | lora_engine.arguments(cfg) | cfg.rollout.engine_kwargs
+
+
+def scheduler_name(cfg: Config, device: str) -> str | None:
+    """The engine's scheduler, in this package; None: vLLM's own."""
+    has_prefixes_per_version = cfg.weight_sync.in_flight == "keep"
+    if device == "cpu":
+        if has_prefixes_per_version:
+            return "prefix_scheduler.LogProbsAtEndPrefixesPerVersion"
+        return "log_prob_scheduler.LogProbsAtEnd"
+    # On GPUs vLLM packs log-probs while the GPU works.
+    return "prefix_scheduler.gpu_scheduler" if has_prefixes_per_version else None

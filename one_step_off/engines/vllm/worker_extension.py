@@ -1,0 +1,347 @@
+"""Weights into vLLM: the engine's part in the weight sync, inside each vLLM worker process.
+
+vLLM imports this module through `worker_extension_cls`, before the worker creates its process
+groups. The import registers the transfer engine `one_step_off` with vLLM's factory.
+`SyncWorkerExtension` runs a whole update in one RPC: with vLLM's three separate calls an engine
+step may run between them and meet half-loaded layers. A failed update leaves half-loaded layers
+too: nothing is generated with them, and the next update begins by discarding them.
+
+This holds for the first update only, if the model's parameters are used as they were loaded: it
+proves where each of the checkpoint's numbers lies (kept_layout.py). All later updates bring what
+this worker keeps, straight into the parameters, and no layer is loaded again.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer import base
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.utils.nccl import unpinned_nccl_env
+
+from one_step_off.cluster.bounded_waits import WorkerThread
+from one_step_off.cluster.errors import SyncError
+from one_step_off.distributed_util import bind_rendezvous_to_its_host
+from one_step_off.engines.vllm.load_recording import NotInPlace
+from one_step_off.engines.vllm.shard_layout import KeptLayout
+from one_step_off.weight_sync.bucket_plan import BucketPlan
+from one_step_off.weight_sync.kept_blocks import kept_from_plain, plain_kept
+from one_step_off.weight_sync.receiver import WeightReceiver
+from one_step_off.weight_sync.routes import KeptByReceivers
+from one_step_off.weight_sync.weight_piece import WeightPiece
+
+MISSING_NAMES_SHOWN = 3
+
+AHEAD_LIMIT_FACTOR = 3
+"""Of weight_sync.timeout_s: a limit for a thread that hangs where it enforces nothing."""
+
+logger = init_logger("vllm.one_step_off")  # below "vllm", so that its messages are shown
+
+
+class OneStepOffTransferEngine(base.WeightTransferEngine):
+    """Receives tensors by their Hugging Face names and loads them, by vLLM's layerwise reload or in
+    place."""
+
+    kept_layout: KeptLayout | None = None
+    """What this worker keeps of every tensor. None: not learned, or whole tensors must travel."""
+    layout_is_proved = False
+    """The last ordinary load has shown that `kept_layout` is right."""
+    ahead: Future[None] | None = None
+    """The thread that receives weights while this worker generates."""
+    only_kept = False
+    """The update under way brings what this worker keeps, and nothing is loaded by name."""
+
+    def learn_kept(self, shapes: dict[str, Any], expects_deltas: bool) -> dict[str, Any]:
+        """Learn which boxes of the tensors this worker keeps; the next ordinary update proves it.
+
+        Plain data only, since it crosses process borders.
+
+        Args:
+            shapes: name of a tensor -> [name of its dtype, its shape], of all that are sent.
+            expects_deltas: what the model holds will be read, too. Packed layers need a plain copy
+                for that.
+
+        Returns:
+            "kept": name -> [[start, stop] of each box], as `kept_from_plain` reads it; None: whole
+            tensors must travel, because of "reason".
+        """
+        self.kept_layout = None
+        self.layout_is_proved = False
+        named_shapes = {name: (dtype, tuple(shape)) for name, (dtype, shape) in shapes.items()}
+        try:
+            if self.model_config.enable_sleep_mode:
+                raise NotInPlace("a sleeping engine releases its weights")
+            self.kept_layout = KeptLayout.learn(self.model, named_shapes, expects_deltas)
+        except NotInPlace as error:
+            _log_whole_tensors(error)
+            return {"kept": None, "reason": str(error)}
+        return {"kept": plain_kept(self.kept_layout.kept), "reason": ""}
+
+    def init_transfer_engine(  # ty: ignore[incompatible-method-override]  (only connect_sync calls it)
+        self,
+        pieces: list,
+        bucket_bytes: int,
+        first_receiver: int,
+        host: str,
+        timeout_s: float,
+        kept: dict[str, Any] | None = None,
+        **groups: Any,
+    ) -> None:
+        """Build the plan and join the senders' groups; an earlier epoch's are closed.
+
+        Plain data only, since the arguments cross process borders.
+
+        Args:
+            pieces: per sender the fields of its WeightPieces.
+            bucket_bytes: weight_sync.bucket_mb.
+            first_receiver: number of this replica's first worker.
+            host: the address at which this process listens.
+            timeout_s: weight_sync.timeout_s.
+            kept: "blocks" of each kind of receivers, as `plain_kept` makes them, and
+                "kind_of_receiver"; None: only whole tensors travel.
+            groups: for `WeightReceiver.connect`.
+        """
+        plan = BucketPlan.build([_weight_pieces(sent) for sent in pieces], bucket_bytes)
+        index = first_receiver + get_tensor_model_parallel_rank()
+        with suppress(Exception):  # it belongs to the groups before, which are closed now
+            self.finish_ahead()
+        former = getattr(self, "receiver", None)
+        if former is not None and former.plan.digest != plan.digest:
+            # The trainers were restarted, and divide the model otherwise.
+            former.close()
+            former.wire_thread.stop()
+            former = None
+        if former is None:  # one for all epochs: it has a thread and buffers
+            device = torch.device(self.device)
+            self.receiver = WeightReceiver(plan, index, device, host, timeout_s)
+        if not hasattr(self, "expected_names"):
+            # The names that vLLM's own loader checks: every sync must load every parameter. Taken
+            # from the whole model: after a failed update, a tied head has a name of its own.
+            self.expected_names = {name for name, _ in self.model.named_parameters()}
+        self.receiver.index = index
+        # Members of a communicator must agree on NCCL's settings. vLLM changes them for its own
+        # communicators if it is batch invariant, and the trainer does not.
+        with unpinned_nccl_env():
+            self.receiver.connect(**groups, kept=_kept_by_receivers(kept))
+
+    def receive_ahead(self, version: int, limit_bytes: int) -> None:
+        """Begin `WeightReceiver.receive_ahead` on a thread of its own; returns at once."""
+        self.receiver.layout = self.kept_layout if self.layout_is_proved else None
+        thread = WorkerThread("weight-ahead", self.receiver.prepare_thread)
+        self.ahead = thread.submit(self.receiver.receive_ahead, version, limit_bytes)
+        thread.stop()
+
+    def finish_ahead(self) -> None:
+        """Wait for the thread of `receive_ahead`, if there is one. Raises what it raised."""
+        ahead = self.ahead
+        self.ahead = None
+        if ahead is not None:
+            # Each of its waits has a limit of its own, and an abort ends them all.
+            ahead.result(AHEAD_LIMIT_FACTOR * self.receiver.timeout_s)
+
+    def start_weight_update(self) -> None:
+        """Bring the layers back to the form in which checkpoints load (on CPU they are packed for
+        oneDNN)."""
+        self.report: dict[str, Any] = {}
+        self.receiver.layout = self.kept_layout if self.layout_is_proved else None
+        if self.only_kept:
+            self.kept_layout.start()
+            return  # the layout covers every parameter
+        self.layout_is_proved = False
+        self.loaded_names: set[str] = set()
+        start = time.perf_counter()
+        self._discard_failed_update()
+        initialize_layerwise_reload(self.model)
+        if self.device.type == "cpu":
+            self._drop_expert_kernels()
+        self.report = {"prepare": time.perf_counter() - start}
+
+    def receive_weights(self, update_info: dict[str, int]) -> None:
+        """Receive all buckets of "version"; verified by checksum and by name when this returns.
+
+        Raises:
+            SyncError: as `WeightReceiver.receive`, or parameters were not loaded.
+        """
+        self.report |= self.receiver.receive(self._load, **update_info, only_kept=self.only_kept)
+        if self.only_kept:
+            return
+        missing = sorted(self.expected_names - self.loaded_names)
+        if missing:
+            raise SyncError(
+                f"{self.receiver.name}: {len(missing)} parameters were not loaded, "
+                f"such as {missing[:MISSING_NAMES_SHOWN]}"
+            )
+
+    # vLLM's wrapper of `receive_weights` would synchronize the device, which the receiver does
+    # where needed.
+    update_weights = receive_weights
+
+    def finish_weight_update(self) -> None:
+        """Pack the layers again, and let attention layers derive again what they derive from
+        weights."""
+        start = time.perf_counter()
+        if self.only_kept:
+            self.kept_layout.finish(self.model_config.dtype)
+        else:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._pack_tied_head()
+            self._prove_layout()
+            if self.receiver.mirror and not self.layout_is_proved:
+                self.receiver.mirror.pin()
+        self.report["in_place"] = float(self.only_kept)
+        self.report["layout_proved"] = float(self.layout_is_proved)
+        self.report["finish"] = time.perf_counter() - start
+
+    def shutdown(self) -> None:
+        """The groups end with the process."""
+
+    def _discard_failed_update(self) -> None:
+        """Reset layers that a failed update has left half-loaded: the reload would take what they
+        hold for its own."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                _place_kernel_tensors(layer, info)
+                info.reset()
+
+    def _drop_expert_kernels(self) -> None:
+        """vLLM packs experts for CPUs only while it creates their kernel, so it must create it
+        again."""
+        for layer in self.model.modules():
+            method = getattr(layer, "quant_method", None)
+            if hasattr(method, "moe_kernel"):
+                method.moe_kernel = None
+
+    def _pack_tied_head(self) -> None:
+        """Pack a tied lm_head on CPUs. It owns no weight, so the reload passes it over, and its
+        packed copy would stay at the old version with no more than a warning."""
+        head = getattr(self.model, "lm_head", None)
+        is_tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        if self.device.type == "cpu" and is_tied and hasattr(head, "quant_method"):
+            head.quant_method.process_weights_after_loading(head)
+
+    def _prove_layout(self) -> None:
+        """After an ordinary update: compare what the learned layout finds in the parameters with
+        what was loaded. A layout that is wrong is dropped."""
+        if not self.kept_layout:
+            return
+        try:
+            self.kept_layout.prove()
+            self.layout_is_proved = True
+        except NotInPlace as error:
+            self.kept_layout = None
+            _log_whole_tensors(error)
+
+    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Load the tensors of a bucket, and copy what the reload still refers to.
+
+        The reload processes a fused layer (qkv, gate and up) when its last part has come. Parts
+        that came earlier wait as references into the bucket, whose buffer is about to be reused.
+        """
+        if self.kept_layout:
+            self.kept_layout.note_loaded(tensors)
+        self.loaded_names |= self.model.load_weights(tensors)
+        if len(self.receiver.plan.buckets) > 1:
+            for layer in self.model.modules():
+                _copy_waiting_parts(layer)
+
+
+def _kept_by_receivers(plain: dict[str, Any] | None) -> KeptByReceivers | None:
+    if plain is None:
+        return None
+    blocks = tuple(map(kept_from_plain, plain["blocks"]))
+    return KeptByReceivers(blocks, tuple(plain["kind_of_receiver"]))
+
+
+def _log_whole_tensors(error: NotInPlace) -> None:
+    logger.info("weight sync: whole tensors travel, because %s", error)
+
+
+def _weight_pieces(fields_of_pieces: list) -> list[WeightPiece]:
+    """The pieces of one sender, from the fields of each."""
+    pieces = []
+    for name, dtype, shape, *cut in fields_of_pieces:
+        pieces.append(WeightPiece(name, dtype, tuple(shape), *cut))
+    return pieces
+
+
+def _copy_waiting_parts(layer: torch.nn.Module) -> None:
+    """Replace the tensors that wait in a layer's reload by copies, once each."""
+    for _, bound in get_layerwise_info(layer).loaded_weights:
+        for key, value in bound.arguments.items():
+            if not isinstance(value, torch.Tensor) or value.is_meta:
+                continue
+            if not hasattr(value, "is_own_copy"):
+                copy = value.clone()
+                copy.is_own_copy = True
+                bound.arguments[key] = copy
+
+
+class SyncWorkerExtension:
+    """Mixed into vLLM's worker; `collective_rpc` reaches its methods."""
+
+    # Of the worker. Declared only: vLLM refuses an extension that sets what its worker has.
+    device: torch.device
+    vllm_config: Any
+    model_runner: Any
+    weight_transfer_engine: Any
+    available_kv_cache_memory_bytes: int
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
+    reload_weights: Callable[..., None]
+
+    def kv_cache_bytes(self) -> int:
+        """The size of the KV cache: as given, or as the worker chose by measuring the GPU's
+        memory."""
+        given = self.vllm_config.cache_config.kv_cache_memory_bytes
+        return given or self.available_kv_cache_memory_bytes
+
+    def learn_kept(self, shapes: dict[str, Any], expects_deltas: bool) -> dict[str, Any]:
+        """What this worker keeps of every tensor; see `OneStepOffTransferEngine.learn_kept`."""
+        return self.weight_transfer_engine.learn_kept(shapes, expects_deltas)
+
+    def receive_ahead(self, version: int, limit_bytes: int) -> None:
+        """Begin to receive a version while this worker generates; see
+        `OneStepOffTransferEngine.receive_ahead`."""
+        self.weight_transfer_engine.receive_ahead(version, limit_bytes)
+
+    def connect_sync(self, info: dict[str, Any]) -> None:
+        """Join the groups of a new epoch; see `init_transfer_engine`."""
+        self.weight_transfer_engine.init_transfer_engine(**info)
+
+    def sync_weights(self, version: int, only_kept: bool = False) -> dict[str, Any]:
+        """One whole update. Returns seconds per phase, and bytes.
+
+        Args:
+            version: of the weights.
+            only_kept: as `WeightReceiver.receive`.
+        """
+        self.weight_transfer_engine.finish_ahead()
+        self.weight_transfer_engine.only_kept = only_kept
+        self.start_weight_update()
+        self.update_weights({"version": version})
+        try:
+            self.finish_weight_update()
+        except BaseException:
+            # vLLM ends a failed update only in `update_weights`, and would refuse the next one.
+            self._weight_update_active = False
+            raise
+        return self.weight_transfer_engine.report
+
+
+bind_rendezvous_to_its_host()
+WeightTransferEngineFactory.register_engine("one_step_off", OneStepOffTransferEngine)

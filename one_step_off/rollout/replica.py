@@ -1,0 +1,491 @@
+"""Generation: one vLLM `AsyncLLM` per replica, as a plain class that becomes a Ray actor.
+
+A replica turns prompts into scored samples. Every token carries the version of the weights that
+generated it: the engine receives that version after each verified sync, and generates nothing
+before the first one.
+"""
+
+import asyncio
+import functools
+import gc
+import os
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+import ray
+
+from agent_loop.base import Generated, Loops
+from agent_loop.tools import MCP_SCHEMAS
+from one_step_off.cluster.core_sharing import CoreUser
+from one_step_off.cluster.errors import SyncError
+from one_step_off.cluster.network import reachable_host
+from one_step_off.cluster.remote_calls import observed
+from one_step_off.cluster.resource_usage import UsageProbe
+from one_step_off.config.roles import load_section_tokenizer
+from one_step_off.config.schema import Config
+from one_step_off.data.packing import PackedSamples
+from one_step_off.data.samples import Prompt, Sample, Stamp
+from one_step_off.engines.engine_processes import (
+    ProcessId,
+    is_engine,
+    kill_processes,
+    not_running,
+)
+from one_step_off.engines.start_failures import failed_start_names_its_reason
+from one_step_off.engines.vllm import lora_engine
+from one_step_off.engines.vllm.engine_args import engine_args
+from one_step_off.engines.vllm.engine_output import generated_tokens
+from one_step_off.engines.vllm.prompt_scores import log_probs_of
+from one_step_off.rollout.concurrency import ConcurrencyLimiter
+from one_step_off.rollout.reward_queue import RewardQueue
+from one_step_off.rollout.sampling import Sampling
+from one_step_off.rollout.trajectory_run import TrajectoryRun, missing_rewards
+
+T = TypeVar("T")
+
+POLL_S = 0.02
+
+
+def _part_of_sync(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+    """Hold `sync_lock` during a method of a replica, so that others know when it has ended."""
+
+    @functools.wraps(method)
+    async def call(self: "RolloutReplica", *args: Any) -> T:
+        async with self.sync_lock:
+            return await method(self, *args)
+
+    return call
+
+
+class RolloutReplica(UsageProbe, CoreUser):
+    """One vLLM engine (tensor_parallel_size GPUs) and everything that talks to it."""
+
+    # Ray's own limit, 1000 calls at once, is less than the prompts that may be in scoring at a
+    # time.
+    calls_at_once = 1 << 14
+    threads = {"control": 1}  # an event loop of its own for `alive`
+
+    def __init__(
+        self,
+        cfg: Config,
+        index: int,
+        device: str,
+        scorers: list[Any],
+        mcp_schemas: Any = (),
+        loops: Sequence[str] = ("",),
+        seed: int = 0,
+        endpoint: Any = None,
+        log: str = "",
+    ) -> None:
+        """
+        Args:
+            index: of this replica among all.
+            device: "cpu" or "cuda".
+            scorers: the reward workers.
+            mcp_schemas: the driver's `agent_loop.tools.MCP_SCHEMAS`.
+            loops: the names of the agent loops that the data uses.
+            seed: of the engine, see `sampling.engine_seed`.
+            endpoint: an `EndpointAccess`, where external agents find the run; None: it has no
+                endpoint.
+            log: the file with the output of this process; "": it has none of its own.
+        """
+        self.cfg = cfg
+        self.index = index
+        self.device = device
+        self.loop_names = loops
+        self.seed = seed
+        self.log = log
+        MCP_SCHEMAS.update(mcp_schemas)
+        self.rewards = RewardQueue(scorers, index)
+        self.limiter = ConcurrencyLimiter(cfg.agent.max_concurrency)
+        self.stamp: Stamp | None = None  # of the verified weights
+        self.incarnation = 0
+        self.engine: Any = None
+        self.asleep = False
+        self.started_requests = 0
+        self.finished_requests = 0
+        self.engine_processes: list[psutil.Process] = []
+        self.endpoint_access = endpoint
+        self.endpoint: Any = None  # a `ReplicaServer`
+        self.lora_request: Any = None  # of every request, where the engine has the adapters apart
+        self.sync_lock = asyncio.Lock()  # held by each part of a sync, so that its end is known
+        self.work: set[asyncio.Task] = set()  # of the current attempt; see `drop_work`
+
+    async def start(self, former: Sequence[ProcessId] = ()) -> tuple[int, list[ProcessId]]:
+        """Load the engine.
+
+        Args:
+            former: the processes of the replica that this one replaces. An engine may outlive its
+                replica, and would keep its memory.
+
+        Returns:
+            How many sequences the engine works on at once, and the processes below this one.
+
+        Raises:
+            ProcessDied: a process of the engine was killed.
+            RuntimeError: the engine did not start; the message names the reason.
+        """
+        kill_processes(former)
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.tokenizer = load_section_tokenizer(self.cfg, "model")
+        if self.endpoint_access is not None:
+            self.endpoint = self._create_endpoint()
+        for name in self.loop_names:  # now, because all trajectories would wait for them later
+            self.loops.get(name)
+        arguments = engine_args(self.cfg, self.device, self.seed)
+        self.lora_request = lora_engine.request_of_policy(self.cfg)
+        with failed_start_names_its_reason("its engine did not start", self.log):
+            self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        if self.endpoint is not None:
+            await self._start_endpoint(self.endpoint)
+        # Modules and engine stay: looking through them in every collection would stop all
+        # trajectories meanwhile.
+        gc.collect()
+        gc.freeze()
+        children = psutil.Process().children(recursive=True)
+        self.engine_processes = [child for child in children if is_engine(child)]
+        max_sequences = self.engine.vllm_config.scheduler_config.max_num_seqs
+        return max_sequences, [(child.pid, child.create_time()) for child in children]
+
+    def _create_endpoint(self) -> Any:
+        # An HTTP server is slow to import, and most runs need none.
+        from one_step_off.endpoint.guarded_server import limits_for
+        from one_step_off.endpoint.replica_server import ReplicaServer
+
+        data = self.cfg.data
+        max_sequence = data.max_prompt_length + data.max_response_length
+        limits = limits_for(self.cfg.agent.max_concurrency)
+        return ReplicaServer(self.index, self.endpoint_access, max_sequence, limits)
+
+    async def _start_endpoint(self, endpoint: Any) -> None:
+        """Serve external agents from now on."""
+        from one_step_off.engines.vllm.chat.serving import Serving
+
+        endpoint.serving = Serving(self.cfg, self.engine, self.tokenizer)
+        gateway = self.endpoint_access.gateway
+        await endpoint.start(
+            reachable_host(self.endpoint_access.host),
+            lambda *report: gateway.register.remote(*report),
+        )
+
+    async def kv_cache_bytes(self) -> int:
+        """The size of each worker's KV cache."""
+        return min(await self._call_workers("kv_cache_bytes"))
+
+    @_part_of_sync
+    async def learn_kept(self, shapes: dict[str, Any]) -> list[dict[str, Any]]:
+        """Which blocks of the tensors each worker keeps; see `OneStepOffTransferEngine.learn_kept`.
+
+        Args:
+            shapes: name -> [dtype, shape].
+        """
+        return await self._call_workers("learn_kept", shapes, self.cfg.weight_sync.mode == "delta")
+
+    @_part_of_sync
+    async def prove_base(
+        self, shapes: dict[str, Any], blocks: list[list[Any]]
+    ) -> list[dict[str, Any]]:
+        """Compare the base model that each worker has loaded with the trainer's; see
+        `AdapterWorkerExtension.prove_base`.
+
+        Args:
+            shapes: of the adapter's matrices: name -> [dtype, shape].
+            blocks: of `BaseModel`.
+
+        Raises:
+            SyncError: it is another one, or the engine cannot hold these matrices.
+        """
+        return await self._call_workers("prove_base", shapes, blocks)
+
+    @_part_of_sync
+    async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:
+        """Join the weight-sync groups of a new epoch.
+
+        Args:
+            info: what `vllm_receiver` takes and all replicas share.
+            first_receiver: the number of this replica's first worker.
+
+        Raises:
+            SyncError: a worker could not join.
+        """
+        replica_info = {"host": reachable_host(info["host"]), "first_receiver": first_receiver}
+        await self._call_workers("connect_sync", info | replica_info)
+
+    async def _call_workers(self, method: str, *args: Any) -> list[Any]:
+        try:
+            return await self.engine.collective_rpc(method, args=args)
+        except Exception as e:  # vLLM passes on the text of its workers' errors, but not their type
+            lines = str(e).strip().splitlines() or [type(e).__name__]
+            message = lines[-1].removeprefix("Call to collective_rpc method failed: ")
+            raise SyncError(message) from e
+
+    @_part_of_sync
+    async def receive_ahead(self, version: int, limit_bytes: int) -> None:
+        """Begin to receive weights while the engine generates; `sync` puts them to use.
+
+        Args:
+            version: of the weights.
+            limit_bytes: the spare memory of each worker.
+        """
+        await self._call_workers("receive_ahead", version, limit_bytes)
+
+    @_part_of_sync
+    async def sync(self, stamp: Stamp, only_kept: bool = False) -> list[dict[str, Any]]:
+        """Receive the weights `stamp`: pause, stream, verify, resume with empty caches.
+
+        By `weight_sync.in_flight` there are no unfinished requests, or they resume then. Their KV
+        cache is computed again or kept.
+
+        Args:
+            stamp: (incarnation, version).
+            only_kept: each worker gets what it keeps, in place of whole tensors.
+
+        Returns:
+            Per worker the seconds per phase (pause, wait, load, verify, ...), bytes, and what
+            `Receiver.receive` reports besides.
+
+        Raises:
+            SyncError: the engine stays paused, and generates nothing until another sync has
+                succeeded. Or the weights are those of an attempt that has ended.
+        """
+        incarnation, version = stamp
+        if incarnation < self.incarnation:
+            raise SyncError(
+                f"rollout replica {self.index} belongs to incarnation {self.incarnation}, and gets "
+                f"weights of incarnation {incarnation}, which has ended"
+            )
+        self.stamp = None
+        self.incarnation = incarnation
+        begin = time.perf_counter()
+        in_flight = self.cfg.weight_sync.in_flight
+        # Not AsyncLLM.pause_generation: it sleeps another 20 ms, for callers to whom the order of
+        # outputs matters.
+        await self.engine.engine_core.pause_scheduler_async(
+            mode="wait" if in_flight == "wait" else "keep", clear_cache=in_flight != "keep"
+        )
+        pause_s = time.perf_counter() - begin
+        if self.asleep:
+            await self.engine.wake_up(["weights"])
+        reports = await self._call_workers("sync_weights", version, only_kept)
+        if self.asleep:
+            await self.engine.wake_up(["kv_cache"])
+            self.asleep = False
+        await self.engine.update_weight_version(f"{incarnation}.{version}")
+        await self.engine.resume_generation()
+        self.stamp = stamp
+        paused_s = time.perf_counter() - begin
+        return [report | {"pause": pause_s, "paused": paused_s} for report in reports]
+
+    async def ping(self) -> tuple[int, int]:
+        """Answer once the engine has, between two of its steps.
+
+        Returns:
+            How many requests the engine has finished, and how many it works on.
+
+        Raises:
+            RuntimeError: the engine died.
+        """
+        self._raise_if_engine_died()
+        await self.engine.is_sleeping()
+        return self.finished_requests, self.started_requests - self.finished_requests
+
+    @ray.method(concurrency_group="control")
+    async def alive(self) -> None:
+        """Answer, however busy this process and its engine are.
+
+        Raises:
+            RuntimeError: the engine died, or is stopped.
+        """
+        if self.engine is not None:
+            self._raise_if_engine_died()
+        for process in self.engine_processes:
+            state = not_running(process)
+            if state:
+                raise RuntimeError(
+                    f"the engine of rollout replica {self.index}, process {process.pid}, is {state}"
+                )
+
+    def _raise_if_engine_died(self) -> None:
+        if self.engine.errored:
+            raise RuntimeError(f"the engine of rollout replica {self.index} died")
+
+    def bound_pids(self) -> list[int]:
+        """See `CoreUser`: none before the engine has started. It starts on the replica's own cores,
+        and counts them."""
+        if not self.engine_processes:
+            return []
+        return [os.getpid(), *(process.pid for process in self.engine_processes)]
+
+    async def sleep(self) -> None:
+        """Give the memory to another role; the next sync brings weights. A CPU engine keeps its
+        memory and idles."""
+        self.stamp = None
+        if self.device == "cuda" and not self.asleep:
+            await self.engine.sleep(level=2)
+            self.asleep = True
+
+    async def rollout(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
+        """All trajectories of these prompts, scored, in order. An episode of an external agent may
+        give several samples, one after another.
+
+        Raises:
+            RuntimeError: the replica has no verified weights, or the engine died.
+        """
+        if self.stamp is None:
+            raise RuntimeError(f"rollout replica {self.index} has no verified weights")
+        return await self._until_dropped(self._trajectories(prompts, sampling))
+
+    async def _trajectories(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
+        places = [(prompt, index) for prompt in prompts for index in range(sampling.size)]
+        tasks = [
+            asyncio.create_task(self._trajectory(prompt, index, sampling))
+            for prompt, index in places
+        ]
+        try:
+            trajectories = await asyncio.gather(*tasks)
+            of_prompts = [prompt for prompt, _ in places]
+            for position, error in missing_rewards(of_prompts, trajectories).items():
+                failed = TrajectoryRun(self, *places[position], sampling)
+                trajectories[position] = [failed.failed_sample(error)]
+            return PackedSamples(sample for samples in trajectories for sample in samples)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> list[Sample]:
+        return await TrajectoryRun(self, prompt, index, sampling).samples()
+
+    async def wait_for_capacity(self, sent: int, capacity: int) -> int:
+        """Wait until fewer than `capacity` of the `sent` trajectories ask for the engine.
+
+        Args:
+            sent: trajectories that the caller has sent since the start. The caller counts them,
+                because its calls may arrive in another order.
+
+        Returns:
+            How many trajectories ask nothing of the engine.
+        """
+        return await self._until_dropped(self._wait_for_capacity(sent, capacity))
+
+    async def _wait_for_capacity(self, sent: int, capacity: int) -> int:
+        while sent - self.limiter.idle_trajectories >= capacity:
+            await self.limiter.idle_changed.wait()
+        return self.limiter.idle_trajectories
+
+    async def _until_dropped(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await a part of the current attempt's work. Raises RuntimeError: the attempt has
+        ended."""
+        task = observed(work)
+        self.work.add(task)
+        try:
+            await asyncio.wait([task])
+            if task.cancelled():
+                raise RuntimeError(f"rollout replica {self.index}: the attempt has ended")
+            return task.result()
+        finally:
+            task.cancel()
+            self.work.discard(task)
+
+    async def drop_work(self, incarnation: int) -> None:
+        """Trainers have died, and the next attempt takes this replica over: drop everything that
+        belongs to the one before. Returns when the engine has no request left.
+
+        Nothing is generated before verified weights of the new attempt have come.
+
+        Args:
+            incarnation: of the new attempt. Weights of earlier ones are refused from now on.
+
+        Raises:
+            RuntimeError: the engine died.
+        """
+        self.stamp = None
+        self.incarnation = incarnation
+        self._raise_if_engine_died()
+        self.rewards.drop_waiting()
+        self.use_own_cores()
+        for task in self.work:
+            task.cancel()
+        if self.endpoint is not None:
+            self.endpoint.close_all("attempt")
+        async with self.sync_lock:  # the senders are gone, which ends a sync
+            self.stamp = None  # a sync that was almost over may have set it
+            while self.work or self.engine.output_processor.has_unfinished_requests():
+                await asyncio.sleep(POLL_S)
+        # The caller counts from zero again.
+        self.limiter = ConcurrencyLimiter(self.cfg.agent.max_concurrency)
+        self._raise_if_engine_died()
+
+    @functools.cached_property
+    def loops(self) -> Loops:
+        """The agent loops, by name."""
+        return Loops(self.cfg, self.tokenizer, self.endpoint)
+
+    async def _generate(
+        self, ids: np.ndarray, max_tokens: int, seed: int | None, sampling: Sampling
+    ) -> Generated:
+        """One request to the engine: the tokens that follow `ids`, int32 [T]."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        user_settings = dict(self.cfg.rollout.sampling_kwargs)
+        if sampling.stop:
+            run_stops = user_settings.get("stop") or []
+            if isinstance(run_stops, str):
+                run_stops = [run_stops]
+            user_settings["stop"] = [*run_stops, *sampling.stop]
+        settings = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "logprobs": 0,
+            "flat_logprobs": True,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
+        needs_text = "stop" in user_settings  # words to stop at are found in text
+        params = SamplingParams(**settings, **({"detokenize": needs_text} | user_settings))
+        output = await self._request(ids, params)
+        return generated_tokens(output.outputs[0])
+
+    async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+        """The engine's half of the canary: log-probs (nats, temperature 1) of every token but the
+        first.
+
+        Args:
+            sequences: token ids, int32 [T] each.
+
+        Returns:
+            float32 [T - 1] per sequence.
+        """
+
+        async def score_all() -> list[np.ndarray]:
+            return await asyncio.gather(*(log_probs_of(self._request, ids) for ids in sequences))
+
+        return await self._until_dropped(score_all())
+
+    async def _request(self, ids: np.ndarray, params: Any) -> Any:
+        """The engine's last output for these token ids, int32 [T]."""
+        self.started_requests += 1
+        name = str(self.started_requests)
+        params.skip_clone = True  # no other request changes these settings
+        # Marked as tokens: a prompt would else travel through a thread that has nothing to
+        # tokenize.
+        prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
+        answers = self.engine.generate(prompt, params, name, lora_request=self.lora_request)
+        try:
+            outputs = [output async for output in answers]
+            return outputs[-1]
+        finally:
+            self.finished_requests += 1
+
+    async def stop(self) -> None:
+        """Close the endpoint, and end the engine's processes."""
+        if self.endpoint is not None:
+            await self.endpoint.stop()
+        if self.engine is not None:
+            self.engine.shutdown()

@@ -1,0 +1,1 @@
+"""What no run needs: the planner, checks of a machine or a config, viewers, converters."""

@@ -1,0 +1,391 @@
+"""The constants of `work.Work` from the shape of a model and the name of a GPU: no run and no GPU
+is needed.
+
+The parts of a step are added, as if none of them overlapped with another:
+
+    generation  step of a replica  = STEP_S + weights / bandwidth
+                per sequence more  = SEQUENCE_S + 2 N / compute + its KV cache / bandwidth
+    training    token on one GPU   = its FLOPs / (peak * MFU)
+    sync                           = SYNC_S + weights / SYNC_BYTES_PER_S
+
+The efficiencies below were chosen by the measurements in docs/measured/planner.md, which compares
+the results with these and with published figures.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.lora_checks import sends_adapters
+from one_step_off.config.schema import Config
+from one_step_off.data.token_work import pass_work
+from one_step_off.monitoring.flops import ModelShape, peak_flops, shape_of
+from one_step_off.tools.planner.work import Work
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Attributes:
+    name: as CUDA reports it, in part; `monitoring.flops` has its peak.
+    memory_bytes, bytes_per_s: of its memory.
+    """
+
+    name: str
+    memory_bytes: float
+    bytes_per_s: float
+
+    @property
+    def flops_per_s(self) -> float:
+        """Dense bf16, by the data sheet."""
+        peak = peak_flops(self.name)
+        assert peak is not None, f"{self.name} has no row in the table of peaks"
+        return peak
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        # NVIDIA H200 Tensor Core GPU, data sheet, column H200 SXM: 141 GB, 4.8 TB/s.
+        Gpu("H200", 141e9, 4.8e12),
+        # NVIDIA H100 Tensor Core GPU, data sheet, column H100 SXM: 80 GB, 3.35 TB/s.
+        Gpu("H100", 80e9, 3.35e12),
+        # NVIDIA publishes no data sheet of the H20. Its sellers list 96 GB and 4.0 TB/s; there is
+        # a version with 141 GB too.
+        Gpu("H20", 96e9, 4.0e12),
+        # NVIDIA A100 Tensor Core GPU, data sheet, column A100 80GB SXM: 80 GB, 2,039 GB/s.
+        Gpu("A100", 80e9, 2.039e12),
+    )
+}
+"""Memory and its bandwidth; `monitoring.flops` has the peaks, with their sources."""
+
+STEP_S = 2.0e-3
+SEQUENCE_S = 42e-6
+"""Seconds that vLLM's scheduler and this program need for a step, and for each sequence in it."""
+
+BANDWIDTH_SHARE = 0.7
+"""Of the memory's bandwidth, reached while weights and KV cache are read."""
+
+COMPUTE_SHARE = 0.5
+"""Of the peak, reached by the matrix products of generation."""
+
+TRAIN_MFU = ((0.494e9, 0.296), (7.62e9, 0.432))
+"""(Parameters, MFU) of a forward and backward pass on an H200; between and beyond them by the
+logarithm of the parameters, from 0.2 to 0.45."""
+
+SYNC_S = 0.1
+SYNC_BYTES_PER_S = 40e9
+"""Seconds of a sync of few bytes, and the rate beyond them."""
+
+OPTIMIZER_BYTES = 16
+"""Of a parameter in training: fp32 weights, gradients and two moments."""
+
+SPARE_BYTES = 25e9
+"""For activations, logits, buffers and CUDA itself, on each GPU."""
+
+QWEN = {"model_type": "qwen2", "vocab_size": 152_064, "num_key_value_heads": 8}
+SMALL_QWEN = QWEN | {"vocab_size": 151_936, "num_key_value_heads": 2, "tie_word_embeddings": True}
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+LLAMA = {"model_type": "llama", "vocab_size": 128_256, "num_key_value_heads": 8}
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+_MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int, int]]] = {
+    "qwen2.5-0.5b": (SMALL_QWEN, (896, 4864, 24, 14)),
+    "qwen2.5-1.5b": (SMALL_QWEN, (1536, 8960, 28, 12)),
+    "qwen2.5-3b": (SMALL_QWEN, (2048, 11_008, 36, 16)),
+    "qwen2.5-7b": (QWEN | {"num_key_value_heads": 4}, (3584, 18_944, 28, 28)),
+    "qwen2.5-14b": (QWEN, (5120, 13_824, 48, 40)),
+    "qwen2.5-32b": (QWEN, (5120, 27_648, 64, 40)),
+    "qwen2.5-72b": (QWEN, (8192, 29_568, 80, 64)),
+    "qwen3-0.6b": (QWEN3 | {"tie_word_embeddings": True}, (1024, 3072, 28, 16)),
+    "qwen3-1.7b": (QWEN3 | {"tie_word_embeddings": True}, (2048, 6144, 28, 16)),
+    "qwen3-4b": (QWEN3 | {"tie_word_embeddings": True}, (2560, 9728, 36, 32)),
+    "qwen3-8b": (QWEN3, (4096, 12_288, 36, 32)),
+    "qwen3-14b": (QWEN3, (5120, 17_408, 40, 40)),
+    "qwen3-32b": (QWEN3, (5120, 25_600, 64, 64)),
+    "llama-3.2-1b": (LLAMA | {"head_dim": 64, "tie_word_embeddings": True}, (2048, 8192, 16, 32)),
+    "llama-3.2-3b": (LLAMA | {"tie_word_embeddings": True}, (3072, 8192, 28, 24)),
+    "llama-3.1-8b": (LLAMA, (4096, 14_336, 32, 32)),
+    "llama-3.1-70b": (LLAMA, (8192, 28_672, 80, 64)),
+}
+"""The shapes in the config.json of these models on the Hugging Face hub."""
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model by its shape.
+
+    Attributes:
+        source: where the shape is from, for people.
+        shape: what a token costs.
+        parameters: all of them, those of all experts too.
+        kv_bytes: of the KV cache of one token, in bf16.
+        heads: of attention, which tensor parallelism divides.
+    """
+
+    source: str
+    shape: ModelShape
+    parameters: int
+    kv_bytes: float
+    heads: int
+
+
+def planned_model(path: str) -> PlannedModel:
+    """The model of `model.path`.
+
+    Args:
+        path: a folder with a config.json, such a file, a model in the hub's cache, or a name with
+            one of the known shapes in it.
+
+    Raises:
+        ConfigError: its shape is not known here, or nothing can be computed from it.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    hf_config, source = _hf_config(path)
+    problem = f"model.path={path}: no model can be made of its config.json"
+    with as_config_error(problem, "correct it"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
+    shape = shape_of(model)
+    if shape is None:
+        raise ConfigError(
+            f"model.path={path}: the planner cannot count what its layers compute; "
+            "calibrate by a run (--from) or by times (--times)"
+        )
+    text_config = hf_config.get_text_config()
+    heads = text_config.num_attention_heads
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    head_size = shape.attention_width / heads
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    kv_bytes = 2 * 2 * shape.layers * kv_heads * head_size
+    return PlannedModel(source, shape, parameters, kv_bytes, heads)
+
+
+def _read_config(path: str) -> Any:
+    """A model's Hugging Face config, without the network and without its own code."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+
+
+def _hf_config(path: str) -> tuple[Any, str]:
+    """A model's Hugging Face config without the network, and where it is from."""
+    from transformers import AutoConfig
+
+    if path.startswith("tiny:"):
+        from one_step_off.models import tiny_qwen
+
+        return _read_config(tiny_qwen.ensure(path)), "the folder of the tiny model"
+    if Path(path).exists():
+        with as_config_error(f"model.path={path}: no config.json can be read there", "correct it"):
+            return _read_config(path), f"the config.json of {path}"
+    known = [name for name in _MODELS if _normal(name) in _normal(path)]
+    if known:
+        name = max(known, key=len)
+        family, sizes = _MODELS[name]
+        settings = family | dict(zip(_SIZES, sizes, strict=True))
+        return AutoConfig.for_model(**settings), f"the known shape of {name}"
+    try:
+        return _read_config(path), "the hub's cache"
+    except (OSError, ValueError):
+        names = ", ".join(_MODELS)
+        raise ConfigError(
+            f"model.path={path}: its shape is not known on this machine; give a folder with its "
+            f"config.json (no weights are needed), or a model whose name has one of {names}"
+        ) from None
+
+
+def _normal(name: str) -> str:
+    """Names alike but for their family's suffixes: Qwen2.5-Math-7B has the shape of Qwen2.5-7B."""
+    text = name.lower().rpartition("/")[2].replace("-math-", "-").replace("-coder-", "-")
+    return f"{text}-".replace("meta-", "")
+
+
+def planned_gpu(name: str) -> Gpu:
+    """The GPU of this name, as "H200" or "NVIDIA H100 80GB HBM3". Raises ConfigError: it is not in
+    the table."""
+    words = name.upper().replace("-", " ").split()
+    for gpu in GPUS.values():
+        if gpu.name in words:
+            return gpu
+    known = ", ".join(GPUS)
+    raise ConfigError(
+        f"--hardware {name}: its figures are not known; give one of {known}, "
+        "or calibrate by a run (--from) or by times (--times)"
+    )
+
+
+def train_mfu(parameters: float) -> float:
+    """The assumed MFU of training a model of this size."""
+    (small, small_mfu), (large, large_mfu) = TRAIN_MFU
+    slope = (large_mfu - small_mfu) / math.log(large / small)
+    return float(np.clip(small_mfu + slope * math.log(parameters / small), 0.2, 0.45))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `by_hardware` found.
+
+    Attributes:
+        work: of a step.
+        places: sequences for which a replica has memory.
+        min_ranks: GPUs that the trainer's state needs at least.
+        lines: what was assumed, for people.
+    """
+
+    work: Work
+    places: int
+    min_ranks: int
+    lines: list[str]
+
+
+def response_lengths(cfg: Config, mean: int | None) -> np.ndarray:
+    """The response lengths of a prompt, int [1, n]: spread evenly up to data.max_response_length;
+    or the quantiles of an exponential distribution, which has a long tail, with this mean.
+
+    Raises:
+        ConfigError: the mean is not below the limit.
+    """
+    longest = cfg.data.max_response_length
+    n = cfg.rollout.n
+    if mean is None:
+        return np.linspace(longest / n, longest, n).round().astype(int)[None]
+    if not 1 <= mean < longest:
+        raise ConfigError(
+            f"--response-tokens {mean}: must be at least 1 and below "
+            f"data.max_response_length={longest}"
+        )
+    quantiles = -np.log(1 - (np.arange(n) + 0.5) / n)
+    lengths = mean * quantiles / quantiles.mean()
+    return lengths.round().clip(1, longest).astype(int)[None]
+
+
+def by_hardware(
+    cfg: Config, model: PlannedModel, gpu: Gpu, mean_response: int | None = None
+) -> Plan:
+    """The work of a step on GPUs of one kind. `mean_response`: see `response_lengths`.
+
+    Raises:
+        ConfigError: a replica has no memory for the model.
+    """
+    lengths = response_lengths(cfg, mean_response)
+    prompt_tokens = cfg.data.max_prompt_length / 2
+    context = prompt_tokens + float(lengths.mean())
+    width = cfg.rollout.tensor_parallel_size
+    weight_bytes = 2.0 * model.parameters
+    bandwidth = BANDWIDTH_SHARE * gpu.bytes_per_s * width
+    compute = COMPUTE_SHARE * gpu.flops_per_s * width
+    cache_bytes = model.kv_bytes * (prompt_tokens + float((lengths.mean() + 1) / 2))
+    token_flops = 2 * model.shape.matmul_params
+    train_flops = _train_flops(cfg, model, context, lengths)
+    train_rate = gpu.flops_per_s * train_mfu(model.parameters)
+    work = Work(
+        prompts=cfg.data.train_batch_size,
+        lengths=lengths,
+        prompt_tokens=prompt_tokens,
+        decode_s=STEP_S + weight_bytes / bandwidth,
+        sequence_s=SEQUENCE_S + token_flops / compute + cache_bytes / bandwidth,
+        train_fixed_s=0.0,
+        train_token_s=train_flops / context / train_rate,
+        sync_s=SYNC_S + (0 if sends_adapters(cfg) else weight_bytes / SYNC_BYTES_PER_S),
+    )
+    places = _sequences_in_memory(cfg, model, gpu, context, width)
+    if places < 1:
+        raise _too_large(cfg, model, gpu, context)
+    min_ranks = _min_ranks(cfg, model, gpu)
+    lines = _lines(cfg, model, gpu, work, places, min_ranks)
+    return Plan(work, places, min_ranks, [*lines, _lengths_line(cfg, mean_response)])
+
+
+def _sequences_in_memory(
+    cfg: Config, model: PlannedModel, gpu: Gpu, context: float, width: int
+) -> int:
+    """How many sequences of `context` tokens a replica of `width` GPUs has memory for."""
+    usable_bytes = cfg.rollout.gpu_memory_utilization * gpu.memory_bytes * width
+    return int((usable_bytes - 2.0 * model.parameters) / (model.kv_bytes * context))
+
+
+def _too_large(cfg: Config, model: PlannedModel, gpu: Gpu, context: float) -> ConfigError:
+    """What to set where a replica has no memory for one sequence."""
+    width = cfg.rollout.tensor_parallel_size
+    usable = cfg.rollout.gpu_memory_utilization
+    divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
+    fitting = [n for n in divisors if _sequences_in_memory(cfg, model, gpu, context, n) >= 1]
+    fix = (
+        f"rollout.tensor_parallel_size={fitting[0]} fits"
+        if fitting
+        else "give a GPU with more memory"
+    )
+    return ConfigError(
+        f"rollout.tensor_parallel_size={width}: weights of {2e-9 * model.parameters:.0f} GB and "
+        f"one sequence do not fit into {width} x {gpu.memory_bytes / 1e9:.0f} GB, of which "
+        f"rollout.gpu_memory_utilization={usable:g} may be used; {fix}"
+    )
+
+
+def _lengths_line(cfg: Config, mean: int | None) -> str:
+    """How `response_lengths` gets its lengths."""
+    longest = cfg.data.max_response_length
+    if mean is None:
+        return f"response lengths are spread evenly up to data.max_response_length={longest}"
+    return (
+        f"response lengths have a long tail: the {cfg.rollout.n} of a prompt are spread over an "
+        f"exponential distribution, below data.max_response_length={longest}"
+    )
+
+
+def _train_flops(cfg: Config, model: PlannedModel, context: float, lengths: np.ndarray) -> float:
+    """Of a sample in a step: the updates, and the passes of the other roles in the trainer's
+    pool."""
+    work = pass_work([context], float(lengths.mean()))
+    forward = model.shape.forward_flops(work)
+    flops = cfg.actor.ppo_epochs * model.shape.train_flops(work, bool(cfg.model.lora_rank))
+    if cfg.algorithm.old_log_probs == "recompute":
+        flops += forward
+    roles = cfg.placement.roles
+    if "ref" in roles:
+        flops += forward
+    if "critic" in roles:  # taken as large as the policy
+        flops += forward + 3 * (cfg.critic.ppo_epochs or cfg.actor.ppo_epochs) * forward
+    return flops
+
+
+def _min_ranks(cfg: Config, model: PlannedModel, gpu: Gpu) -> int:
+    """GPUs over which the state of training must be divided to fit; 1 where it is offloaded."""
+    actor = cfg.actor
+    if actor.param_offload or actor.optimizer_offload:
+        return 1
+    bytes_per_parameter = 2 if cfg.model.lora_rank else OPTIMIZER_BYTES
+    state = bytes_per_parameter * model.parameters
+    if "critic" in cfg.placement.roles:
+        state += OPTIMIZER_BYTES * model.parameters
+    return math.ceil(state / (gpu.memory_bytes - SPARE_BYTES))
+
+
+def _lines(
+    cfg: Config, model: PlannedModel, gpu: Gpu, work: Work, places: int, min_ranks: int
+) -> list[str]:
+    billions = model.parameters / 1e9
+    return [
+        f"model: {cfg.model.path}, {billions:.2f} billion parameters, by {model.source}",
+        f"GPU: {gpu.name}, {gpu.flops_per_s / 1e12:.0f} TFLOP/s in bf16, "
+        f"{gpu.memory_bytes / 1e9:.0f} GB of memory at {gpu.bytes_per_s / 1e12:.2f} TB/s",
+        "nothing was run: measured runs differ by up to a factor of two, "
+        "see docs/measured/planner.md",
+        f"prompts of {work.prompt_tokens:.0f} tokens, half of data.max_prompt_length",
+        f"MFU of the trainer {train_mfu(model.parameters):.0%}; a replica has memory for {places} "
+        f"sequences; the trainer's state fits on {min_ranks} or more GPUs",
+    ]

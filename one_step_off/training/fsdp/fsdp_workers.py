@@ -1,0 +1,192 @@
+"""The FSDP2 training back end, on GPUs or CPUs: one worker class per role.
+
+`FsdpBackend` builds, runs, steps and saves a model; what a role computes is in `policy_role.py`,
+`critic_role.py`, `reward_model_role.py` and `teacher_role.py`, and shared with the Megatron back
+end.
+"""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.tensor import DTensor
+
+from one_step_off.algorithms import batching, core_algos
+from one_step_off.training import lora, optimizer_trial, optimizers, packed_attention
+from one_step_off.training.critic_role import CriticRole
+from one_step_off.training.fsdp import fsdp_model
+from one_step_off.training.model_worker import ModelWorker, WorkItem
+from one_step_off.training.policy_role import PolicyRole
+from one_step_off.training.reward_model_role import RewardModelRole
+from one_step_off.training.supervised_role import SupervisedRole
+from one_step_off.training.teacher_role import TeacherRole
+from one_step_off.training.update_stats import PhaseTimer
+from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
+from one_step_off.weight_sync.weight_piece import WeightPiece
+
+
+class FsdpBackend(ModelWorker):
+    """Put before a role's class: its model, passes, optimizer and checkpoints by FSDP2."""
+
+    def _build_model(self) -> None:
+        self.model, self.attention = fsdp_model.build(self.cfg, self.device, self.role)
+        self.adapters = lora.Adapters(self.model)
+        self.packed = bool(self.attention.kernel)
+
+    # Passes.
+
+    def _run_micro_batches(
+        self, items: Iterable[WorkItem], compute: Callable[[WorkItem], Tensor], timer: PhaseTimer
+    ) -> None:
+        with_backward = torch.is_grad_enabled()
+        for item in items:
+            with timer("forward"):
+                value = compute(item)
+            if with_backward:
+                with timer("backward"):
+                    # FSDP2 averages gradients over ranks; the sum is wanted. (gloo cannot scale
+                    # while it reduces.)
+                    (value * self.world_size).backward()
+        if not with_backward:
+            # Without a backward pass the root's parameters would stay gathered, and grow stale.
+            self.model.reshard()
+
+    def _forward(
+        self, layout: batching.MicroBatch, temperature: float, figure: core_algos.Figure
+    ) -> core_algos.TokenOutputs:
+        inputs = {"input_ids": self._tensor(layout.input_ids)}
+        if layout.position_ids is not None:
+            inputs["position_ids"] = self._tensor(layout.position_ids)
+        return self.model(
+            **inputs,
+            **self._boundaries(layout),
+            logit_index=self._tensor(layout.logit_index),
+            tokens=self._tensor(layout.tokens),
+            temperature=temperature,
+            entropy=figure,
+            chunk=self.cfg.actor.log_prob_chunk,
+        )
+
+    def _boundaries(self, layout: batching.MicroBatch) -> dict[str, Any]:
+        if layout.cu_seqlens is None:
+            return {}
+        cu_seqlens = self._tensor(layout.cu_seqlens)
+        return packed_attention.boundary_arguments(layout, cu_seqlens, self.attention.kernel)
+
+    # The optimizer.
+
+    def _build_optimizer(self) -> None:
+        self.optimizer = optimizers.build(self.model, self.role, self.role_config)
+        optimizer_trial.check_sharded(self.optimizer, self.role, self.role_config)
+
+    def _parameters_with_gradients(self) -> list[Tensor]:
+        return [p for p in self.model.parameters() if p.grad is not None]
+
+    def _grad_norm(self) -> Tensor:
+        gradients = [p.grad for p in self._parameters_with_gradients()]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _clip_and_step(self, grad_norm: Tensor | float, learning_rate: float) -> None:
+        parameters = self._parameters_with_gradients()
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.role_config.grad_clip, grad_norm)
+        optimizers.set_learning_rate(self.optimizer, learning_rate)
+        self._move_moments(self.device)
+        self.optimizer.step()
+        self._move_moments("cpu")
+
+    def _zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _move_moments(self, target: torch.device | str) -> None:
+        """Move the optimizer's state to `target`, with optimizer_offload on a GPU. (With
+        param_offload FSDP2 keeps it on the host itself.) Torch copies to pinned host memory without
+        blocking, and its allocator reuses the blocks."""
+        role_config = self.role_config
+        if not role_config.optimizer_offload or role_config.param_offload:
+            return
+        if self.device.type != "cuda":
+            return
+        optimizers.move_state(self.optimizer, target)
+        # The copies must have ended before what they were made of is used again.
+        torch.cuda.synchronize()
+
+    # Checkpoints.
+
+    def _create_moments(self) -> None:
+        optimizers.create_state(self.optimizer)
+
+    def _state(self) -> dict[str, Any]:
+        """The sharded weights that are trained, and the optimizer's state if it has one, as torch's
+        checkpoints take them."""
+        self._create_moments()
+        weights = state_dict.get_model_state_dict(self.model)
+        # What is frozen comes from model.path again. (torch's own ignore_frozen_params would keep a
+        # tied head.)
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if not parameter.requires_grad:
+                weights.pop(name, None)
+        if not self.optimizer.state:
+            return {"model": weights}
+        return {"model": weights, "optimizer": optimizers.as_plain(self.model, self.optimizer)}
+
+    def _write_state(self, folder: str) -> Future:
+        self._create_moments()
+        # New moments wait in host memory too, until the first step.
+        self._move_moments("cpu")
+        return dcp.async_save(
+            self._state(), checkpoint_id=folder, process_group=self._checkpoint_group
+        )
+
+    def _read_state(self, folder: str) -> None:
+        is_saved = optimizers.has_saved_state(folder)
+        optimizers.prepare_loading(self.model, self.optimizer, is_saved)
+        state = self._state()
+        dcp.load(state, checkpoint_id=folder)
+        options = state_dict.StateDictOptions(strict=False)  # tied tensors are named once
+        state_dict.set_model_state_dict(self.model, state["model"], options=options)
+        if "optimizer" in state:
+            optimizers.load(self.model, self.optimizer, state["optimizer"])
+
+    def _sent_weights(self) -> list[tuple[WeightPiece, Tensor]]:
+        return fsdp_model.sharded_weights(self.model, self.cfg.model.dtype)
+
+    def _sent_adapters(self) -> list[tuple[WeightPiece, Tensor]]:
+        return fsdp_model.sharded_adapters(self.model, self.cfg.model.dtype)
+
+
+class PolicyWorker(FsdpBackend, PolicyRole):
+    """The role "ref", and the policy of an actor that streams no weights."""
+
+
+class ActorWorker(WeightSenderMixin, PolicyWorker):
+    """The role "actor", whose ranks also send the weights."""
+
+
+class CriticWorker(FsdpBackend, CriticRole):
+    """The role "critic"."""
+
+
+class RewardModelWorker(FsdpBackend, RewardModelRole):
+    """The role "reward_model"."""
+
+
+class SupervisedWorker(FsdpBackend, SupervisedRole):
+    """The role "actor" in supervised steps."""
+
+
+class TeacherWorker(FsdpBackend, TeacherRole):
+    """The role "teacher"."""
+
+
+WORKERS = {
+    "actor": ActorWorker,
+    "ref": PolicyWorker,
+    "critic": CriticWorker,
+    "reward_model": RewardModelWorker,
+    "teacher": TeacherWorker,
+}
