@@ -19,7 +19,7 @@ import math
 from typing import Any
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
-from agent_loop.processes import LONGEST_QUEUE_S, ForkServer, Streams, reserve_core
+from agent_loop.processes import MAX_QUEUE_S, ForkServer, Streams, reserve_core
 from one_step_off.config import registry
 from one_step_off.config.errors import as_config_error
 from one_step_off.config.schema import Config
@@ -136,7 +136,7 @@ class EnvironmentLoop(AgentLoop):
         return trajectory
 
     async def _call(
-        self, streams: Streams, method: str, argument: str, core_wait_s: float = LONGEST_QUEUE_S
+        self, streams: Streams, method: str, argument: str, core_wait_s: float = MAX_QUEUE_S
     ) -> Any:
         """Call a method of the environment.
 

@@ -212,7 +212,7 @@ class Episode:
 
         Raises:
             EpisodeOver: a limit is reached, or the episode has ended.
-            RuntimeError: weights of another incarnation made this turn than the turns before.
+            RuntimeError: weights of another attempt made this turn than the turns before.
         """
         self._raise_if_over()
         parent = self._parent(context_ids)
@@ -234,7 +234,7 @@ class Episode:
             self._raise_if_ended()
         if self.limit_reached == "length":  # the agent has shortened its context
             self.limit_reached = ""
-        self._check_incarnation(generated)
+        self._check_attempt(generated)
         new_ids = np.array(context_ids[parent.length if parent else 0 :], np.int32)
         turn = Turn(parent, new_ids, generated, continues)
         if generated.finish_reason == "length":
@@ -281,12 +281,12 @@ class Episode:
         in_segment = self.limits.tokens - (len(context_ids) - first_length)
         return min(in_segment, self.max_sequence - len(context_ids))
 
-    def _check_incarnation(self, generated: Generated) -> None:
+    def _check_attempt(self, generated: Generated) -> None:
         for turn in self.turns_done[:1]:
-            if turn.generated.incarnation != generated.incarnation:
+            if turn.generated.attempt != generated.attempt:
                 raise RuntimeError(
-                    f"turn {len(self.turns_done)}: weights of incarnation "
-                    f"{generated.incarnation}, not {turn.generated.incarnation}"
+                    f"turn {len(self.turns_done)}: weights of attempt "
+                    f"{generated.attempt}, not {turn.generated.attempt}"
                 )
 
     def _parent(self, context_ids: np.ndarray) -> Turn | None:
@@ -343,7 +343,7 @@ class Episode:
     def _sample(self, prompt: Prompt, index: int, segment: list[Turn]) -> Sample:
         pieces = [segment[0].generated]
         for turn in segment[1:]:
-            pieces.append(_observation(turn.new_ids, turn.generated.incarnation))
+            pieces.append(_observation(turn.new_ids, turn.generated.attempt))
             pieces.append(turn.generated)
         turns = float(len(segment))
         extra: dict[str, Any] = {"agent": {"turns": turns} | plain_facts(self.facts)} | self.extra
@@ -358,7 +358,7 @@ class Episode:
             log_probs=np.concatenate([piece.log_probs for piece in pieces]),
             loss_mask=np.concatenate([np.full(len(p.ids), p.train) for p in pieces]),
             versions=np.concatenate([piece.versions for piece in pieces]),
-            incarnation=segment[-1].generated.incarnation,
+            attempt=segment[-1].generated.attempt,
             finish_reason=self._finish_reason(segment[-1]),
             extra=extra,
         )
@@ -371,13 +371,13 @@ class Episode:
         return "turn_length" if turn.cut_within_segment else turn.generated.finish_reason
 
 
-def _observation(ids: np.ndarray, incarnation: int) -> Generated:
+def _observation(ids: np.ndarray, attempt: int) -> Generated:
     count = len(ids)
     return Generated(
         ids=np.asarray(ids, np.int32),
         log_probs=np.zeros(count, np.float32),
         versions=np.full(count, NOT_GENERATED, np.int32),
-        incarnation=incarnation,
+        attempt=attempt,
         finish_reason="",
         role="context",
         train=False,

@@ -20,7 +20,7 @@ from one_step_off.cluster.core_binding import usable_cores
 from one_step_off.cluster.remote_calls import observed
 
 PROGRAM = Path(__file__).with_name("host") / "__main__.py"
-LONGEST_START_S = 600.0  # for the imports of large libraries
+MAX_START_S = 600.0  # for the imports of large libraries
 KILL_S = 2.0  # that a cancellation waits for its agent's end
 END_S = 10.0  # for an agent to end after it was asked to
 
@@ -106,10 +106,10 @@ class HostProcess:
         message: dict[str, Any] = {}
         reason = "the interpreter ended at once; is it Python 3.10 or newer?"
         try:
-            line = await asyncio.wait_for(self.reader.readline(), LONGEST_START_S)
+            line = await asyncio.wait_for(self.reader.readline(), MAX_START_S)
             message = json.loads(line or "{}")
         except TimeoutError:
-            reason = f"its import took longer than {LONGEST_START_S:g} s"
+            reason = f"its import took longer than {MAX_START_S:g} s"
         finally:
             if "ready" not in message:
                 self.process.kill()

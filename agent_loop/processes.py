@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from agent_loop.sandbox import LONGEST_LINE
+from agent_loop.sandbox import MAX_LINE
 from one_step_off.cluster.core_binding import own_cores
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-LONGEST_START_S = 600.0  # for the first process, after the imports of large libraries
-LONGEST_QUEUE_S = 3600.0  # for a core
-LONGEST_KILL_S = 60.0  # for a killed process to end
+MAX_START_S = 600.0  # for the first process, after the imports of large libraries
+MAX_QUEUE_S = 3600.0  # for a core
+MAX_KILL_S = 60.0  # for a killed process to end
 END_S = 2.0  # for the fork server to end its children and itself
 MAX_STARTING = 8  # a socket holds only so many other sockets that were not received yet
 
@@ -33,7 +33,7 @@ def _free_cores(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
 
 
 @contextlib.asynccontextmanager
-async def reserve_core(seconds: float = LONGEST_QUEUE_S) -> AsyncIterator[None]:
+async def reserve_core(seconds: float = MAX_QUEUE_S) -> AsyncIterator[None]:
     """Hold one of this process's cores, for work that only computes: its time limit is then about
     its own work.
 
@@ -41,7 +41,7 @@ async def reserve_core(seconds: float = LONGEST_QUEUE_S) -> AsyncIterator[None]:
         TimeoutError: no core became free within `seconds`.
     """
     cores = _free_cores(asyncio.get_running_loop())
-    seconds = min(seconds, LONGEST_QUEUE_S)
+    seconds = min(seconds, MAX_QUEUE_S)
     async with contextlib.AsyncExitStack() as held:
         try:
             async with asyncio.timeout(seconds):  # not wait_for, which may swallow a cancellation
@@ -104,13 +104,13 @@ class ForkServer:
                 our_end, process_end = socket.socketpair()
                 with process_end:
                     socket.send_fds(control, [name], [process_end.fileno()])
-                streams = await asyncio.open_unix_connection(sock=our_end, limit=LONGEST_LINE)
+                streams = await asyncio.open_unix_connection(sock=our_end, limit=MAX_LINE)
                 cleanup.push_async_callback(self._kill, control, name, streams)
                 try:
-                    greeting = await asyncio.wait_for(streams[0].readline(), LONGEST_START_S)
+                    greeting = await asyncio.wait_for(streams[0].readline(), MAX_START_S)
                 except TimeoutError as e:
                     raise RuntimeError(
-                        f"sandbox.py {self.spec}: no process began within {LONGEST_START_S:g} s"
+                        f"sandbox.py {self.spec}: no process began within {MAX_START_S:g} s"
                     ) from e
             if not greeting:
                 exit_code = server.wait(5)
@@ -125,7 +125,7 @@ class ForkServer:
             control.send(name)  # raises if the server has ended, and all processes with it
             if not self.confined:
                 return
-            async with asyncio.timeout(LONGEST_KILL_S):
+            async with asyncio.timeout(MAX_KILL_S):
                 while await reader.read(1 << 16):  # returns b"" when the process has ended
                     pass
 

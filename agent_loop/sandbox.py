@@ -39,7 +39,7 @@ import traceback
 from collections.abc import Callable
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-LONGEST_LINE = 1 << 20
+MAX_LINE = 1 << 20
 """Bytes of a call's answer."""
 
 # Names and numbers of the system calls that are refused: network, other processes, what outlives
@@ -297,8 +297,8 @@ def answer_calls(make: Callable[[], object], confined: bool, lines: "socket.Sock
             served = served or make()
             value = getattr(served, method)(argument)
             answer = json.dumps(value, default=float)  # float: numbers of numpy's types
-            if len(answer) >= LONGEST_LINE:
-                raise ValueError(f"the observation is longer than {LONGEST_LINE >> 20} MiB")
+            if len(answer) >= MAX_LINE:
+                raise ValueError(f"the observation is longer than {MAX_LINE >> 20} MiB")
         except Exception as e:
             failure = {
                 "error": f"{type(e).__name__}: {e}"[:1000],

@@ -25,7 +25,7 @@ THOUGHTS_END = "</think>"
 CALL_BEGIN = "<tool_call>"
 CALL_END = "</tool_call>"
 
-LONGEST_TOKEN_OF_JSON = 6
+MAX_TOKEN_OF_JSON = 6
 """Characters of `\\u12ab`; `false` has five."""
 
 FIRST_PIECE = 4096
@@ -80,7 +80,7 @@ def _is_cut_off(error: Exception, text: str) -> bool:
     if not isinstance(error, json.JSONDecodeError):
         return False
     in_string = error.msg.startswith("Unterminated string")
-    return error.doc is text and (in_string or len(text) - error.pos <= LONGEST_TOKEN_OF_JSON)
+    return error.doc is text and (in_string or len(text) - error.pos <= MAX_TOKEN_OF_JSON)
 
 
 def hermes_calls(text: str) -> list[Call]:

@@ -25,7 +25,7 @@ class Generated:
         ids: int32 [R].
         log_probs: float32 [R], nats.
         versions: int32 [R], of the weights that made each token.
-        incarnation: of the trainer that made these weights.
+        attempt: of the trainer that made these weights.
         finish_reason: as vLLM reports it.
         role: "assistant" is the policy.
         train: whether it is trained on.
@@ -34,7 +34,7 @@ class Generated:
     ids: np.ndarray
     log_probs: np.ndarray
     versions: np.ndarray
-    incarnation: int
+    attempt: int
     finish_reason: str
     role: str = "assistant"
     train: bool = True
@@ -92,7 +92,7 @@ class Trajectory:
         failure: one line: what broke it off, though it is trained on. The sample reports it as
             `extra["agent_failure"]`.
         facts: numbers to report, as {"tool_calls": 2}.
-        incarnation: of the trainer whose weights made the turns.
+        attempt: of the trainer whose weights made the turns.
         begin: when the trajectory began, in seconds of `time.monotonic`.
     """
 
@@ -104,7 +104,7 @@ class Trajectory:
     late: bool = False
     failure: str = ""
     facts: dict[str, float] = field(default_factory=dict)
-    incarnation: int = 0
+    attempt: int = 0
     begin: float = field(default_factory=time.monotonic)
 
     @property
@@ -145,7 +145,7 @@ class Trajectory:
             cut off.
 
         Raises:
-            RuntimeError: weights of another incarnation made this turn than the turns before.
+            RuntimeError: weights of another attempt made this turn than the turns before.
         """
         limit = self._limit_reached()
         if limit:
@@ -154,12 +154,11 @@ class Trajectory:
         tokens_left = self.limits.tokens - self.length
         max_tokens = min(tokens_left, self.limits.turn_tokens or tokens_left)
         turn = await generate(self.ids, max_tokens)
-        if self.turns and turn.incarnation != self.incarnation:
+        if self.turns and turn.attempt != self.attempt:
             raise RuntimeError(
-                f"turn {self.turns}: weights of incarnation {turn.incarnation}, "
-                f"not {self.incarnation}"
+                f"turn {self.turns}: weights of attempt {turn.attempt}, not {self.attempt}"
             )
-        self.incarnation = turn.incarnation
+        self.attempt = turn.attempt
         self.finish_reason = turn.finish_reason
         if self.truncated and len(turn.ids) < tokens_left:
             self.finish_reason = "turn_length"
@@ -197,7 +196,7 @@ class Trajectory:
             ids=np.asarray(ids, np.int32),
             log_probs=np.zeros(count, np.float32),
             versions=np.full(count, NOT_GENERATED, np.int32),
-            incarnation=self.incarnation,
+            attempt=self.attempt,
             finish_reason="",
             role=role,
             train=False,
@@ -253,7 +252,7 @@ class Trajectory:
             log_probs=np.concatenate([s.log_probs for s in segments]),
             loss_mask=np.concatenate([np.full(len(s.ids), s.train) for s in segments]),
             versions=np.concatenate([s.versions for s in segments]),
-            incarnation=self.incarnation,
+            attempt=self.attempt,
             finish_reason=self.finish_reason,
             extra=extra,
         )

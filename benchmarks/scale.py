@@ -44,7 +44,7 @@ from benchmarks.common.report import markdown_table, write_results
 from one_step_off.config.schema import Config
 from one_step_off.weight_sync import coordinator
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
-from one_step_off.weight_sync.routes import KeptByReceivers, Routes
+from one_step_off.weight_sync.routes import Routes, ShardsOfReceivers
 from one_step_off.weight_sync.sender_groups import (
     SenderGroup,
     form_groups,
@@ -122,7 +122,7 @@ def connect(pieces: Pieces, cfg: Config, traffic: DriverTraffic) -> float:
         ranks.append(traffic.actor(answers | {"connect_sync": None, "join_leader": None}))
     replica_count = max(1, len(pieces) // WORKERS_PER_REPLICA)
     replicas = [
-        traffic.actor({"connect_sync": None, "learn_kept": NOT_LEARNED})
+        traffic.actor({"connect_sync": None, "learn_shards": NOT_LEARNED})
         for _ in range(replica_count)
     ]
     actor: Any = SimpleNamespace(ranks=ranks, cfg=cfg)
@@ -246,9 +246,9 @@ def measure_kept(
     # Copies: the driver gets an answer of its own from each worker.
     kept_of_receiver = [dict(kept) for _ in range(replicas) for kept in of_replica]
     begin = time.process_time()
-    kept = KeptByReceivers.by_kind(kept_of_receiver)
+    kept = ShardsOfReceivers.by_kind(kept_of_receiver)
     compared = time.process_time()
-    routes = Routes.of_kept_blocks(plan, kept)
+    routes = Routes.of_shard_blocks(plan, kept)
     routed = time.process_time()
     routes.messages_of_receiver(0)
     routes.messages_of_sender(0)

@@ -45,7 +45,7 @@ from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.rollout.scheduled_batches import ScheduledSource
 from one_step_off.training.reward_models import mix
-from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 from one_step_off.weight_sync.overlap import SyncOverlap
 
@@ -54,14 +54,14 @@ NO_SYNC = {"time/wait_trainer_s": 0.0, "time/sync_s": 0.0, "sync/bytes": 0.0}
 
 
 @dataclass
-class Roles:
+class WorkerGroups:
     """The groups of processes that take part in a run. None: the run has no such role."""
 
-    actor: TrainGroup
+    actor: WorkerGroup
     rollout: RolloutGroup
     sync: WeightSync
-    ref: TrainGroup | None = None
-    critic: TrainGroup | None = None
+    ref: WorkerGroup | None = None
+    critic: WorkerGroup | None = None
     reward_model: Any = None
     teacher: Any = None
 
@@ -96,21 +96,21 @@ class Pipeline:
     def __init__(
         self,
         cfg: Config,
-        roles: Roles,
+        roles: WorkerGroups,
         stream: Any,
         val: list[Prompt] | None,
         tracker: Tracker,
         checkpointer: Checkpointer | None = None,
         resumed: Resumed | None = None,
-        incarnation: int = 0,
+        attempt: int = 0,
     ) -> None:
         """
         Args:
             stream: the prompts of training, see `PromptStream`.
             val: the prompts of evaluation.
             resumed: what a checkpoint held; None: the run begins.
-            incarnation: of the trainer. After a trainer has died, version numbers begin again in a
-                new incarnation.
+            attempt: of the trainer. After a trainer has died, version numbers begin again in a
+                new attempt.
         """
         self.cfg = cfg
         self.roles = roles
@@ -119,11 +119,11 @@ class Pipeline:
         self.tracker = tracker
         self.checkpointer = checkpointer
         self.resumed = resumed
-        self.incarnation = incarnation
+        self.attempt = attempt
         self.start = resumed.step if resumed else 0
         self.one_step_ahead = bool(cfg.pipeline.staleness)
         self.sync_overlap = SyncOverlap(cfg)
-        self.batches = batch_source(cfg, roles.rollout, stream, resumed, incarnation)
+        self.batches = batch_source(cfg, roles.rollout, stream, resumed, attempt)
         self.kl_controller = make_kl_controller(cfg, resumed.kl_coef if resumed else None)
         self.trained_steps = self.start  # the trainer's weight version
         self.synced_version = -1  # the replicas' weight version
@@ -208,11 +208,11 @@ class Pipeline:
         metrics = batch_metrics | train_metrics | await verified
         metrics["time/step_s"] = now() - begin
         self.trained_steps = step + 1
-        if self.batches.never_drains:
+        if self.batches.is_continuous:
             metrics["time/generate_s"] = generation_seconds(metrics)
         metrics |= self.sync_overlap.end_step(metrics)
         metrics["restarts/replicas"] = self.roles.rollout.restarts
-        metrics["restarts/trainer"] = self.incarnation
+        metrics["restarts/trainer"] = self.attempt
         try:
             if step + 1 == total_steps:
                 await self._final_evaluation(total_steps)
@@ -342,10 +342,10 @@ class Pipeline:
             return NO_SYNC | metrics | self.canary_metrics
         begin = now()
         sync = self.roles.sync.deliver if canary_later else self.roles.sync
-        sync_metrics = await sync((self.incarnation, version), self.expected_canary)
+        sync_metrics = await sync((self.attempt, version), self.expected_canary)
         self.tracker.span("sync", "weights", version, begin, now())
         self.batches.activity.sync_ended()
-        if self.batches.never_drains and not metrics["time/wait_trainer_s"]:
+        if self.batches.is_continuous and not metrics["time/wait_trainer_s"]:
             # They generate again while the canary is scored.
             metrics["time/rollout_paused_s"] = sync_metrics.get("sync/paused_s", 0.0)
         self.synced_version = version
@@ -379,7 +379,7 @@ class Pipeline:
     def _start_evaluation(self, version: int) -> None:
         """Evaluate the replicas' weights beside training; the next sync waits for the end."""
         if self.val:
-            work = self.batches.or_fail(partial(self._evaluate, version))
+            work = self.batches.stop_on_no_replica(partial(self._evaluate, version))
             self.evaluation = self.background.create_task(work)
 
     async def _evaluate(self, version: int) -> tuple[list[Sample], float]:
@@ -388,7 +388,7 @@ class Pipeline:
             self.val, f"evaluation of v{version}", rollout.val_sampling
         )
         self.batches.activity.call_finished("evaluate", version, seconds)
-        assert_staleness(Batch(-1, samples, expected_stamp=(self.incarnation, version)))
+        assert_staleness(Batch(-1, samples, expected_stamp=(self.attempt, version)))
         self.tracker.evaluation(version, samples, seconds)
         return samples, seconds
 
@@ -440,19 +440,19 @@ class Pipeline:
         state |= {
             "stream": stream_position,
             "kl_coef": self.kl_controller.value,
-            "incarnation": self.incarnation,
+            "incarnation": self.attempt,
         }
         return samples, state
 
 
 def batch_source(
-    cfg: Config, rollout: RolloutGroup, stream: Any, resumed: Resumed | None, incarnation: int
+    cfg: Config, rollout: RolloutGroup, stream: Any, resumed: Resumed | None, attempt: int
 ) -> BatchSource:
     """Whole batches, or a pool of prompts where a sync pauses requests."""
     first_step = resumed.step if resumed else 0
     restored = resumed.in_flight if resumed else InFlight()
     source = ScheduledSource if waits_for_requests(cfg) else PooledSource
-    return source(cfg, rollout, stream, first_step, incarnation, restored)
+    return source(cfg, rollout, stream, first_step, attempt, restored)
 
 
 def count_faults(samples: list[Sample]) -> dict[str, float]:

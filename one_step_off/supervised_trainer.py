@@ -20,14 +20,14 @@ from one_step_off.data.samples import Batch
 from one_step_off.data.supervised_data import SupervisedRow
 from one_step_off.monitoring.supervised_tracker import SupervisedTracker
 from one_step_off.ray_trainer import Stopped
-from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.training.trainer_group import WorkerGroup
 
 
 @dataclass
 class SupervisedRoles:
     """The groups of processes that take part in a supervised run."""
 
-    actor: TrainGroup
+    actor: WorkerGroup
     rollout: None = None
     sync: None = None
 
@@ -48,14 +48,14 @@ class SupervisedPipeline:
         tracker: SupervisedTracker,
         checkpointer: Checkpointer | None = None,
         start: int = 0,
-        incarnation: int = 0,
+        attempt: int = 0,
     ) -> None:
         """
         Args:
             stream: the rows of training, a `PromptStream` of `SupervisedRow`s.
             val: the held-out rows; None: there are none.
             start: the first step to train; above 0: the actor has a checkpoint's weights.
-            incarnation: the number of the attempt.
+            attempt: the number of the attempt.
         """
         self.cfg = cfg
         self.actor = roles.actor
@@ -64,7 +64,7 @@ class SupervisedPipeline:
         self.tracker = tracker
         self.checkpointer = checkpointer
         self.start = start
-        self.incarnation = incarnation
+        self.attempt = attempt
         self.writes = BackgroundWrites(tracker, cfg.trainer.step_timeout_s)
         self.stopping = False
         self.actor.on_span = tracker.span
@@ -106,7 +106,7 @@ class SupervisedPipeline:
         batch = self._batch(step, self.stream.next_batch())
         metrics = await self.actor.update(batch)
         metrics["time/step_s"] = now() - begin
-        metrics["restarts/trainer"] = float(self.incarnation)
+        metrics["restarts/trainer"] = float(self.attempt)
         self._check_skipped_updates(step, metrics)
         try:
             if step + 1 == total_steps:
@@ -116,7 +116,7 @@ class SupervisedPipeline:
 
     def _batch(self, version: int, rows: list[SupervisedRow]) -> Batch:
         """Rows as the trainers take them, at the weights `version`."""
-        stamp = (self.incarnation, version)
+        stamp = (self.attempt, version)
         return Batch(version, [row.sample(stamp) for row in rows], stamp)
 
     # --- evaluation -------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class SupervisedPipeline:
 
     async def _save(self, step: int) -> None:
         """Save a checkpoint, unless this step has one; see `BackgroundWrites.save`."""
-        state = {"stream": self.stream.state_dict(), "incarnation": self.incarnation}
+        state = {"stream": self.stream.state_dict(), "incarnation": self.attempt}
         await self.writes.save(self.checkpointer, step, lambda: (None, state), self.background)
 
     # --- skipped updates --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ BROKEN_VERSION = 1
 class FlippedBitExtension(AdapterWorkerExtension):
     """One bit of version 1 is flipped between the checksums and vLLM's buffers."""
 
-    def sync_weights(self, version: int, only_kept: bool = False) -> dict[str, float]:
+    def sync_weights(self, version: int, sharded_only: bool = False) -> dict[str, float]:
         """As `AdapterWorkerExtension.sync_weights`."""
         slot = self.policy_adapter
         real_activate = slot.activate
@@ -24,6 +24,6 @@ class FlippedBitExtension(AdapterWorkerExtension):
         if version == BROKEN_VERSION:
             slot.activate = activate
         try:
-            return super().sync_weights(version, only_kept)
+            return super().sync_weights(version, sharded_only)
         finally:
             slot.activate = real_activate

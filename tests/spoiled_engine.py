@@ -12,8 +12,8 @@ SPOILED_RECEIVER = 1
 class SyncWorkerExtension(vllm_receiver.SyncWorkerExtension):
     """The product's extension, with a last norm that is too large."""
 
-    def sync_weights(self, version: int, only_kept: bool = False) -> dict[str, Any]:
-        report = super().sync_weights(version, only_kept)
+    def sync_weights(self, version: int, sharded_only: bool = False) -> dict[str, Any]:
+        report = super().sync_weights(version, sharded_only)
         engine = self.weight_transfer_engine
         if version == SPOILED_VERSION and engine.receiver.index == SPOILED_RECEIVER:
             parameters = dict(engine.model.named_parameters())

@@ -25,14 +25,14 @@ from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.ray_trainer import Pipeline, Roles
+from one_step_off.ray_trainer import Pipeline, WorkerGroups
 from one_step_off.rollout.replica_group import RolloutGroup
-from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.coordinator import WeightSync
-from one_step_off.weight_sync.kept_blocks import Block, plain_kept
 from one_step_off.weight_sync.receiver import WeightReceiver
-from one_step_off.weight_sync.routes import KeptByReceivers
+from one_step_off.weight_sync.routes import ShardsOfReceivers
+from one_step_off.weight_sync.shard_blocks import Block, plain_shards
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
@@ -201,9 +201,9 @@ class LightReplica(FaultInjector):
         await self._in_engine(lambda: None)  # the engine itself must answer
         return 0, 0
 
-    async def learn_kept(self, shapes: dict[str, Any]) -> list[dict[str, Any]]:
+    async def learn_shards(self, shapes: dict[str, Any]) -> list[dict[str, Any]]:
         self.layout = LightLayout(self, shapes)
-        return [{"kept": plain_kept(self.layout.kept), "reason": ""}]
+        return [{"kept": plain_shards(self.layout.kept), "reason": ""}]
 
     async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:
         await self._in_engine(self._connect, info, first_receiver)
@@ -222,7 +222,7 @@ class LightReplica(FaultInjector):
             info["addresses"],
             info["receivers"],
             info["same_device"],
-            self.layout and KeptByReceivers.by_kind([self.layout.kept] * info["receivers"]),
+            self.layout and ShardsOfReceivers.by_kind([self.layout.kept] * info["receivers"]),
         )
 
     async def receive_ahead(self, version: int, limit_bytes: int) -> None:
@@ -239,14 +239,16 @@ class LightReplica(FaultInjector):
         if ahead is not None:
             ahead.result()
 
-    async def sync(self, stamp: tuple[int, int], only_kept: bool = False) -> list[dict[str, Any]]:
+    async def sync(
+        self, stamp: tuple[int, int], sharded_only: bool = False
+    ) -> list[dict[str, Any]]:
         self.stamp = None
         _, version = stamp
-        report = await self._in_engine(self._receive, version, only_kept)
+        report = await self._in_engine(self._receive, version, sharded_only)
         self.stamp = stamp
         return [report]
 
-    def _receive(self, version: int, only_kept: bool) -> dict[str, Any]:
+    def _receive(self, version: int, sharded_only: bool) -> dict[str, Any]:
         self._finish_ahead()
         self.receiver.layout = self.layout
         self.layout.version = version
@@ -256,8 +258,8 @@ class LightReplica(FaultInjector):
             for name, tensor in tensors:
                 self.weights[name] = tensor.clone()
 
-        report = self.receiver.receive(load, version, only_kept)
-        report |= {"layout_proved": 1.0, "in_place": float(only_kept)}
+        report = self.receiver.receive(load, version, sharded_only)
+        report |= {"layout_proved": 1.0, "in_place": float(sharded_only)}
         self.pass_place("finish", version)
         if self.fault == Fault("canary", version, "corrupt"):
             self.weights["a"] += 1
@@ -288,7 +290,7 @@ class LightReplica(FaultInjector):
 
 def stamped_sample(prompt: Prompt, index: int, stamp: tuple[int, int]) -> Sample:
     """A sample of three tokens."""
-    incarnation, version = stamp
+    attempt, version = stamp
     return Sample(
         prompt.id,
         index,
@@ -297,7 +299,7 @@ def stamped_sample(prompt: Prompt, index: int, stamp: tuple[int, int]) -> Sample
         np.zeros(3, np.float32),
         np.ones(3, bool),
         np.full(3, version, np.int32),
-        incarnation=incarnation,
+        attempt=attempt,
         reward=float(index),
     )
 
@@ -332,13 +334,13 @@ class Team:
         self.messages: list[str] = []
         self.on_respawn: Any = lambda replica: None
         workers = [spawn(LightTrainer, (self.cfg, i, ranks), None, "cpu") for i in range(ranks)]
-        actor = TrainGroup("actor", workers, self.cfg)
+        actor = WorkerGroup("actor", workers, self.cfg)
         actors = [self._spawn_replica(i) for i in range(replicas)]
         self.rollout = RolloutGroup(actors, self.cfg, True, respawn=self._respawn)
         canary = [np.arange(4, dtype=np.int32)]
         replicas_of_rank = [list(range(replicas)) if same_device else [] for _ in workers]
         self.sync = WeightSync(actor, self.rollout.supervisor, canary, HOST, replicas_of_rank)
-        self.roles = Roles(actor, self.rollout, self.sync)
+        self.roles = WorkerGroups(actor, self.rollout, self.sync)
         self.groups = {"actor": actor}
 
     def _spawn_replica(self, index: int) -> Any:

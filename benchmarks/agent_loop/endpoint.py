@@ -16,7 +16,7 @@ from benchmarks.agent_loop import single_turn_agent
 from benchmarks.agent_loop.stand_in_engine import RewardWorker
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt, Sample
-from one_step_off.endpoint.keys import make_fleet_key
+from one_step_off.endpoint.keys import make_service_key
 from one_step_off.endpoint.replica_server import EndpointAccess, ReplicaServer
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling
@@ -48,7 +48,7 @@ class EndpointArm:
         )
 
         data = self.cfg.data
-        access = EndpointAccess("", make_fleet_key())
+        access = EndpointAccess("", make_service_key())
         longest = data.max_prompt_length + data.max_response_length
         self.endpoint = ReplicaServer(0, access, longest)
         self.endpoint.serving = Serving(self.cfg, self.started.engine, self.started.tokenizer)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from one_step_off.weight_sync.bucket_plan import Pieces
-from one_step_off.weight_sync.kept_blocks import Block, KeptBlocks
+from one_step_off.weight_sync.shard_blocks import Block, KeptBlocks
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 Shapes = dict[str, tuple[int, ...]]

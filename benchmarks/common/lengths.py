@@ -25,7 +25,7 @@ from one_step_off.data.samples import Prompt
 LOOP = "benchmarks.common.lengths:LongTail"
 FORMS = "short, fixed:TOKENS or longtail:MAX_TOKENS"
 
-LONGEST_OVER_MEDIAN = 8
+MAX_OVER_MEDIAN = 8
 """The longest response over the median of a long tail. With sigma 1 two samples in a hundred are
 cut.
 """
@@ -49,10 +49,10 @@ def keys_of(lengths: str) -> tuple[list[str], str]:
     keys = [f"data.max_response_length={longest}", "rollout.sampling_kwargs.ignore_eos=true"]
     if kind == "fixed":
         return keys, f"{longest} tokens each"
-    shortest_tail = 2 * LONGEST_OVER_MEDIAN
+    shortest_tail = 2 * MAX_OVER_MEDIAN
     if longest < shortest_tail:
         raise ValueError(f"--lengths {lengths}: a long tail needs {shortest_tail} tokens or more")
-    median = longest / LONGEST_OVER_MEDIAN
+    median = longest / MAX_OVER_MEDIAN
     keys += [
         f"agent.loop={LOOP}",
         f"agent.loop_kwargs={{'{LOOP}': {{median: {median:g}, sigma: 1.0}}}}",

@@ -15,10 +15,10 @@ from one_step_off.data.samples import Prompt, Sample
 from one_step_off.monitoring.flops import Meter, ModelShape
 from one_step_off.monitoring.loggers import open_loggers
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.ray_trainer import Pipeline, Roles
+from one_step_off.ray_trainer import Pipeline, WorkerGroups
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
-from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 
 PROMPT_TOKENS = 128
@@ -86,7 +86,7 @@ def ready_samples(cell: Cell, stream: PromptStream) -> dict[Any, list[Sample]]:
     return ready
 
 
-def connected_sync(cell: Cell, actor: TrainGroup, rollout: RolloutGroup) -> WeightSync:
+def connected_sync(cell: Cell, actor: WorkerGroup, rollout: RolloutGroup) -> WeightSync:
     """The weight sync in the state after `connect`, without groups."""
     canary = [np.arange(8)] * 3
     no_shared_devices: list[list[int]] = [[]] * cell.ranks
@@ -103,19 +103,19 @@ def connected_sync(cell: Cell, actor: TrainGroup, rollout: RolloutGroup) -> Weig
 
 def make_roles(
     cell: Cell, cfg: Config, ready: dict[Any, list[Sample]], log: list[LoggedCall]
-) -> Roles:
+) -> WorkerGroups:
     """Groups of stand-ins. `log` receives their calls."""
     first_step = list(ready.values())[: cell.prompts]
     values = [sample.log_probs for group in first_step for sample in group]
 
-    def train_group(role: str) -> TrainGroup:
+    def train_group(role: str) -> WorkerGroup:
         ranks = [Rank(index, cell, values, log) for index in range(cell.ranks)]
-        return TrainGroup(role, ranks, cfg)
+        return WorkerGroup(role, ranks, cfg)
 
     replicas = [Replica(cell, ready, log) for _ in range(cell.replicas)]
     rollout = RolloutGroup(replicas, cfg, False)
     actor = train_group("actor")
-    roles = Roles(actor, rollout, connected_sync(cell, actor, rollout))
+    roles = WorkerGroups(actor, rollout, connected_sync(cell, actor, rollout))
     if cell.full:
         roles.ref = train_group("ref")
         roles.critic = train_group("critic")

@@ -56,7 +56,7 @@ def random_samples(count: int, tokens: int) -> list[Sample]:
                 -rng.random(tokens, np.float32),
                 np.ones(tokens, bool),
                 np.zeros(tokens, np.int32),
-                incarnation=0,
+                attempt=0,
                 reward=1.0,
                 finish_reason="stop",
                 response=f"{row}.{index} " + "so it is 27 " * (tokens // 3),

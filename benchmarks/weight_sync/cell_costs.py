@@ -13,9 +13,9 @@ from benchmarks.common.large_models import QWEN3_235B
 from benchmarks.common.report import markdown_table
 from benchmarks.weight_sync.shard_traffic import routes_of
 from one_step_off.engines.vllm.shard_layout import BoundCells
-from one_step_off.weight_sync.kept_blocks import Block
-from one_step_off.weight_sync.kept_model import KeptModel
+from one_step_off.weight_sync.in_place_writer import InPlaceWriter
 from one_step_off.weight_sync.routes import Message
+from one_step_off.weight_sync.shard_blocks import Block
 
 SENDERS = 2
 WORKERS = 8
@@ -52,7 +52,7 @@ def measure() -> dict[str, float]:
     buffers = [[torch.zeros(m.nbytes, dtype=torch.uint8) for m in ms] for ms in messages]
     cells = sum(len(message.cells) for ms in messages for message in ms)
     part = torch.zeros(1 << 20, dtype=torch.uint8)
-    model = KeptModel(messages, PlainLayout(), torch.device("cpu"))
+    model = InPlaceWriter(messages, PlainLayout(), torch.device("cpu"))
 
     def cut() -> None:
         for ms, own in zip(messages, buffers, strict=True):

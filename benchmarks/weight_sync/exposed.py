@@ -65,7 +65,7 @@ COLUMNS = {
     "sync": "time/sync_s",
 }
 SMALLEST_RATIO = 1.4
-LARGEST_RATIO = 3.5
+MAX_RATIO = 3.5
 """Between these the longer phase over the shorter one is what the name of a setting says."""
 
 
@@ -130,9 +130,9 @@ def phase_ratio(setting: str, found: dict[str, Any]) -> str:
         longer, shorter = "T_train", "T_gen"
     ratio = found[ZERO][longer]["median"] / found[ZERO][shorter]["median"]
     text = f"{setting}: {longer} / {shorter} = {ratio:.2f} without a sync"
-    if SMALLEST_RATIO <= ratio <= LARGEST_RATIO:
+    if SMALLEST_RATIO <= ratio <= MAX_RATIO:
         return f"{text}."
-    return f"{text}, NOT the {SMALLEST_RATIO} to {LARGEST_RATIO} that this setting needs."
+    return f"{text}, NOT the {SMALLEST_RATIO} to {MAX_RATIO} that this setting needs."
 
 
 def table(result: dict[str, Any]) -> str:

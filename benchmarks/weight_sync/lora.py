@@ -35,7 +35,7 @@ from one_step_off.runtime.processes import RunProcesses
 RANK = 8
 PROMPT_TOKENS = 64
 TOKEN_IDS = 300
-LARGEST_DIFFERENCE = 2.0
+MAX_DIFFERENCE = 2.0
 """Nats by which engine and trainer may differ here."""
 
 
@@ -138,7 +138,7 @@ def run_ways(args: argparse.Namespace, folder: str) -> dict[str, dict[str, list[
     cfg.rollout.sampling_kwargs = {"ignore_eos": True}
     cfg.model.lora_rank = RANK
     # Random weights amplify the rounding of merged bf16 ones; the canary's difference is a figure.
-    cfg.weight_sync.canary_tolerance = LARGEST_DIFFERENCE
+    cfg.weight_sync.canary_tolerance = MAX_DIFFERENCE
     start_ray(cfg)
     try:
         return asyncio.run(measure(cfg, WORK[args.model], args.repeats))

@@ -44,12 +44,12 @@ class Settings:
 def start_processes(cfg: Config, extension: str = EXTENSION) -> tuple[Any, RunProcesses]:
     """Start the product's processes, with the benchmark's methods in the engines'."""
     from benchmarks.weight_sync.replica import BenchmarkReplica
-    from one_step_off.runtime import engines
+    from one_step_off.runtime import persistent_actors
 
     prepared = prepare(cfg, print)
     # After the validation: users may not set it.
     prepared.cfg.rollout.engine_kwargs = {"worker_extension_cls": extension}
-    engines.RolloutReplica = BenchmarkReplica
+    persistent_actors.RolloutReplica = BenchmarkReplica
     return prepared, RunProcesses(prepared)
 
 

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from benchmarks.weight_sync.trainer import set_weight_sync_keys
-from one_step_off.data.samples import Stamp
+from one_step_off.data.samples import PolicyVersion
 from one_step_off.rollout.replica import RolloutReplica
 
 
@@ -58,7 +58,7 @@ class BenchmarkReplica(RolloutReplica):
         await self.engine.pause_generation(mode="wait", clear_cache=True)
         return time.perf_counter() - begin
 
-    async def restamp(self, stamp: Stamp) -> None:
+    async def restamp(self, stamp: PolicyVersion) -> None:
         """Give the weights another version without changing them: a sync that costs nothing."""
         await self.engine.update_weight_version(f"{stamp[0]}.{stamp[1]}")
         self.stamp = stamp

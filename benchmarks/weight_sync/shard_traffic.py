@@ -13,7 +13,7 @@ from functools import cache
 
 from benchmarks.common.large_models import LargeModel, fsdp_pieces, kept_by_worker
 from one_step_off.weight_sync.bucket_plan import BucketPlan
-from one_step_off.weight_sync.routes import KeptByReceivers, Routes
+from one_step_off.weight_sync.routes import Routes, ShardsOfReceivers
 
 PLANNED_BYTES = 30e9
 """Of the layers in between: buckets begin at other places in each layer, and this evens it out."""
@@ -47,7 +47,7 @@ def routes_of(
     """The routes from FSDP senders to one replica."""
     plan = BucketPlan.build(fsdp_pieces(model.shapes(), senders), bucket)
     kept = [kept_by_worker(model, worker, workers, expert_parallel) for worker in range(workers)]
-    return Routes.of_kept_blocks(plan, KeptByReceivers.by_kind(kept))
+    return Routes.of_shard_blocks(plan, ShardsOfReceivers.by_kind(kept))
 
 
 def schedule_s(routes: Routes, link: float, message_s: float) -> float:

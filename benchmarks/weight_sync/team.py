@@ -11,9 +11,9 @@ import numpy as np
 from benchmarks.weight_sync import trainer
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.remote_calls import call_all
-from one_step_off.ray_trainer import Roles
+from one_step_off.ray_trainer import WorkerGroups
 from one_step_off.rollout.replica_group import RolloutGroup
-from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.coordinator import WeightSync
 
@@ -30,11 +30,13 @@ class Team:
         host: where the processes connect to one another.
     """
 
-    actor: TrainGroup
+    actor: WorkerGroup
     rollout: RolloutGroup
     sync: WeightSync
 
-    def __init__(self, roles: Roles, device: str, canary: list[np.ndarray], host: str) -> None:
+    def __init__(
+        self, roles: WorkerGroups, device: str, canary: list[np.ndarray], host: str
+    ) -> None:
         self.actor = roles.actor
         self.rollout = roles.rollout
         self.sync = roles.sync

@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.weight_sync.replica import BenchmarkReplica
 from one_step_off import main_ppo
 from one_step_off.cluster.remote_calls import call_all
-from one_step_off.data.samples import Stamp
-from one_step_off.runtime import engines, processes
+from one_step_off.data.samples import PolicyVersion
+from one_step_off.runtime import persistent_actors, processes
 from one_step_off.weight_sync.coordinator import WeightSync
 
 
@@ -29,7 +29,7 @@ class ZeroSync(WeightSync):
         """Nothing after the first sync: the trainer's half of the canary would take time too."""
         return None if self.first_metrics else super().score_canary()
 
-    async def __call__(self, stamp: Stamp, expected: Any = None) -> dict[str, Any]:
+    async def __call__(self, stamp: PolicyVersion, expected: Any = None) -> dict[str, Any]:
         """As WeightSync's, with the metrics of the first sync but for the times."""
         if not self.first_metrics:
             self.first_metrics = await super().__call__(stamp, expected)
@@ -47,7 +47,7 @@ class ZeroSync(WeightSync):
 def main() -> int:
     """Run the program with this sync. Returns the exit code."""
     processes.WeightSync = ZeroSync
-    engines.RolloutReplica = BenchmarkReplica
+    persistent_actors.RolloutReplica = BenchmarkReplica
     return main_ppo.main(sys.argv[1:])
 
 

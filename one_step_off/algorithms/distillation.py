@@ -26,7 +26,7 @@ from one_step_off.data.samples import Batch
 if TYPE_CHECKING:
     from torch import Tensor
 
-LEAST_REST = 1e-7
+MIN_REST = 1e-7
 """The least probability of all tokens besides the k: below it a difference from 1 is rounding in
 float32."""
 
@@ -56,7 +56,7 @@ def top_k_reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
     """The reverse KL of two distributions over k tokens and one bucket for all others, [n].
 
         l = sum_{v in K} p(v) (log p(v) - log q(v)) + p(rest) (log p(rest) - log q(rest))
-        p(rest) = 1 - sum_{v in K} p(v), at least LEAST_REST; q(rest) likewise
+        p(rest) = 1 - sum_{v in K} p(v), at least MIN_REST; q(rest) likewise
 
     K are the teacher's k likeliest tokens. The bucket makes it a KL: never negative, zero where
     both agree on K, and at most the KL over the whole vocabulary. Without it the sum has its
@@ -67,8 +67,8 @@ def top_k_reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
         teacher: log q of them, [n, k].
     """
     p = student.exp()
-    p_rest = (1.0 - p.sum(-1)).clamp(min=LEAST_REST)
-    q_rest = (1.0 - teacher.exp().sum(-1)).clamp(min=LEAST_REST)
+    p_rest = (1.0 - p.sum(-1)).clamp(min=MIN_REST)
+    q_rest = (1.0 - teacher.exp().sum(-1)).clamp(min=MIN_REST)
     inside = (p * (student - teacher)).sum(-1)
     return inside + p_rest * (p_rest.log() - q_rest.log())
 

@@ -6,7 +6,7 @@ prompts are noted, and generated again. All are there once these samples have co
 is sent.
 
     checkpoints/step_000006/
-        state.json        step, incarnation, data position, evaluations without a row in the
+        state.json        step, attempt, data position, evaluations without a row in the
                           metrics, the fixed keys, and which batch or prompt the samples are of
         stream.npz        what was measured of each prompt, where the draw depends on it
         samples.npz       per-token arrays of all samples, one after the other, and their lengths

@@ -25,7 +25,7 @@ def samples_and_state(in_flight: InFlight) -> tuple[list[Sample] | None, dict[st
             {
                 "step": batch.step,
                 "version": batch.version,
-                "incarnation": batch.incarnation,
+                "incarnation": batch.attempt,
                 "generate_s": batch.generate_s,
                 "samples": len(batch.samples),
             }
@@ -43,7 +43,7 @@ def samples_and_state(in_flight: InFlight) -> tuple[list[Sample] | None, dict[st
                 "samples": len(complete),
             }
         )
-    past = {str(incarnation): version for incarnation, version in in_flight.past.items()}
+    past = {str(attempt): version for attempt, version in in_flight.past.items()}
     return samples or None, {"batches": batches, "pool": pool, "past": past}
 
 
@@ -80,7 +80,7 @@ def restored_in_flight(
                 notes=row["notes"],
             )
         )
-    past = {int(incarnation): version for incarnation, version in state.get("past", {}).items()}
+    past = {int(attempt): version for attempt, version in state.get("past", {}).items()}
     # The versions up to this step of the run that wrote the checkpoint led to its weights.
     past[state["incarnation"]] = state["step"]
     return InFlight(batches, pool, past)

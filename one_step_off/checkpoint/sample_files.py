@@ -67,8 +67,8 @@ def read_samples(folder: Path) -> list[Sample]:
 
 def write_batch(batch: Batch, folder: Path) -> None:
     """Write what an update takes: the samples, and in `batch.npz` the columns (one number per
-    response token), the stamp (step, incarnation, version, age limit), and the newest version of
-    each earlier incarnation."""
+    response token), the stamp (step, attempt, version, age limit), and the newest version of
+    each earlier attempt."""
     folder.mkdir(parents=True, exist_ok=True)
     write_samples(batch.samples, folder)
     columns = {}

@@ -344,7 +344,7 @@ def _convert(location: str, target_type: Any, value: Any, type_text: str | None 
 
 
 # No number of a config means anything beyond it, and the C code of the libraries takes 32 bits.
-_LARGEST_NUMBER = 2**31 - 1
+_MAX_NUMBER = 2**31 - 1
 _BOUNDS = {
     "low": ("at least", operator.ge),
     "above": ("above", operator.gt),
@@ -474,7 +474,7 @@ def _check_bounds(key: ConfigKey, value: float) -> None:
     metadata = key.metadata
     if value == metadata.get("also"):
         return
-    bounds = {"high": _LARGEST_NUMBER} | metadata
+    bounds = {"high": _MAX_NUMBER} | metadata
     for name, (words, is_within) in _BOUNDS.items():
         bound = bounds.get(name)
         if bound is None or is_within(value, bound):

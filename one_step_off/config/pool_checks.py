@@ -24,7 +24,7 @@ from one_step_off.config.text import did_you_mean, format_value
 
 ROLES = ("rollout", "actor", "ref", "critic", "reward_model", "teacher")
 MAX_PROCESSES_PER_NODE = 1024
-LEAST_SHARE = 0.05
+MIN_SHARE = 0.05
 COMPILERS = ("g++", "clang++", "c++")
 
 # Settings that only the FSDP back end has, and the value that turns each off.
@@ -66,12 +66,12 @@ def check_pools(cfg: Config, needed: tuple[str, ...] = ("rollout", "actor")) -> 
 def _check_pool(cfg: Config, pool: str, sizes: list[int | float]) -> None:
     location = f"placement.pools.{format_value(pool)}={format_value(sizes)}"
     counts = all(type(size) is int and 1 <= size <= MAX_PROCESSES_PER_NODE for size in sizes)
-    same_share = all(LEAST_SHARE <= size < 1 and size == sizes[0] for size in sizes)
+    same_share = all(MIN_SHARE <= size < 1 and size == sizes[0] for size in sizes)
     if not sizes or not (counts or same_share):
         raise ConfigError(
             f"{location}: must list the processes (GPUs) of each node (from 1 to 1024), "
             f"such as [4, 4], or the share of one GPU that the pool has on each node "
-            f"(from {LEAST_SHARE:g} to below 1), such as [0.5]"
+            f"(from {MIN_SHARE:g} to below 1), such as [0.5]"
         )
     if pool not in cfg.placement.roles.values():
         raise ConfigError(

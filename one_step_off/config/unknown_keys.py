@@ -26,7 +26,7 @@ PAGES = {"verl": "docs/reference/from_verl.md", "TRL": "docs/reference/from_trl.
 COMMON = "common"  # names that many trainers use
 ENGINE_ARGUMENTS = "engine_arguments"
 MAX_LONGER = 3  # keys that are suggested for a part of their names
-LEAST_LETTERS = 4
+MIN_LETTERS = 4
 """Of a name that is taken for a misspelled one of another section."""
 
 # Where people write arguments of the engine.
@@ -212,7 +212,7 @@ def is_part(given: str, key: str) -> bool:
     `data.train_batch_size` and `temp` of `rollout.temperature`."""
     words = iter(key.partition(".")[2].split("_"))
     parts = given.split("_")
-    is_long = all(len(part) >= LEAST_LETTERS - 1 for part in parts)
+    is_long = all(len(part) >= MIN_LETTERS - 1 for part in parts)
     return is_long and all(any(word.startswith(part) for word in words) for part in parts)
 
 
@@ -263,7 +263,7 @@ def hint(
         return partial
     if longer:
         return dotted, f"did you mean {' or '.join(longer[:MAX_LONGER])}?"
-    if similar and len(wanted_name) >= LEAST_LETTERS:
+    if similar and len(wanted_name) >= MIN_LETTERS:
         return dotted, _suggest_closest(dotted, similar)
     if section in sections:
         return dotted, "remove it"

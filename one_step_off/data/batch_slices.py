@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.data.packing import PackedArrays, PackedSamples
-from one_step_off.data.samples import Sample, Stamp
+from one_step_off.data.samples import PolicyVersion, Sample
 
 
 class AbsentSample(Sample):
@@ -34,10 +34,10 @@ class BatchOutline:
     prompt_lengths: np.ndarray
     response_lengths: np.ndarray
     trained: np.ndarray
-    stamp: Stamp
+    stamp: PolicyVersion
 
     @staticmethod
-    def of(samples: list[Sample], stamp: Stamp) -> "BatchOutline":
+    def of(samples: list[Sample], stamp: PolicyVersion) -> "BatchOutline":
         """The outline of these samples."""
         return BatchOutline(
             np.array([s.prompt_id for s in samples], np.int64).reshape(-1, 2),
@@ -49,7 +49,7 @@ class BatchOutline:
 
     def absent_samples(self) -> list[Sample]:
         """All samples without their tokens. Their arrays take no memory of their own."""
-        incarnation, version = self.stamp
+        attempt, version = self.stamp
         most_trained = int(self.trained.max(initial=0))
         # Each mask is a window of this array that begins at as many places before its border as
         # tokens are trained.
@@ -70,7 +70,7 @@ class BatchOutline:
                     log_probs=_filled(0, response, np.float32),
                     loss_mask=mask[start : start + response],
                     versions=_filled(version, response, np.int32),
-                    incarnation=incarnation,
+                    attempt=attempt,
                 )
             )
         return samples

@@ -21,7 +21,7 @@ HELD_OUT_TASKS = 128
 """The first tasks are held out, this many or `data.val_size`, whether they are used or not: so a
 run is not trained on other tasks because it is evaluated."""
 
-LONGEST_START_S = 600.0
+MAX_START_S = 600.0
 MAX_REASON_CHARS = 800
 
 
@@ -66,7 +66,7 @@ def _run_adapter(cfg: Config, first: int, count: int) -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=LONGEST_START_S,
+            timeout=MAX_START_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _refused(cfg, python, f"{type(error).__name__}: {error}") from error

@@ -13,8 +13,8 @@ from one_step_off.data.arrays import chunks
 PromptId = tuple[int, int]
 """A prompt's id: (epoch, row). It is unique in a run."""
 
-Stamp = tuple[int, int]
-"""The weights that generated a token: (incarnation of the trainer, weight version)."""
+PolicyVersion = tuple[int, int]
+"""The weights that generated a token: (attempt of the trainer, weight version)."""
 
 NOT_GENERATED = -1
 """The version of a token that the policy did not generate: a tool or the user wrote it. Never
@@ -80,7 +80,7 @@ class Sample:
         loss_mask: bool [R]; True where the policy generated the token and it is trained on.
         versions: int32 [R]; the weight version that generated each token, stamped by the engine;
             NOT_GENERATED for other tokens.
-        incarnation: which incarnation of the trainer made those weights.
+        attempt: which attempt of the trainer made those weights.
         reward: score of the whole trajectory; NaN until scored.
         finish_reason: "stop" or "length", as vLLM reports it, or a limit of the conversation, see
             agent_loop.base.Trajectory.
@@ -116,7 +116,7 @@ class Sample:
     log_probs: np.ndarray
     loss_mask: np.ndarray
     versions: np.ndarray
-    incarnation: int = 0
+    attempt: int = 0
     reward: float = float("nan")
     finish_reason: str = ""
     response: str = ""
@@ -152,8 +152,8 @@ class Batch:
         expected_stamp: the stamp that every token must have, or, with `max_version_lag`, the
             newest.
         max_version_lag: by how much the version of a token may be older.
-        past: earlier incarnation -> its newest version that these weights come from. Samples of
-            earlier incarnations have such versions.
+        past: earlier attempt -> its newest version that these weights come from. Samples of
+            earlier attempts have such versions.
         advantages, old_log_probs, ref_log_probs, values, returns: float32 [R] per sample, or None
             where the step does not use them. `old_log_probs`: of the proximal policy (decoupled
             PPO); `values`: of the critic before the update; `returns`: what the critic is trained
@@ -175,7 +175,7 @@ class Batch:
 
     step: int
     samples: list[Sample]
-    expected_stamp: Stamp
+    expected_stamp: PolicyVersion
     max_version_lag: int = 0
     past: dict[int, int] = field(default_factory=dict)
     advantages: list[np.ndarray] | None = None
@@ -222,7 +222,7 @@ class Batch:
 def make_plain(sample: Sample) -> None:
     """Bring what an agent loop put into a sample, beside its arrays, into types that checkpoints
     hold. Raises UnstorableValue: one of them has no such type."""
-    for name in ("index", "incarnation", "reward", "finish_reason", "response", "extra"):
+    for name in ("index", "attempt", "reward", "finish_reason", "response", "extra"):
         setattr(sample, name, plain_value(getattr(sample, name), f"the sample's {name}"))
     if "agent" in sample.extra:
         facts = sample.extra["agent"].items()

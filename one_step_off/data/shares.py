@@ -6,7 +6,7 @@ from copy import copy
 from fractions import Fraction
 from math import floor, lcm
 
-MOST_DRAWN = 1 << 16
+MAX_DRAWN = 1 << 16
 """Turns that are drawn to find where the prompts of an epoch end."""
 
 
@@ -55,7 +55,7 @@ class SourceTurns:
     def prompts_until(self, needed: Sequence[int]) -> int:
         """How many prompts in all, from the first, give each source at least `needed` ones.
 
-        It is the fewest, unless finding that would take more than MOST_DRAWN turns: with a very
+        It is the fewest, unless finding that would take more than MAX_DRAWN turns: with a very
         small share. Then it may be more by less than 1 / share.
         """
         turns = copy(self)
@@ -64,7 +64,7 @@ class SourceTurns:
         whole = max(0, max(count // share for count, share in pairs) - 1)
         turns.counts = [whole * share for share in self._per_period]
         enough = self._surely_enough(needed)
-        if enough - sum(turns.counts) > MOST_DRAWN:
+        if enough - sum(turns.counts) > MAX_DRAWN:
             return enough
         while any(count < least for count, least in zip(turns.counts, needed, strict=True)):
             turns.next()

@@ -18,7 +18,7 @@ def assert_staleness(batch: Batch) -> None:
     """Check the version stamp of every token of the policy, trained or not.
 
     Each stamp must equal `batch.expected_stamp`; its version may be older by up to
-    `batch.max_version_lag`. An earlier incarnation may have made it, up to the version in
+    `batch.max_version_lag`. An earlier attempt may have made it, up to the version in
     `batch.past`.
 
     Raises:
@@ -37,20 +37,20 @@ def assert_staleness(batch: Batch) -> None:
 def _first_stale_token(batch: Batch, samples: list[Sample]) -> int | None:
     """The index of the first stale token, counted over all these samples; None if there is none.
 
-    0 where the per-token arrays differ in length, or a sample is of another incarnation.
+    0 where the per-token arrays differ in length, or a sample is of another attempt.
     """
-    incarnation, newest = batch.expected_stamp
+    attempt, newest = batch.expected_stamp
     oldest = newest - batch.max_version_lag
-    newest_by_incarnation = {past: min(newest, last) for past, last in batch.past.items()}
-    newest_by_incarnation[incarnation] = newest
+    newest_by_attempt = {past: min(newest, last) for past, last in batch.past.items()}
+    newest_by_attempt[attempt] = newest
     for sample in samples:
         lengths_agree = len(sample.versions) == len(sample.loss_mask) == len(sample.response_ids)
-        if not lengths_agree or sample.incarnation not in newest_by_incarnation:
+        if not lengths_agree or sample.attempt not in newest_by_attempt:
             return 0
     versions = np.concatenate([sample.versions for sample in samples])
     newest_allowed: Any = newest
     if batch.past:
-        allowed = [newest_by_incarnation[sample.incarnation] for sample in samples]
+        allowed = [newest_by_attempt[sample.attempt] for sample in samples]
         newest_allowed = np.repeat(allowed, [len(sample.versions) for sample in samples])
     elif oldest <= versions.min(initial=newest) and versions.max(initial=oldest) <= newest:
         return None
@@ -64,7 +64,7 @@ def _first_stale_token(batch: Batch, samples: list[Sample]) -> int | None:
 
 
 def _stale_token_message(batch: Batch, sample: Sample, token: int) -> str:
-    incarnation, newest = batch.expected_stamp
+    attempt, newest = batch.expected_stamp
     oldest = newest - batch.max_version_lag
     version = sample.versions[token] if token < len(sample.versions) else None
     if batch.max_version_lag:
@@ -73,8 +73,8 @@ def _stale_token_message(batch: Batch, sample: Sample, token: int) -> str:
         expected = f"version {newest}"
     return (
         f"step {batch.step}, prompt {sample.prompt_id}, sample {sample.index}, token {token}: "
-        f"generated with weights (incarnation {sample.incarnation}, version {version}), "
-        f"but this step trains on (incarnation {incarnation}, {expected})"
+        f"generated with weights (attempt {sample.attempt}, version {version}), "
+        f"but this step trains on (attempt {attempt}, {expected})"
     )
 
 

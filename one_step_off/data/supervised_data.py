@@ -26,7 +26,7 @@ from one_step_off.data.evaluation import MAIN_SET, set_epoch
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.rows import BadRow, DataReport, read_source
 from one_step_off.data.run_data import HELD_OUT_SEED, RunData
-from one_step_off.data.samples import Prompt, Sample, Stamp
+from one_step_off.data.samples import PolicyVersion, Prompt, Sample
 from one_step_off.data.supervised_rows import parse_chat
 from one_step_off.data.tokenization import TemplateNotes, needs_template, plain_token_ids
 
@@ -44,10 +44,10 @@ class SupervisedRow(Prompt):
 
     is_answer: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
 
-    def sample(self, stamp: Stamp) -> Sample:
+    def sample(self, stamp: PolicyVersion) -> Sample:
         """The row as the trainers take it. `stamp`: of the weights that are trained."""
         first = int(self.is_answer.argmax())
-        incarnation, version = stamp
+        attempt, version = stamp
         length = len(self.ids) - first
         return Sample(
             prompt_id=self.id,
@@ -57,7 +57,7 @@ class SupervisedRow(Prompt):
             log_probs=np.zeros(length, np.float32),
             loss_mask=self.is_answer[first:],
             versions=np.full(length, version, np.int32),
-            incarnation=incarnation,
+            attempt=attempt,
         )
 
 

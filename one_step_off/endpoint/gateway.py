@@ -21,7 +21,7 @@ from yarl import URL
 
 from one_step_off.endpoint.answers import Answer
 from one_step_off.endpoint.guarded_server import MIB, GuardedServer, HttpLimits
-from one_step_off.endpoint.kept_port import borrow_port
+from one_step_off.endpoint.inherited_socket import borrow_port
 from one_step_off.endpoint.keys import EpisodeKeys
 from one_step_off.endpoint.refusals import (
     RETRY_SOON,
@@ -55,7 +55,7 @@ GONE_ERRORS = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
 open files, is a problem of this process."""
 
 BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
-MOST_ENDED = 1 << 14
+MAX_ENDED = 1 << 14
 """Keys of ended episodes that are remembered."""
 
 RETURNED_HEADERS = ("Retry-After", "x-should-retry", "Allow", "Cache-Control")
@@ -77,16 +77,16 @@ class Gateway:
     beside_driver = True  # it listens at an address of the driver's machine
 
     def __init__(
-        self, port_path: str, fleet_key: str, answer_s: float, limits: HttpLimits | None = None
+        self, port_path: str, service_key: str, answer_s: float, limits: HttpLimits | None = None
     ) -> None:
         """
         Args:
             port_path: see `borrow_port`.
-            fleet_key: see `EpisodeKeys`.
+            service_key: see `EpisodeKeys`.
             answer_s: a request without an answer for longer than this is given up.
         """
         self.port_path = port_path
-        self.keys = EpisodeKeys(fleet_key)
+        self.keys = EpisodeKeys(service_key)
         self.answer_s = answer_s
         self.limits = limits or HttpLimits()
         self.replicas: dict[int, KnownReplica] = {}
@@ -145,7 +145,7 @@ class Gateway:
         route = route_of(request)
         if route.name in INTERNAL:
             raise Refused(404, "not_found", "there is no such path", route.path)
-        if self.keys.is_fleet_key(route.key) and route.name in ("next", "models"):
+        if self.keys.is_service_key(route.key) and route.name in ("next", "models"):
             self.server.admit(request)
             if route.name == "next":
                 return await self.work.answer(request)
@@ -245,7 +245,7 @@ class Gateway:
         task = asyncio.current_task()
         replica.requests.add(task)
         headers = {n: request.headers[n] for n in PASSED_HEADERS if n in request.headers}
-        headers[GATEWAY] = self.keys.fleet_key
+        headers[GATEWAY] = self.keys.service_key
         url = URL(f"http://{replica.address}{route.path}", encoded=True)
         try:
             async with self.session.request(
@@ -274,7 +274,7 @@ class Gateway:
     def _end_key(self, key: str) -> None:
         """An episode is over: cut off what its agent holds."""
         self.ended[key] = None
-        if len(self.ended) > MOST_ENDED:
+        if len(self.ended) > MAX_ENDED:
             del self.ended[next(iter(self.ended))]
         self.server.end_key(key)
 

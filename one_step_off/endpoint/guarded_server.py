@@ -2,7 +2,7 @@
 
 Connections, heads, bodies and answers all have limits in number, bytes and seconds. A connection is
 a stranger's until it has sent a valid key, and again when that key has ended. Where there are too
-many, the oldest stranger's is closed, so that strangers cannot keep agents out; then one without a
+many, the oldest one of them is closed, so that they cannot keep agents out; then one without a
 request in progress, of the key that has most. No key has more than its share.
 """
 
@@ -100,7 +100,7 @@ class GuardedServer(web.Server):
         most_connections: at once.
         open: the connections.
         busy: those of them with a request in progress.
-        strangers: those that have sent no valid key -> when they were opened, oldest first.
+        unauthenticated: those that have sent no valid key -> when they were opened, oldest first.
         by_key: those that have, oldest first.
         bodies_bytes: of all requests in progress.
         bodies_of_key: key -> the same of the requests with it.
@@ -126,7 +126,7 @@ class GuardedServer(web.Server):
         share = max(1, self.most_connections // SHARE_OF_KEY)
         self.most_per_key = min(limits.connections_per_key, share)
         self.busy: set[web.RequestHandler] = set()
-        self.strangers: dict[web.RequestHandler, float] = {}
+        self.unauthenticated: dict[web.RequestHandler, float] = {}
         self.by_key: dict[str, dict[web.RequestHandler, None]] = {}
         self._keys: dict[web.RequestHandler, str] = {}
         self.bodies_bytes = 0
@@ -157,14 +157,14 @@ class GuardedServer(web.Server):
         super().connection_made(handler, transport)
         transport.set_write_buffer_limits(0)  # a write has ended when the kernel has taken all
         if len(self.open) >= self.most_connections:
-            spare = next(iter(self.strangers), None) or self._idlest()
+            spare = next(iter(self.unauthenticated), None) or self._idlest()
             if spare is None:
                 transport.write(OVERLOADED)
                 transport.close()
                 return
             self._abort(spare)
         self.open.add(handler)
-        self.strangers[handler] = self._loop.time()
+        self.unauthenticated[handler] = self._loop.time()
 
     def connection_lost(
         self, handler: web.RequestHandler, exc: BaseException | None = None
@@ -175,7 +175,7 @@ class GuardedServer(web.Server):
 
     def _forget(self, handler: web.RequestHandler) -> None:
         self.open.discard(handler)
-        self.strangers.pop(handler, None)
+        self.unauthenticated.pop(handler, None)
         self._disown(handler)
 
     def _disown(self, handler: web.RequestHandler) -> None:
@@ -221,19 +221,19 @@ class GuardedServer(web.Server):
             self._disown(handler)
             self.by_key.setdefault(key, {})[handler] = None
             self._keys[handler] = key
-        self.strangers.pop(handler, None)
+        self.unauthenticated.pop(handler, None)
 
     def end_key(self, key: str) -> None:
-        """A key is valid no longer: its connections are strangers' until they send another one."""
+        """A key is valid no longer: its connections are unauthenticated until they send one."""
         for handler in list(self.by_key.get(key, ())):
             self._disown(handler)
-            self.strangers[handler] = self._loop.time()
+            self.unauthenticated[handler] = self._loop.time()
 
     async def _close_slow_strangers(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
             latest = self._loop.time() - self.limits.stranger_s
-            slow = [handler for handler, opened in self.strangers.items() if opened < latest]
+            slow = [handler for handler, opened in self.unauthenticated.items() if opened < latest]
             for handler in slow:
                 self._abort(handler)
 

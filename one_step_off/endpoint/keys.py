@@ -19,7 +19,7 @@ SIGNATURE_BYTES = 6
 _EPISODE_KEY = re.compile(r"ose-(0|[1-9][0-9]{0,5})-([A-Za-z0-9_-]{24})([A-Za-z0-9_-]{8})")
 
 
-def make_fleet_key() -> str:
+def make_service_key() -> str:
     """A new key for `GET /v1/episodes/next`."""
     return FLEET_PREFIX + secrets.token_urlsafe(24)
 
@@ -28,9 +28,9 @@ class EpisodeKeys:
     """Makes and checks the keys of a run's episodes. What it signs with comes from the fleet key,
     so that a restarted process, or attempt, knows the keys of the one before."""
 
-    def __init__(self, fleet_key: str) -> None:
-        self.fleet_key = fleet_key
-        self._secret = hashlib.sha256(b"episode keys of " + fleet_key.encode()).digest()
+    def __init__(self, service_key: str) -> None:
+        self.service_key = service_key
+        self._secret = hashlib.sha256(b"episode keys of " + service_key.encode()).digest()
 
     def make(self, replica_index: int) -> str:
         """A new key of an episode on that replica."""
@@ -47,9 +47,9 @@ class EpisodeKeys:
             return None
         return int(index)
 
-    def is_fleet_key(self, key: str) -> bool:
+    def is_service_key(self, key: str) -> bool:
         """Whether this is the run's fleet key."""
-        return hmac.compare_digest(key.encode(errors="replace"), self.fleet_key.encode())
+        return hmac.compare_digest(key.encode(errors="replace"), self.service_key.encode())
 
     def _signature(self, index: str, random: str) -> str:
         digest = hmac.digest(self._secret, f"{index}-{random}".encode(), "sha256")

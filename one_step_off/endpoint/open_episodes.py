@@ -8,11 +8,11 @@ import numpy as np
 from agent_loop.episode import Episode
 from agent_loop.trajectory import Generate, Generated, Limits
 from one_step_off.data.samples import Prompt
-from one_step_off.endpoint.kept_answers import KeptAnswers
+from one_step_off.endpoint.idempotency_cache import IdempotencyCache
 from one_step_off.endpoint.keys import EpisodeKeys
 from one_step_off.endpoint.refusals import episode_over, replica_gone, unknown_key
 
-MOST_CLOSED = 1 << 14
+MAX_CLOSED = 1 << 14
 """Closed episodes whose reason is remembered."""
 
 REASONS = {
@@ -37,7 +37,7 @@ class OpenEpisode:
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
-        self.answers = KeptAnswers()
+        self.answers = IdempotencyCache()
         self.taken = asyncio.Event()
         self.ended = asyncio.Event()
         self.asked = False
@@ -91,7 +91,7 @@ class OpenEpisodes:
             return
         open_episode.end(reason)
         self._reasons[key] = open_episode.episode.over
-        if len(self._reasons) > MOST_CLOSED:
+        if len(self._reasons) > MAX_CLOSED:
             del self._reasons[next(iter(self._reasons))]
             self._has_forgotten = True
 

@@ -28,7 +28,7 @@ from one_step_off.endpoint.guarded_server import (
     open_listener,
     url_host,
 )
-from one_step_off.endpoint.kept_answers import Attempt, KeptAnswer
+from one_step_off.endpoint.idempotency_cache import Attempt, KeptAnswer
 from one_step_off.endpoint.keys import EpisodeKeys
 from one_step_off.endpoint.open_episodes import REASONS, OpenEpisode, OpenEpisodes
 from one_step_off.endpoint.refusals import (
@@ -45,7 +45,7 @@ from one_step_off.rewards.reward import MAX_REWARD, Reward
 KEEP_ALIVE_S = 15.0
 """Seconds without a byte after which a client of a streamed answer gets a comment."""
 
-MOST_AT_ONCE = 32
+MAX_AT_ONCE = 32
 """Requests of one episode in progress."""
 
 SMALL_BODY = 1 << 20  # bytes of a reward or an error, and of what is hashed at once
@@ -75,14 +75,14 @@ class EndpointAccess:
     Attributes:
         base_url: of the gateway; "": agents beside the replica use the replica's own server,
             because the gateway listens on the loopback of another node.
-        fleet_key: see `EpisodeKeys`.
+        service_key: see `EpisodeKeys`.
         host: at which the replica's server listens; "": its node's address in the network.
         model_name: for `GET /v1/models`.
         gateway: the Ray actor.
     """
 
     base_url: str
-    fleet_key: str
+    service_key: str
     host: str = "127.0.0.1"
     model_name: str = "policy"
     gateway: Any = None
@@ -116,7 +116,7 @@ class ReplicaServer:
         self.limits = limits or HttpLimits()
         self.serving: AnswersRequests | None = None
         self.address = ""
-        self.keys = EpisodeKeys(access.fleet_key)
+        self.keys = EpisodeKeys(access.service_key)
         self.episodes = OpenEpisodes(self.keys, index)
         self.offers: asyncio.Queue[OpenEpisode] = asyncio.Queue()
         self._offers_changed = asyncio.Event()
@@ -219,7 +219,7 @@ class ReplicaServer:
 
     def _from_gateway(self, request: web.BaseRequest) -> bool:
         """Whether the gateway sent it, whose connections are those of all agents."""
-        return self.keys.is_fleet_key(request.headers.get(GATEWAY, ""))
+        return self.keys.is_service_key(request.headers.get(GATEWAY, ""))
 
     async def _reply(self, request: web.BaseRequest, content: Any) -> web.StreamResponse:
         response, _ = await self._server.send(request, json_answer(200, content))
@@ -255,9 +255,9 @@ class ReplicaServer:
 
     def _begin(self, asking: OpenEpisode, path: str, body: bytes, attempt: Attempt) -> KeptAnswer:
         """Begin to make an answer. Raises Refused: too many are being made."""
-        if len(asking.answers.in_progress) >= MOST_AT_ONCE:
+        if len(asking.answers.in_progress) >= MAX_AT_ONCE:
             asking.answers.refuse(attempt)
-            message = f"{MOST_AT_ONCE} requests of this episode are in progress; wait for one"
+            message = f"{MAX_AT_ONCE} requests of this episode are in progress; wait for one"
             raise Refused(429, "too_many_requests", message, path, RETRY_SOON)
         making = asyncio.create_task(self._make(asking, path, body))
         kept = KeptAnswer(attempt.digest, making, retries=attempt.retries)
@@ -319,7 +319,7 @@ class ReplicaServer:
     # --- episodes ---------------------------------------------------------------------------------
 
     async def _models(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
-        if self.keys.is_fleet_key(route.key):
+        if self.keys.is_service_key(route.key):
             self._server.admit(request)
         else:
             self._admit(request, route)
@@ -389,7 +389,7 @@ class ReplicaServer:
 
     async def _next(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """Give the oldest episode that is offered to an agent."""
-        self._check_fleet_key(route)
+        self._check_service_key(route)
         self._server.admit(request)
         offered = await self._take(seconds_to_wait(request))
         if offered is None:
@@ -424,7 +424,7 @@ class ReplicaServer:
 
     async def _lost(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """The agent has not taken an answer that the gateway has taken."""
-        self._check_fleet_key(Route(route.name, route.path, request.headers.get("x-api-key", "")))
+        self._check_service_key(Route(route.name, route.path, request.headers.get("x-api-key", "")))
         losing = self._admit(request, route)
         kept = losing.answers.find(request.query.get("answer", ""))
         if kept is not None:
@@ -433,7 +433,7 @@ class ReplicaServer:
 
     async def _return(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """The gateway could not give an episode to the agent that had asked for work."""
-        self._check_fleet_key(Route(route.name, route.path, request.headers.get("x-api-key", "")))
+        self._check_service_key(Route(route.name, route.path, request.headers.get("x-api-key", "")))
         returned = self._admit(request, route)
         if not returned.asked:
             self._offer_again(returned)
@@ -443,8 +443,8 @@ class ReplicaServer:
         self.offers.put_nowait(offered)
         self._offers_changed.set()
 
-    def _check_fleet_key(self, route: Route) -> None:
-        if not self.keys.is_fleet_key(route.key):
+    def _check_service_key(self, route: Route) -> None:
+        if not self.keys.is_service_key(route.key):
             raise unknown_key(route.path, bool(route.key))
 
 

@@ -22,8 +22,8 @@ from one_step_off.cluster.remote_calls import (
 from one_step_off.config.schema import Config
 from one_step_off.endpoint.gateway import Gateway
 from one_step_off.endpoint.guarded_server import limits_for, url_host
-from one_step_off.endpoint.kept_port import KeptPort
-from one_step_off.endpoint.keys import FLEET_PREFIX, make_fleet_key
+from one_step_off.endpoint.inherited_socket import InheritedSocket
+from one_step_off.endpoint.keys import FLEET_PREFIX, make_service_key
 from one_step_off.endpoint.replica_server import EndpointAccess
 
 FILE_NAME = "endpoint.json"
@@ -59,22 +59,22 @@ class GatewaySupervisor:
         self.file = Path(cfg.trainer.output_dir) / FILE_NAME
         former = _read_former(self.file)
         host = cfg.agent.endpoint_host
-        self.port = KeptPort(host, cfg.agent.endpoint_port, former.get("port", 0))
-        fleet_key = former.get("fleet_key") or make_fleet_key()
+        self.port = InheritedSocket(host, cfg.agent.endpoint_port, former.get("port", 0))
+        service_key = former.get("service_key") or make_service_key()
         reachable = host
         if _is_any_address(
             host
         ):  # for agents elsewhere, which the loopback would send to themselves
             reachable = address_in_network() if one_machine else reachable_host("")
         self.base_url = f"http://{url_host(reachable)}:{self.port.port}"
-        _write_file(self.file, {"base_url": self.base_url, "fleet_key": fleet_key})
+        _write_file(self.file, {"base_url": self.base_url, "service_key": service_key})
         answer_s = ANSWER_FACTOR * cfg.agent.timeout_s
         limits = limits_for(replicas * cfg.agent.max_concurrency)
-        self.gateway = spawn(Gateway, (self.port.path, fleet_key, answer_s, limits))
+        self.gateway = spawn(Gateway, (self.port.path, service_key, answer_s, limits))
         is_local_only = not one_machine and _is_loopback(reachable)
         self.access = EndpointAccess(
             base_url="" if is_local_only else self.base_url,
-            fleet_key=fleet_key,
+            service_key=service_key,
             host="127.0.0.1" if one_machine else "",
             gateway=self.gateway,
         )
@@ -166,12 +166,12 @@ def _read_former(path: Path) -> dict[str, Any]:
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             return {}
         content = json.loads(path.read_text())
-        key = content["fleet_key"]
+        key = content["service_key"]
         port = int(content["base_url"].rpartition(":")[2])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
     is_key = isinstance(key, str) and key.startswith(FLEET_PREFIX) and len(key) >= 40
-    return {"fleet_key": key, "port": port} if is_key and 0 < port < 1 << 16 else {}
+    return {"service_key": key, "port": port} if is_key and 0 < port < 1 << 16 else {}
 
 
 def _write_file(path: Path, content: dict[str, str]) -> None:

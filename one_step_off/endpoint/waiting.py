@@ -11,9 +11,9 @@ from aiohttp import web
 
 from one_step_off.endpoint.refusals import Refused
 
-MOST_WAIT_S = 60.0
+MAX_WAIT_S = 60.0
 DEFAULT_WAIT_S = 30.0
-LONGEST_TIMER_S = 1e6
+MAX_TIMER_S = 1e6
 
 THREADS = ThreadPoolExecutor(2, "endpoint")
 """For work on requests that would block the event loop: a replica that does not answer is killed.
@@ -36,13 +36,13 @@ def seconds_to_wait(request: web.BaseRequest) -> float:
     except ValueError:
         seconds = -1.0
     if not seconds >= 0:
-        raise Refused(400, "bad_request", f"wait={text[:40]!r}: send seconds, 0 to {MOST_WAIT_S:g}")
-    return min(seconds, MOST_WAIT_S)
+        raise Refused(400, "bad_request", f"wait={text[:40]!r}: send seconds, 0 to {MAX_WAIT_S:g}")
+    return min(seconds, MAX_WAIT_S)
 
 
 async def happens(event: asyncio.Event, seconds: float) -> bool:
     """Whether an event is set within that time."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(min(seconds, LONGEST_TIMER_S)):
+        async with asyncio.timeout(min(seconds, MAX_TIMER_S)):
             await event.wait()
     return event.is_set()

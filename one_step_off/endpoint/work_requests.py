@@ -115,7 +115,7 @@ class WorkRequests:
         return gateway.session.request(
             method,
             f"http://{replica.address}{path}",
-            headers={"x-api-key": gateway.keys.fleet_key},
+            headers={"x-api-key": gateway.keys.service_key},
             timeout=aiohttp.ClientTimeout(total=ASK_S),
             allow_redirects=False,
         )

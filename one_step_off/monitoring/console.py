@@ -38,7 +38,7 @@ REFRESHES_PER_SECOND = 4
 CONSOLE_LOG = f"{LOG_FOLDER}/console.log"  # in the run folder
 ESCAPE = "\x1b"
 STYLES = re.compile(r"\x1b\[[0-9;]*m")  # colors and bold
-SHORTEST_SHOWN_S = 1  # work that took less leaves no line behind
+MIN_SHOWN_S = 1  # work that took less leaves no line behind
 
 STEP_LINE = (
     "step {number:>{width}}/{total} [{step:>{width}}]  v{weight_version:<{width}}  "
@@ -217,7 +217,7 @@ class RunConsole(progress.Progress):
         return self.tasks[-1]
 
     def _print_duration(self, task: Task) -> None:
-        if task.elapsed >= SHORTEST_SHOWN_S:
+        if task.elapsed >= MIN_SHOWN_S:
             self.print_line(f"{task.description}: {task.elapsed:.0f} s")
 
     def _remove(self, task: Task) -> None:

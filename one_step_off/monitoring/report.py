@@ -36,7 +36,7 @@ SHOWN_PARTS = 120  # of each segment
 SHOWN_CALLS = 40  # tool calls of each segment
 SHOWN_NAMES = 3  # tools whose names stand beside a segment
 SEARCHED_STEPS = 8  # the newest steps, among which the longest samples are searched
-LARGEST_NUMBER = 1e300  # JSON has no infinity
+MAX_NUMBER = 1e300  # JSON has no infinity
 
 
 def read_text(path: Path) -> str:
@@ -72,7 +72,7 @@ def parse_objects(texts: Iterable[str]) -> list[Row]:
 
 
 def _parse_finite_float(text: str) -> float:
-    return max(-LARGEST_NUMBER, min(float(text), LARGEST_NUMBER))
+    return max(-MAX_NUMBER, min(float(text), MAX_NUMBER))
 
 
 def read_lines(path: Path) -> list[Row]:

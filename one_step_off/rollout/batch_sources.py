@@ -34,14 +34,14 @@ class FinishedBatch:
 
     Attributes:
         version: of the weights that made them; in a pool the newest one.
-        incarnation: of the trainer that made these weights.
+        attempt: of the trainer that made these weights.
         generate_s: how long they took.
     """
 
     step: int
     samples: list[Sample]
     version: int
-    incarnation: int
+    attempt: int
     generate_s: float
 
 
@@ -52,7 +52,7 @@ class InFlight:
     Attributes:
         batches: complete ones, one for each step from the first on.
         pool: prompts beside these batches, in the order in which they were begun.
-        past: earlier incarnation -> its newest version that the trainer's weights come from.
+        past: earlier attempt -> its newest version that the trainer's weights come from.
     """
 
     batches: list[FinishedBatch] = field(default_factory=list)
@@ -68,7 +68,7 @@ class BatchSource(ABC):
     Attributes:
         stream: the prompts, see `PromptStream`.
         first_step: that this run trains.
-        incarnation: of the trainer.
+        attempt: of the trainer.
         restored: what a checkpoint held.
         finished: step -> its complete batch, until it is handed out.
         next_step: whose batch comes next.
@@ -81,7 +81,7 @@ class BatchSource(ABC):
     rollout: RolloutGroup
     stream: Any
     first_step: int = 0
-    incarnation: int = 0
+    attempt: int = 0
     restored: InFlight = field(default_factory=InFlight)
 
     def __post_init__(self) -> None:
@@ -141,7 +141,7 @@ class BatchSource(ABC):
         """Whether samples of later steps are still to come."""
 
     @property
-    def never_drains(self) -> bool:
+    def is_continuous(self) -> bool:
         """Whether the replicas generate throughout a step, so that no batch has a time of its
         own."""
         return False
@@ -195,7 +195,7 @@ class BatchSource(ABC):
         if self.failure is not None:
             raise self.failure
 
-    async def or_fail(self, generate: Generate) -> Generated | None:
+    async def stop_on_no_replica(self, generate: Generate) -> Generated | None:
         """Call `generate` and await it. Where no replica is left the trainer still ends its step,
         so NoReplica goes to `fail`, and the result is None."""
         try:

@@ -56,7 +56,9 @@ class PooledSource(BatchSource):
         self.pool.begin(entries)
         if entries:
             prompts = [entry.prompt for entry in entries]
-            self.tasks.create_task(self.or_fail(partial(self._generate, purpose, prompts)))
+            self.tasks.create_task(
+                self.stop_on_no_replica(partial(self._generate, purpose, prompts))
+            )
 
     @property
     def is_generating(self) -> bool:
@@ -64,8 +66,8 @@ class PooledSource(BatchSource):
         return bool(self.pool.prompts)
 
     @property
-    def never_drains(self) -> bool:
-        """See `BatchSource.never_drains`."""
+    def is_continuous(self) -> bool:
+        """See `BatchSource.is_continuous`."""
         return True
 
     def ready(self, step: int) -> bool:
@@ -111,7 +113,7 @@ class PooledSource(BatchSource):
         if self.failure is None:
             # How long the replicas worked for these samples is known at the end of the step.
             samples = self.pool.take(step)
-            self.finished[step] = FinishedBatch(step, samples, step, self.incarnation, 0.0)
+            self.finished[step] = FinishedBatch(step, samples, step, self.attempt, 0.0)
 
     def _stamped(self, finished: FinishedBatch) -> Batch:
         step = finished.step
@@ -119,7 +121,7 @@ class PooledSource(BatchSource):
         return Batch(
             step,
             finished.samples,
-            expected_stamp=(self.incarnation, step),
+            expected_stamp=(self.attempt, step),
             max_version_lag=min(step - oldest, self.staleness),
             past=self.restored.past,
         )

@@ -27,7 +27,7 @@ from one_step_off.cluster.resource_usage import UsageProbe
 from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedSamples
-from one_step_off.data.samples import Prompt, Sample, Stamp
+from one_step_off.data.samples import PolicyVersion, Prompt, Sample
 from one_step_off.engines.engine_processes import (
     ProcessId,
     is_engine,
@@ -101,8 +101,8 @@ class RolloutReplica(UsageProbe, CoreUser):
         MCP_SCHEMAS.update(mcp_schemas)
         self.rewards = RewardQueue(scorers, index)
         self.limiter = ConcurrencyLimiter(cfg.agent.max_concurrency)
-        self.stamp: Stamp | None = None  # of the verified weights
-        self.incarnation = 0
+        self.stamp: PolicyVersion | None = None  # of the verified weights
+        self.attempt = 0
         self.engine: Any = None
         self.asleep = False
         self.started_requests = 0
@@ -178,13 +178,16 @@ class RolloutReplica(UsageProbe, CoreUser):
         return min(await self._call_workers("kv_cache_bytes"))
 
     @_part_of_sync
-    async def learn_kept(self, shapes: dict[str, Any]) -> list[dict[str, Any]]:
-        """Which blocks of the tensors each worker keeps; see `OneStepOffTransferEngine.learn_kept`.
+    async def learn_shards(self, shapes: dict[str, Any]) -> list[dict[str, Any]]:
+        """Which blocks of the tensors each worker keeps; see
+        `OneStepOffTransferEngine.learn_shards`.
 
         Args:
             shapes: name -> [dtype, shape].
         """
-        return await self._call_workers("learn_kept", shapes, self.cfg.weight_sync.mode == "delta")
+        return await self._call_workers(
+            "learn_shards", shapes, self.cfg.weight_sync.mode == "delta"
+        )
 
     @_part_of_sync
     async def prove_base(
@@ -235,15 +238,15 @@ class RolloutReplica(UsageProbe, CoreUser):
         await self._call_workers("receive_ahead", version, limit_bytes)
 
     @_part_of_sync
-    async def sync(self, stamp: Stamp, only_kept: bool = False) -> list[dict[str, Any]]:
+    async def sync(self, stamp: PolicyVersion, sharded_only: bool = False) -> list[dict[str, Any]]:
         """Receive the weights `stamp`: pause, stream, verify, resume with empty caches.
 
         By `weight_sync.in_flight` there are no unfinished requests, or they resume then. Their KV
         cache is computed again or kept.
 
         Args:
-            stamp: (incarnation, version).
-            only_kept: each worker gets what it keeps, in place of whole tensors.
+            stamp: (attempt, version).
+            sharded_only: each worker gets what it keeps, in place of whole tensors.
 
         Returns:
             Per worker the seconds per phase (pause, wait, load, verify, ...), bytes, and what
@@ -253,14 +256,14 @@ class RolloutReplica(UsageProbe, CoreUser):
             SyncError: the engine stays paused, and generates nothing until another sync has
                 succeeded. Or the weights are those of an attempt that has ended.
         """
-        incarnation, version = stamp
-        if incarnation < self.incarnation:
+        attempt, version = stamp
+        if attempt < self.attempt:
             raise SyncError(
-                f"rollout replica {self.index} belongs to incarnation {self.incarnation}, and gets "
-                f"weights of incarnation {incarnation}, which has ended"
+                f"rollout replica {self.index} belongs to attempt {self.attempt}, and gets "
+                f"weights of attempt {attempt}, which has ended"
             )
         self.stamp = None
-        self.incarnation = incarnation
+        self.attempt = attempt
         begin = time.perf_counter()
         in_flight = self.cfg.weight_sync.in_flight
         # Not AsyncLLM.pause_generation: it sleeps another 20 ms, for callers to whom the order of
@@ -271,11 +274,11 @@ class RolloutReplica(UsageProbe, CoreUser):
         pause_s = time.perf_counter() - begin
         if self.asleep:
             await self.engine.wake_up(["weights"])
-        reports = await self._call_workers("sync_weights", version, only_kept)
+        reports = await self._call_workers("sync_weights", version, sharded_only)
         if self.asleep:
             await self.engine.wake_up(["kv_cache"])
             self.asleep = False
-        await self.engine.update_weight_version(f"{incarnation}.{version}")
+        await self.engine.update_weight_version(f"{attempt}.{version}")
         await self.engine.resume_generation()
         self.stamp = stamp
         paused_s = time.perf_counter() - begin
@@ -391,20 +394,20 @@ class RolloutReplica(UsageProbe, CoreUser):
             task.cancel()
             self.work.discard(task)
 
-    async def drop_work(self, incarnation: int) -> None:
+    async def drop_work(self, attempt: int) -> None:
         """Trainers have died, and the next attempt takes this replica over: drop everything that
         belongs to the one before. Returns when the engine has no request left.
 
         Nothing is generated before verified weights of the new attempt have come.
 
         Args:
-            incarnation: of the new attempt. Weights of earlier ones are refused from now on.
+            attempt: of the new attempt. Weights of earlier ones are refused from now on.
 
         Raises:
             RuntimeError: the engine died.
         """
         self.stamp = None
-        self.incarnation = incarnation
+        self.attempt = attempt
         self._raise_if_engine_died()
         self.rewards.drop_waiting()
         self.use_own_cores()

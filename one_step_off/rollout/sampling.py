@@ -45,7 +45,7 @@ def sample_seed(seed: int, prompt_id: tuple[int, int], index: int, turn: int = 0
     return _hash64(text) >> 1
 
 
-def engine_seed(seed: int, incarnation: int, replica: int, start: int) -> int:
+def engine_seed(seed: int, attempt: int, replica: int, start: int) -> int:
     """The seed of one engine, for samples without a seed of their own: 31 bits (numpy takes 32) of
     a hash.
 
@@ -55,11 +55,11 @@ def engine_seed(seed: int, incarnation: int, replica: int, start: int) -> int:
 
     Args:
         seed: the run's seed.
-        incarnation: the trainer's incarnation.
+        attempt: the trainer's attempt.
         replica: the index of the replica.
         start: how often this replica was started before.
     """
-    text = f"engine/{seed}/{incarnation}/{replica}/{start}"
+    text = f"engine/{seed}/{attempt}/{replica}/{start}"
     digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 

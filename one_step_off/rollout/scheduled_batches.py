@@ -99,7 +99,7 @@ class ScheduledSource(BatchSource):
 
     def _stamped(self, finished: FinishedBatch) -> Batch:
         assert_age(finished.step, finished.version, self.staleness)
-        stamp = (finished.incarnation, self._expected_version(finished))
+        stamp = (finished.attempt, self._expected_version(finished))
         return Batch(finished.step, finished.samples, expected_stamp=stamp)
 
     def _expected_version(self, finished: FinishedBatch) -> int:
@@ -128,7 +128,7 @@ class ScheduledSource(BatchSource):
 
     async def _finish(self, step: int, version: int, generate: Generate) -> None:
         """Put the samples of a batch into `finished`, as soon as they are complete."""
-        generated = await self.or_fail(generate)
+        generated = await self.stop_on_no_replica(generate)
         self.begun[step].half_complete.set()
         if generated is None:
             return
@@ -137,7 +137,7 @@ class ScheduledSource(BatchSource):
         if self.staleness > 1:
             # The batches of a sync overlap. The time that two of them share counts once.
             seconds = min(seconds, drawn_s)
-        self.finished[step] = FinishedBatch(step, samples, version, self.incarnation, seconds)
+        self.finished[step] = FinishedBatch(step, samples, version, self.attempt, seconds)
         del self.begun[step]
 
     async def _draw_after(self, before: asyncio.Task, step: int) -> Generated:

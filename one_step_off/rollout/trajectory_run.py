@@ -34,7 +34,7 @@ class Replica(Protocol):
 
     cfg: Config
     tokenizer: Any
-    incarnation: int
+    attempt: int
     limiter: ConcurrencyLimiter
     rewards: RewardQueue
     _generate: Callable[[np.ndarray, int, int | None, Sampling], Awaitable[Generated]]
@@ -232,7 +232,7 @@ class TrajectoryRun:
             log_probs=np.zeros(0, np.float32),
             loss_mask=np.zeros(0, bool),
             versions=np.zeros(0, np.int32),
-            incarnation=self.replica.incarnation,
+            attempt=self.replica.attempt,
             reward=0.0,
             finish_reason="error",
             extra=extra,

@@ -1,7 +1,7 @@
 """The attempts of a run: after a failed process the next one resumes from the newest checkpoint.
 
 `run_with_restarts` is the entry. Each attempt has new processes and a number of its own, the
-incarnation: weight versions count trainer steps, so after a restart the same version may name other
+attempt: weight versions count trainer steps, so after a restart the same version may name other
 weights."""
 
 import asyncio
@@ -20,7 +20,7 @@ from one_step_off.config.schema import Config
 from one_step_off.monitoring.loggers import open_loggers, start_remote_loggers
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime.interrupts import LoopRunner, stop_on_interrupt
-from one_step_off.runtime.prepare import Prepared, ResumePoint, load_resume_point
+from one_step_off.runtime.prepare import ResumePoint, RunInputs, load_resume_point
 
 # `RunProcesses`, `Pipeline` and `Resumed` are imported where they are used: they bring torch, Ray
 # and transformers, which take seconds, and the first line of output shall not wait for them.
@@ -38,16 +38,16 @@ class RunState:
     """What changes between the attempts of a run.
 
     Attributes:
-        incarnation: the number of the attempt.
+        attempt: the number of the attempt.
         resume_point: the checkpoint with which it starts; None: the initial weights.
         pipeline: the pipeline of the latest attempt that has started training; None before the
             first one.
-        engines: the `RunEngines` that the latest attempt has handed over; None: the next one starts
-            its own.
+        engines: the `PersistentActors` that the latest attempt has handed over; None: the next one
+            starts its own.
         engines_kept: how many attempts have begun with the engines of the one before.
     """
 
-    incarnation: int = 0
+    attempt: int = 0
     resume_point: ResumePoint | None = None
     pipeline: Any = None
     engines: Any = None
@@ -64,8 +64,8 @@ class RunState:
         return self.has_trained and self.pipeline.stopping
 
 
-def initial_state(prepared: Prepared) -> RunState:
-    """The state of the first attempt. One that resumes a checkpoint is the incarnation after the
+def initial_state(prepared: RunInputs) -> RunState:
+    """The state of the first attempt. One that resumes a checkpoint is the attempt after the
     checkpoint's."""
     resume_point = prepared.resume_point
     if resume_point is None:
@@ -92,7 +92,7 @@ class RestartBudget:
         return self.restarts_left >= 0
 
 
-def run_with_restarts(prepared: Prepared, tracker: Tracker) -> None:
+def run_with_restarts(prepared: RunInputs, tracker: Tracker) -> None:
     """Train to the end, in as many attempts as it takes.
 
     Raises:
@@ -113,7 +113,7 @@ def run_with_restarts(prepared: Prepared, tracker: Tracker) -> None:
 
 
 def _run_attempts(
-    prepared: Prepared,
+    prepared: RunInputs,
     state: RunState,
     tracker: Tracker,
     loop_runner: LoopRunner,
@@ -139,8 +139,8 @@ def _run_attempts(
                 raise last_failure from last_failure.__cause__
             _prepare_restart(prepared, state, tracker, first_position)
             kept = ", the engines are kept" if state.engines is not None else ""
-            incarnation = f"incarnation {state.incarnation}{kept}"
-            tracker.log(f"{failed}; {_how_it_continues(state)} as {incarnation}")
+            attempt = f"attempt {state.attempt}{kept}"
+            tracker.log(f"{failed}; {_how_it_continues(state)} as {attempt}")
             tracker.close()
             remote_loggers = start_remote_loggers(prepared.cfg, resumed=True)
             open_files(prepared, state.resume_point, tracker, remote_loggers)
@@ -154,7 +154,7 @@ def _how_it_continues(state: RunState) -> str:
 
 
 def _prepare_restart(
-    prepared: Prepared, state: RunState, tracker: Tracker, first_position: dict[str, Any]
+    prepared: RunInputs, state: RunState, tracker: Tracker, first_position: dict[str, Any]
 ) -> None:
     """Set the state and the data position for the next attempt: the newest checkpoint, or the
     beginning of the run."""
@@ -167,11 +167,11 @@ def _prepare_restart(
     if state.resume_point is not None and not cfg.trainer.val_only:
         position = state.resume_point.state["stream"]
     prepared.data.stream.load_state_dict(position)
-    state.incarnation += 1
+    state.attempt += 1
 
 
 async def run_attempt(
-    prepared: Prepared, state: RunState, tracker: Tracker, loop_runner: LoopRunner
+    prepared: RunInputs, state: RunState, tracker: Tracker, loop_runner: LoopRunner
 ) -> None:
     """One attempt: start all processes, train to the end, and end the processes.
 
@@ -216,7 +216,7 @@ async def run_attempt(
 
 @contextlib.asynccontextmanager
 async def _spares_after_first_step(
-    prepared: Prepared, processes: Any, tracker: Tracker
+    prepared: RunInputs, processes: Any, tracker: Tracker
 ) -> AsyncIterator[None]:
     """Inside it, `trainer.warm_spares` are started once a step has ended: their imports take
     seconds of a core, which would delay the start."""
@@ -239,7 +239,7 @@ async def _spares_after_first_step(
             tracker.log(f"trainer.warm_spares: they could not be started: {failure}")
 
 
-def create_processes(prepared: Prepared, state: RunState) -> Any:
+def create_processes(prepared: RunInputs, state: RunState) -> Any:
     """The processes of an attempt; nothing is loaded yet. Raises ConfigError."""
     if prepared.is_supervised:
         from one_step_off.runtime.supervised_processes import SupervisedProcesses
@@ -247,7 +247,7 @@ def create_processes(prepared: Prepared, state: RunState) -> Any:
         return SupervisedProcesses(prepared)
     from one_step_off.runtime.processes import RunProcesses
 
-    return RunProcesses(prepared, state.incarnation, kept=state.engines)
+    return RunProcesses(prepared, state.attempt, kept=state.engines)
 
 
 def log_pools(cfg: Config, processes: Any, tracker: Tracker) -> None:
@@ -267,7 +267,7 @@ def log_sync_warning(processes: Any, tracker: Tracker) -> None:
 
 
 async def train_model(
-    prepared: Prepared, state: RunState, processes: Any, tracker: Tracker, loop_runner: LoopRunner
+    prepared: RunInputs, state: RunState, processes: Any, tracker: Tracker, loop_runner: LoopRunner
 ) -> None:
     """Run the pipeline on processes that have started, and save the model."""
     from one_step_off.ray_trainer import Stopped
@@ -300,7 +300,7 @@ async def train_model(
 
 
 async def create_pipeline(
-    prepared: Prepared, state: RunState, processes: Any, tracker: Tracker
+    prepared: RunInputs, state: RunState, processes: Any, tracker: Tracker
 ) -> Any:
     """The pipeline of an attempt. What learns has the checkpoint from which it resumes."""
     from one_step_off.ray_trainer import Pipeline
@@ -313,9 +313,9 @@ async def create_pipeline(
     if prepared.is_supervised:
         await load_weights(prepared, state.resume_point, processes, tracker)
         start = state.resume_point.step if state.resume_point else 0
-        return SupervisedPipeline(*given, start=start, incarnation=state.incarnation)
+        return SupervisedPipeline(*given, start=start, attempt=state.attempt)
     resumed = await load_checkpoint(prepared, state.resume_point, processes, tracker)
-    return Pipeline(*given, resumed=resumed, incarnation=state.incarnation)
+    return Pipeline(*given, resumed=resumed, attempt=state.attempt)
 
 
 @contextlib.contextmanager
@@ -346,7 +346,7 @@ def _watched_groups(processes: Any) -> dict[str, list[Any]]:
 
 
 async def load_weights(
-    prepared: Prepared, resume_point: ResumePoint | None, processes: Any, tracker: Tracker
+    prepared: RunInputs, resume_point: ResumePoint | None, processes: Any, tracker: Tracker
 ) -> None:
     """Load a checkpoint into the roles that learn, if there is one."""
     if resume_point is None:
@@ -360,7 +360,7 @@ async def load_weights(
 
 
 async def load_checkpoint(
-    prepared: Prepared, resume_point: ResumePoint | None, processes: Any, tracker: Tracker
+    prepared: RunInputs, resume_point: ResumePoint | None, processes: Any, tracker: Tracker
 ) -> Any:
     """Load a checkpoint into the roles that learn. Returns what the pipeline resumes with, or None
     without one."""
@@ -382,7 +382,7 @@ async def load_checkpoint(
 
 
 def open_files(
-    prepared: Prepared,
+    prepared: RunInputs,
     resume_point: ResumePoint | None,
     tracker: Tracker,
     remote_loggers: dict[str, Any],

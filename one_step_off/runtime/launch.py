@@ -39,11 +39,11 @@ from one_step_off.runtime.interrupts import (
     interrupt_once,
     signal_handlers,
 )
-from one_step_off.runtime.prepare import Prepared, ResumePoint, prepare
+from one_step_off.runtime.prepare import ResumePoint, RunInputs, prepare
 from one_step_off.runtime.prepare_supervised import prepare_supervised
 
 __all__ = [
-    "Prepared",
+    "RunInputs",
     "cleanup_after_run",
     "prepare",
     "run",
@@ -79,9 +79,9 @@ def run(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> int:
         if is_complete(prepared, console.print_line):
             return 0
         if cfg.trainer.sft_steps:
-            from one_step_off.runtime.warm_up import warm_up
+            from one_step_off.runtime.sft_phase import sft_phase
 
-            warm_up(prepared, console)
+            sft_phase(prepared, console)
         train(prepared, console, begin, callbacks)
     return 0
 
@@ -102,7 +102,7 @@ def run_supervised(cfg: Config) -> int:
 
 
 def train(
-    prepared: Prepared,
+    prepared: RunInputs,
     console: RunConsole,
     begin: float,
     callbacks: Sequence[StepCallback] = (),
@@ -121,13 +121,13 @@ def train(
     console.table(end_facts(summary, cfg))
 
 
-def _resume_point_of_training(prepared: Prepared) -> ResumePoint | None:
+def _resume_point_of_training(prepared: RunInputs) -> ResumePoint | None:
     """The checkpoint at which training resumes. An evaluation alone loads one, but trains
     nothing."""
     return None if prepared.cfg.trainer.val_only else prepared.resume_point
 
 
-def is_complete(prepared: Prepared, print_line: Callable[[str], None]) -> bool:
+def is_complete(prepared: RunInputs, print_line: Callable[[str], None]) -> bool:
     """Whether the run that would be resumed has nothing left to do; prints how to train further
     then."""
     cfg = prepared.cfg
@@ -148,7 +148,7 @@ def is_complete(prepared: Prepared, print_line: Callable[[str], None]) -> bool:
     return True
 
 
-def _use_evaluation_folder(prepared: Prepared, print_line: Callable[[str], None]) -> None:
+def _use_evaluation_folder(prepared: RunInputs, print_line: Callable[[str], None]) -> None:
     """Give an evaluation alone a folder of its own, since the files of the run folder describe the
     training."""
     trainer = prepared.cfg.trainer
@@ -161,7 +161,7 @@ def _use_evaluation_folder(prepared: Prepared, print_line: Callable[[str], None]
     trainer.output_dir = str(Path(trainer.output_dir) / "val_only")
 
 
-def _create_tracker(prepared: Prepared, console: RunConsole) -> Tracker:
+def _create_tracker(prepared: RunInputs, console: RunConsole) -> Tracker:
     """Begin the files of the run folder and print the facts of the run. Raises ConfigError: a
     logger does not start."""
     cfg = prepared.cfg
@@ -191,7 +191,7 @@ def _create_tracker(prepared: Prepared, console: RunConsole) -> Tracker:
     return tracker
 
 
-def _count_parameters_and_set_meter(prepared: Prepared, tracker: Tracker) -> int | None:
+def _count_parameters_and_set_meter(prepared: RunInputs, tracker: Tracker) -> int | None:
     """Give the tracker what it needs to count FLOPs and passes. Returns the parameters, None if
     they are not known."""
     cfg = prepared.cfg
@@ -221,9 +221,9 @@ def _logger_links(tracker: Tracker) -> list[tuple[str, str]]:
 
 @cleanup_after_run()
 def run_on_ray(
-    prepared: Prepared,
+    prepared: RunInputs,
     tracker: Tracker,
-    body: Callable[[Prepared, Tracker], Any] = run_with_restarts,
+    body: Callable[[RunInputs, Tracker], Any] = run_with_restarts,
 ) -> None:
     """Start Ray, call `body`, and end Ray and all processes whatever happens in between.
 

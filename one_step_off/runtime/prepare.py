@@ -1,6 +1,6 @@
 """Read a run's model and data and check them, before any engine or GPU is taken.
 
-`prepare` returns a `Prepared`. It does not change afterwards: what differs between the attempts of
+`prepare` returns a `RunInputs`. It does not change afterwards: what differs between the attempts of
 a run is in `attempts.RunState`."""
 
 import itertools
@@ -54,7 +54,7 @@ class ResumePoint:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class RunInputs:
     """What is known of a run before any engine or GPU is taken.
 
     Attributes:
@@ -93,7 +93,7 @@ def prepare(
     print_line: PrintLine,
     show_progress: ShowProgress = lambda task, done: None,
     calls_rewards: bool = True,
-) -> Prepared:
+) -> RunInputs:
     """Find or build the models, read and check the data, find the checkpoint to resume from.
 
     Args:
@@ -123,7 +123,7 @@ def prepare(
     check_own_code(cfg)
     canary = canary_sequences(cfg, data)
     resume_point = find_resume_point(cfg, data, print_line)
-    return Prepared(
+    return RunInputs(
         cfg, resolved_device(cfg), data, canary, tokenizer, named_models, loop_names, resume_point
     )
 

@@ -10,8 +10,8 @@ from one_step_off.data.supervised_data import load_supervised_data
 from one_step_off.models.model_checks import check_models
 from one_step_off.models.weight_checks import check_weights
 from one_step_off.runtime.prepare import (
-    Prepared,
     PrintLine,
+    RunInputs,
     ShowProgress,
     check_own_optimizers,
     check_profile_step,
@@ -24,7 +24,7 @@ def prepare_supervised(
     cfg: Config,
     print_line: PrintLine,
     show_progress: ShowProgress = lambda task, done: None,
-) -> Prepared:
+) -> RunInputs:
     """As `prepare`, for a run of supervised steps.
 
     Args:
@@ -43,7 +43,7 @@ def prepare_supervised(
     check_profile_step(cfg, data.stream.total_steps)
     check_own_optimizers(cfg)
     resume_point = find_resume_point(cfg, data, print_line)
-    return Prepared(
+    return RunInputs(
         cfg,
         resolved_device(cfg),
         data,

@@ -20,17 +20,17 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.engines.vllm.teacher_engine import TeacherEngine
-from one_step_off.ray_trainer import Roles
+from one_step_off.ray_trainer import WorkerGroups
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
-from one_step_off.runtime.engines import RunEngines, kill_all
-from one_step_off.runtime.prepare import Prepared
+from one_step_off.runtime.persistent_actors import PersistentActors, kill_all
+from one_step_off.runtime.prepare import RunInputs
 from one_step_off.runtime.process_env import engine_env, trainer_env
 from one_step_off.runtime.teachers import config_of_groups, teachers_of
 from one_step_off.training.fsdp.fsdp_workers import WORKERS
 from one_step_off.training.reward_models import LocalRewardModel, RemoteRewardModel
 from one_step_off.training.teachers import TeacherEngineGroup, TeacherGroup
-from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 
 
@@ -50,15 +50,15 @@ class RunProcesses:
 
     def __init__(
         self,
-        prepared: Prepared,
-        incarnation: int = 0,
+        prepared: RunInputs,
+        attempt: int = 0,
         trainers_only: bool = False,
-        kept: RunEngines | None = None,
+        kept: PersistentActors | None = None,
     ) -> None:
         """Reserve the pools and create the processes; nothing is loaded yet.
 
         Args:
-            incarnation: the number of the attempt; engines sample with other seeds in each.
+            attempt: the number of the attempt; engines sample with other seeds in each.
             trainers_only: create only the roles that learn, and no engines.
             kept: the pools and engines of the attempt before; None: they are created.
 
@@ -72,11 +72,11 @@ class RunProcesses:
         self.hands_over = False
         self.has_started = False
         if kept is not None:
-            kept.begin_attempt(incarnation)
-        self.engines = kept or RunEngines(prepared, incarnation, trainers_only)
+            kept.begin_attempt(attempt)
+        self.engines = kept or PersistentActors(prepared, attempt, trainers_only)
         self.kept_roles: set[str] = set()
         pool_of_role = self.cfg.placement.roles
-        self.groups: dict[str, TrainGroup] = {}
+        self.groups: dict[str, WorkerGroup] = {}
         for role in TRAINED_ROLES if trainers_only else WORKERS:
             if role in pool_of_role:
                 for name, cfg in config_of_groups(self.cfg, role).items():
@@ -101,7 +101,7 @@ class RunProcesses:
         """The address at which processes meet; "": each node's address in the network."""
         return self.engines.host
 
-    def _create_group(self, name: str, role: str, cfg: Config) -> TrainGroup:
+    def _create_group(self, name: str, role: str, cfg: Config) -> WorkerGroup:
         """The processes of a role that holds a model, or of one teacher.
 
         Args:
@@ -158,14 +158,14 @@ class RunProcesses:
             engines.append(spawn(TeacherEngine, args, slot, self.device, env=env, log=log))
         return engines
 
-    def _group_of(self, role: str, cfg: Config, ranks: list[Any]) -> TrainGroup:
+    def _group_of(self, role: str, cfg: Config, ranks: list[Any]) -> WorkerGroup:
         lock = self.engines.pool_locks[cfg.placement.roles[role]]
         if role == "teacher":
             has_engines = role_settings(cfg, role).backend == "vllm"
             group_class = TeacherEngineGroup if has_engines else TeacherGroup
             return group_class(role, ranks, cfg, lock, self.host)
         if role != "reward_model":
-            return TrainGroup(role, ranks, cfg, lock, self.host)
+            return WorkerGroup(role, ranks, cfg, lock, self.host)
         return LocalRewardModel(
             role,
             ranks,
@@ -185,7 +185,7 @@ class RunProcesses:
             return megatron_workers.WORKERS[role]
         return WORKERS[role]
 
-    def _create_roles(self) -> Roles:
+    def _create_roles(self) -> WorkerGroups:
         actor = self.groups["actor"]
         rollout = self.engines.rollout
         canary = self.prepared.canary
@@ -202,7 +202,7 @@ class RunProcesses:
         if self.cfg.reward_model.url:
             models["reward_model"] = RemoteRewardModel(self.cfg, self.prepared.data.find)
         self._share_idle_cores(rollout, sync)
-        return Roles(actor, rollout, sync, **models)
+        return WorkerGroups(actor, rollout, sync, **models)
 
     def _share_idle_cores(self, rollout: RolloutGroup, sync: WeightSync) -> None:
         """Let each side tell when it works, if the other then has cores to leave or to take."""
@@ -272,7 +272,7 @@ class RunProcesses:
             await group.setup()
         await asyncio.gather(*(group.setup() for group in groups if group not in measuring))
 
-    def _measures_shared_gpu(self, group: TrainGroup) -> bool:
+    def _measures_shared_gpu(self, group: WorkerGroup) -> bool:
         """Whether these are engines that choose their memory by what is free on a GPU, which other
         roles use too. On CPUs `rollout.kv_cache_mb` says it."""
         has_engines = role_settings(self.cfg, group.role).backend == "vllm"
@@ -308,7 +308,7 @@ class RunProcesses:
                 processes[f"rollout {index}"] = rollout.replicas[index]
         return bool(await not_alive(processes))
 
-    async def hand_over_engines(self) -> RunEngines | None:
+    async def hand_over_engines(self) -> PersistentActors | None:
         """The engines, for the next attempt: where everything had started, trainers have failed,
         and engines can be kept. With them go the roles that do not learn and have not failed. From
         then on `end` ends the others alone."""
@@ -353,12 +353,12 @@ class RunProcesses:
         await asyncio.gather(*loads)
 
 
-def ranks_by_name(groups: dict[str, TrainGroup]) -> dict[str, Any]:
+def ranks_by_name(groups: dict[str, WorkerGroup]) -> dict[str, Any]:
     """ "ROLE RANK" -> the Ray actor, for the ranks of all roles."""
     return _by_name({role: group.ranks for role, group in groups.items()})
 
 
-def answering_ranks(groups: dict[str, TrainGroup]) -> dict[str, Any]:
+def answering_ranks(groups: dict[str, WorkerGroup]) -> dict[str, Any]:
     """As `ranks_by_name`, of the groups whose ranks have all answered once."""
     return ranks_by_name({role: group for role, group in groups.items() if group.has_answered})
 

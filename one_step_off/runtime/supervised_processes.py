@@ -12,12 +12,12 @@ from one_step_off.cluster.placement import create_pools, spawn
 from one_step_off.cluster.remote_calls import not_alive, observed
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_settings
-from one_step_off.runtime.prepare import Prepared
+from one_step_off.runtime.prepare import RunInputs
 from one_step_off.runtime.process_env import trainer_env
 from one_step_off.runtime.processes import answering_ranks
 from one_step_off.supervised_trainer import SupervisedRoles
 from one_step_off.training.fsdp.fsdp_workers import SupervisedWorker
-from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.training.trainer_group import WorkerGroup
 
 
 class SupervisedProcesses:
@@ -33,7 +33,7 @@ class SupervisedProcesses:
     keeps_engines = False
     endpoint = None
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: RunInputs) -> None:
         """Reserve the pool and create the ranks; nothing is loaded yet. Raises ConfigError: the
         cluster has too little for the pool."""
         self.cfg = prepared.cfg
@@ -46,7 +46,7 @@ class SupervisedProcesses:
         for index, slot in enumerate(slots):
             args = (self.cfg, "actor", index, len(slots), prepared.device, total_steps)
             ranks.append(spawn(self._worker_class(), args, slot, prepared.device, env=env))
-        self.actor = TrainGroup("actor", ranks, self.cfg, host=host)
+        self.actor = WorkerGroup("actor", ranks, self.cfg, host=host)
         self.groups = {"actor": self.actor}
         self.roles = SupervisedRoles(self.actor)
 

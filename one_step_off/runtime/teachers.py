@@ -7,7 +7,7 @@ from one_step_off.config.teachers import DEFAULT_TEACHER, config_of_teacher, tea
 from one_step_off.data.run_data import RunData
 from one_step_off.data.teacher_rows import teacher_lookup
 from one_step_off.training.teachers import Teachers
-from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.training.trainer_group import WorkerGroup
 
 
 def config_of_groups(cfg: Config, role: str) -> dict[str, Config]:
@@ -21,7 +21,7 @@ def _group_name(teacher: str) -> str:
     return "teacher" if teacher == DEFAULT_TEACHER else f"teacher.{teacher}"
 
 
-def teachers_of(cfg: Config, groups: dict[str, TrainGroup], data: RunData) -> Teachers:
+def teachers_of(cfg: Config, groups: dict[str, WorkerGroup], data: RunData) -> Teachers:
     """The teachers for the pipeline, out of all groups of the run."""
     own: dict[str, Any] = {name: groups[_group_name(name)] for name in teacher_paths(cfg)}
     return Teachers(own, teacher_lookup(cfg, data), cfg.teacher.top_k)

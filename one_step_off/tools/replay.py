@@ -20,8 +20,8 @@ from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime import launch, run_folder
 from one_step_off.runtime.attempts import load_checkpoint, log_pools
 from one_step_off.runtime.interrupts import LoopRunner
-from one_step_off.runtime.prepare import Prepared
-from one_step_off.runtime.warm_up import finished_model
+from one_step_off.runtime.prepare import RunInputs
+from one_step_off.runtime.sft_phase import finished_model
 
 SHOWN_NOT_FINITE = 3
 
@@ -56,11 +56,11 @@ def _newest_checkpoint_until(cfg: Config, step: int) -> Path | None:
     return earlier[-1] if earlier else None
 
 
-def _run_replay(batch: Batch, prepared: Prepared, tracker: Tracker) -> None:
+def _run_replay(batch: Batch, prepared: RunInputs, tracker: Tracker) -> None:
     LoopRunner().run(_replay_on_trainers(batch, prepared, tracker))
 
 
-async def _replay_on_trainers(batch: Batch, prepared: Prepared, tracker: Tracker) -> None:
+async def _replay_on_trainers(batch: Batch, prepared: RunInputs, tracker: Tracker) -> None:
     """Start the roles that learn, repeat the update, and end them."""
     from one_step_off.runtime.processes import RunProcesses
 
@@ -76,7 +76,9 @@ async def _replay_on_trainers(batch: Batch, prepared: Prepared, tracker: Tracker
             await processes.end()
 
 
-async def replay_update(batch: Batch, prepared: Prepared, processes: Any, tracker: Tracker) -> None:
+async def replay_update(
+    batch: Batch, prepared: RunInputs, processes: Any, tracker: Tracker
+) -> None:
     """Load the checkpoint, compare the log-probs of engine and trainer, repeat the update, and log
     what it finds."""
     await load_checkpoint(prepared, prepared.resume_point, processes, tracker)

@@ -141,7 +141,7 @@ class _Trial:
     Attributes: see `trajectory_run.Replica`.
     """
 
-    incarnation = 0
+    attempt = 0
 
     def __init__(
         self, cfg: Config, tokenizer: Any, name: str, prompt: Prompt, result: EpisodeResult
@@ -197,13 +197,13 @@ class _Trial:
     async def _with_endpoint(self) -> None:
         """The episode of an external agent, with an endpoint of its own."""
         from one_step_off.endpoint.guarded_server import limits_for
-        from one_step_off.endpoint.keys import make_fleet_key
+        from one_step_off.endpoint.keys import make_service_key
         from one_step_off.endpoint.replica_server import EndpointAccess, ReplicaServer
 
         data = self.cfg.data
         server = ReplicaServer(
             0,
-            EndpointAccess("", make_fleet_key()),
+            EndpointAccess("", make_service_key()),
             data.max_prompt_length + data.max_response_length,
             limits_for(self.cfg.agent.max_concurrency),
         )
@@ -240,7 +240,7 @@ class _Trial:
         answer = np.asarray(answer[:max_tokens], np.int32)
         log_probs = np.zeros(len(answer), np.float32)
         versions = np.zeros(len(answer), np.int32)
-        return Generated(answer, log_probs, versions, self.incarnation, finish_reason)
+        return Generated(answer, log_probs, versions, self.attempt, finish_reason)
 
     def _tool_call(self) -> str:
         """A call of the first tool, as the model's family writes it."""

@@ -11,7 +11,7 @@ from one_step_off.training.trained_worker import TrainedWorker
 from one_step_off.training.update_stats import Figures, UpdateStats
 
 
-class CriticRole(TrainedWorker):
+class CriticWorker(TrainedWorker):
     """The role "critic"."""
 
     def values(self, batch: Batch) -> dict[int, np.ndarray]:

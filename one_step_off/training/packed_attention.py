@@ -41,7 +41,7 @@ FLASH_ATTN = "flash_attn"
 TORCH_VARLEN = "torch"
 PER_SEQUENCE = "sequences"
 
-LARGEST_HEAD = 256
+MAX_HEAD = 256
 """The widest head of the kernels for GPUs, whose width must also be a multiple of 8."""
 
 FIRST_FLASH_GPU = (8, 0)
@@ -117,7 +117,7 @@ def choose(cfg: Config, role: str, device: torch.device) -> AttentionChoice:
 def _kernel(cfg: Config, device: torch.device, call: _FirstCall) -> str:
     """The fastest kernel for packed sequences that runs here."""
     width = call.query.shape[-1]
-    is_fast_head = width == call.value.shape[-1] and width % 8 == 0 and width <= LARGEST_HEAD
+    is_fast_head = width == call.value.shape[-1] and width % 8 == 0 and width <= MAX_HEAD
     is_fast_place = device.type == "cuda" and cfg.model.dtype == "bfloat16"
     if not is_fast_place or not is_fast_head or cfg.model.attn_implementation == "sdpa":
         return PER_SEQUENCE

@@ -14,7 +14,7 @@ from one_step_off.training.update_stats import Figures, UpdateStats
 from one_step_off.training.weight_export import WeightExport
 
 
-class PolicyRole(WeightExport):
+class PolicyWorker(WeightExport):
     """The roles "actor" (trained) and "ref" (frozen: `log_prob` and `log_prob_and_squares`
     only)."""
 

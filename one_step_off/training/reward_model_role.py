@@ -5,7 +5,7 @@ import numpy as np
 from one_step_off.training.model_worker import ModelWorker
 
 
-class RewardModelRole(ModelWorker):
+class RewardModelWorker(ModelWorker):
     """The role "reward_model": the scalar head's output at the last token of a sequence, as
     classifiers do."""
 

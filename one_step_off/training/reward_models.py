@@ -22,9 +22,9 @@ from one_step_off.data.messages import render_chat
 from one_step_off.data.packing import PackedArrays
 from one_step_off.data.samples import Batch, PromptLookup, Sample
 from one_step_off.rewards.reward import MAX_REWARD, RewardError
-from one_step_off.training.trainer_group import TrainGroup, merged
+from one_step_off.training.trainer_group import WorkerGroup, merged
 
-LONGEST_BACKOFF_S = 10.0
+MAX_BACKOFF_S = 10.0
 
 
 def sequences_for(
@@ -57,7 +57,7 @@ def sequences_for(
     return [np.asarray(ids, np.int32) for ids in encoded]
 
 
-class LocalRewardModel(TrainGroup):
+class LocalRewardModel(WorkerGroup):
     """The role reward_model: a sequence classifier under the training back end."""
 
     def __init__(
@@ -67,7 +67,7 @@ class LocalRewardModel(TrainGroup):
         policy_tokenizer: Any,
         reward_tokenizer: Any,
     ) -> None:
-        """`group_args`: as of `TrainGroup`."""
+        """`group_args`: as of `WorkerGroup`."""
         super().__init__(*group_args)
         self.find_prompt = find_prompt
         self.policy_tokenizer = policy_tokenizer
@@ -129,7 +129,7 @@ class RemoteRewardModel:
         problem = ""
         for attempt in range(attempts):
             if attempt > 0:
-                await asyncio.sleep(min(0.5 * 2 ** (attempt - 1), LONGEST_BACKOFF_S))
+                await asyncio.sleep(min(0.5 * 2 ** (attempt - 1), MAX_BACKOFF_S))
             try:
                 async with self._open_requests, session.post(self.config.url, json=body) as answer:
                     answer.raise_for_status()

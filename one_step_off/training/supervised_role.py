@@ -10,11 +10,11 @@ from torch import Tensor
 
 from one_step_off.data.samples import Batch
 from one_step_off.training.model_worker import WorkItem
-from one_step_off.training.policy_role import PolicyRole
+from one_step_off.training.policy_role import PolicyWorker
 from one_step_off.training.update_stats import Figures, UpdateStats
 
 
-class SupervisedRole(PolicyRole):
+class SupervisedWorker(PolicyWorker):
     """The role "actor" while it is trained on answers. It streams no weights."""
 
     @property

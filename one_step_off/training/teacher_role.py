@@ -11,7 +11,7 @@ from one_step_off.data.samples import Batch
 from one_step_off.training.model_worker import ModelWorker
 
 
-class TeacherRole(ModelWorker):
+class TeacherWorker(ModelWorker):
     """The role "teacher": it scores what the student generated, after `rollout.temperature`."""
 
     def score_responses(self, batch: Batch) -> dict[int, np.ndarray]:

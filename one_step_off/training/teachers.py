@@ -19,16 +19,16 @@ from one_step_off.data.packing import PackedArrays
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.model_worker import token_ids_of
-from one_step_off.training.trainer_group import TrainGroup, merged
+from one_step_off.training.trainer_group import WorkerGroup, merged
 
 STOP_TIMEOUT_S = 10.0
 
 
-class TeacherGroup(TrainGroup):
+class TeacherGroup(WorkerGroup):
     """A teacher under a training back end."""
 
     async def outputs(self, batch: Batch) -> list[np.ndarray]:
-        """What `TeacherRole.score_responses` gives, for all samples in order."""
+        """What `TeacherWorker.score_responses` gives, for all samples in order."""
         stored = self._batch_for_ranks(batch)
         return merged(await self._on_devices(batch.step, "score_responses", stored))
 

@@ -1,4 +1,4 @@
-"""`TrainGroup`: the ranks of one role as a few awaitable methods, each with a time limit."""
+"""`WorkerGroup`: the ranks of one role as a few awaitable methods, each with a time limit."""
 
 import asyncio
 import operator
@@ -39,7 +39,7 @@ class Colocated(Protocol):
         """Free the devices' memory; does nothing where it is free already."""
 
 
-class TrainGroup:
+class WorkerGroup:
     """All ranks of one role. Their methods are collective: every call goes to every rank.
 
     Roles in one pool share a device lock, so that one uses the devices at a time; roles in

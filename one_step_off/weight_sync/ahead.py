@@ -46,7 +46,7 @@ class ConnectedSync(Protocol):
     total_bytes: int
     """Of a full sync; known once `connect` has ended."""
 
-    def sends_only_kept(self, replicas: list[Any]) -> bool:
+    def sends_sharded_only(self, replicas: list[Any]) -> bool:
         """Whether the layouts of these replicas are proved."""
         ...
 
@@ -96,7 +96,7 @@ class AheadTransfer:
         is_idle = self.task is None and sync.canary_beside is None and not sync.lock.locked()
         has_groups = bool(replicas) and replicas == sync.connected_replicas
         is_allowed = not self._is_off_by_bound(limit_bytes)
-        return is_idle and has_groups and is_allowed and sync.sends_only_kept(replicas)
+        return is_idle and has_groups and is_allowed and sync.sends_sharded_only(replicas)
 
     def _limit_bytes(self) -> int:
         """The spare memory that a worker may use."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from one_step_off.cluster.remote_calls import name_failures, not_alive, observed
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import Stamp
+from one_step_off.data.samples import PolicyVersion
 from one_step_off.weight_sync.participants import LogProbs
 from one_step_off.weight_sync.sync_calls import SyncCall
 
@@ -29,7 +29,7 @@ class CanaryBeside:
         begin: by `time.perf_counter`.
     """
 
-    stamp: Stamp
+    stamp: PolicyVersion
     trainer_log_probs: LogProbs
     calls: dict[int, SyncCall]
     begin: float = field(default_factory=time.perf_counter)
@@ -100,7 +100,7 @@ def canary_limit_s(cfg: Config) -> float:
     return max(cfg.weight_sync.timeout_s, cfg.rollout.progress_timeout_s)
 
 
-def canary_name(stamp: Stamp) -> str:
+def canary_name(stamp: PolicyVersion) -> str:
     """Names the canary of a sync in errors."""
     _, version = stamp
     return f"canary after the sync of version {version}"

@@ -34,7 +34,7 @@ from one_step_off.cluster.remote_calls import (
     call_each,
     store_once,
 )
-from one_step_off.data.samples import Stamp
+from one_step_off.data.samples import PolicyVersion
 from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync import base_model, report
 from one_step_off.weight_sync.ahead import AheadTransfer
@@ -44,8 +44,8 @@ from one_step_off.weight_sync.canary_beside import CanaryBeside, canary_limit_s,
 from one_step_off.weight_sync.canary_diagnosis import FailedCanary
 from one_step_off.weight_sync.failed_syncs import FailedSyncs
 from one_step_off.weight_sync.participants import LogProbs, Replicas, Scores, Trainers
-from one_step_off.weight_sync.replica_layouts import ReplicaLayouts, plain_kept_by_receivers
-from one_step_off.weight_sync.routes import KeptByReceivers
+from one_step_off.weight_sync.replica_layouts import ReplicaLayouts, plain_shards_of_receivers
+from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.sender_groups import SenderGroup, form_groups
 from one_step_off.weight_sync.sync_calls import (
     BrokenSync,
@@ -104,9 +104,9 @@ class WeightSync:
         """The actor handles that the groups were created for; empty: there are no groups."""
         self.layouts = ReplicaLayouts([], self.cfg.timeout_s)
         """What the replicas' workers keep of the model."""
-        self.kept: KeptByReceivers | None = None
+        self.kept: ShardsOfReceivers | None = None
         """What all workers of the epoch keep; None: only whole tensors can be sent."""
-        self.last_sent: tuple[Stamp, LogProbs] | None = None
+        self.last_sent: tuple[PolicyVersion, LogProbs] | None = None
         """What replicas must hold, and the trainer's log-probs of the canary."""
         self.canary_beside: CanaryBeside | None = None
         """The canary of the last sync, where it is scored beside the first prompts."""
@@ -174,17 +174,17 @@ class WeightSync:
         """Ask the trainer for its log-probs of the canary, at the weights that it has now."""
         return self.actor.score(self.canary)
 
-    def sends_only_kept(self, replicas: list[Any]) -> bool:
+    def sends_sharded_only(self, replicas: list[Any]) -> bool:
         """Whether each worker of these replicas gets what it keeps, and not whole tensors."""
         return self.kept is not None and self.layouts.are_proved(replicas)
 
     async def __call__(
-        self, stamp: Stamp, expected: Awaitable[LogProbs] | None = None
+        self, stamp: PolicyVersion, expected: Awaitable[LogProbs] | None = None
     ) -> dict[str, Any]:
         """Bring every replica to `stamp`.
 
         Args:
-            stamp: (incarnation, version) of the trainer's weights.
+            stamp: (attempt, version) of the trainer's weights.
             expected: from `score_canary`, if it was asked earlier.
 
         Returns:
@@ -202,7 +202,7 @@ class WeightSync:
         return metrics
 
     async def deliver(
-        self, stamp: Stamp, expected: Awaitable[LogProbs] | None = None
+        self, stamp: PolicyVersion, expected: Awaitable[LogProbs] | None = None
     ) -> dict[str, Any]:
         """As a call, but returns when the replicas have the weights. They may generate from then
         on, and what they return is held back. `verified` must be awaited next.
@@ -239,7 +239,7 @@ class WeightSync:
         return metrics | {"time/canary_overlapped_s": time.perf_counter() - canary.begin}
 
     async def _accept(
-        self, stamp: Stamp, trainer_log_probs: LogProbs, canary: CanaryBeside
+        self, stamp: PolicyVersion, trainer_log_probs: LogProbs, canary: CanaryBeside
     ) -> dict[str, float]:
         """Compare the replicas' answers; returns the canary's metrics. Errors: as `verified`."""
         what = canary_name(stamp)
@@ -256,7 +256,7 @@ class WeightSync:
         return metrics
 
     async def _sync(
-        self, stamp: Stamp, expected: Awaitable[LogProbs] | None, canary_later: bool = False
+        self, stamp: PolicyVersion, expected: Awaitable[LogProbs] | None, canary_later: bool = False
     ) -> dict[str, Any]:
         begin = time.perf_counter()
         trainer_log_probs = await (expected or self.score_canary())
@@ -383,7 +383,7 @@ class WeightSync:
             "epoch": self.epoch,
             "receivers": receivers,
             "same_device": same_device,
-            "kept": plain_kept_by_receivers(self.kept),
+            "kept": plain_shards_of_receivers(self.kept),
         }
         shared_info = store_once(connect_info)
         calls = []
@@ -417,15 +417,15 @@ class WeightSync:
             same_device.append([receiver_of[r] for r in replicas if r in receiver_of])
         return same_device
 
-    async def _transfer(self, stamp: Stamp, numbers: list[int]) -> dict[str, Any]:
+    async def _transfer(self, stamp: PolicyVersion, numbers: list[int]) -> dict[str, Any]:
         """Send and receive; returns the metrics. Raises BrokenSync."""
         begin = time.perf_counter()
         _, version = stamp
         replicas = {number: self.rollout.replicas[number] for number in numbers}
         await self.ahead.finish(version)
-        only_kept = self.sends_only_kept(list(replicas.values()))
+        sharded_only = self.sends_sharded_only(list(replicas.values()))
         calls = self.begin_transfer(
-            replicas, ("send_weights", version, only_kept), ("sync", stamp, only_kept)
+            replicas, ("send_weights", version, sharded_only), ("sync", stamp, sharded_only)
         )
         first_limit_s, rest_limit_s = transfer_limits(self.cfg.timeout_s, self.total_bytes)
         what = f"weight sync of version {version}"
@@ -468,7 +468,11 @@ class WeightSync:
         return metrics
 
     async def _check_canary(
-        self, stamp: Stamp, trainer_log_probs: LogProbs, numbers: list[int], is_restore: bool
+        self,
+        stamp: PolicyVersion,
+        trainer_log_probs: LogProbs,
+        numbers: list[int],
+        is_restore: bool,
     ) -> dict[str, float]:
         """Let these replicas score the canary. Returns metrics; raises BrokenSync, CanaryFailed."""
         what = canary_name(stamp)

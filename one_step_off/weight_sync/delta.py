@@ -26,8 +26,8 @@ _STREAMS_PER_BLOCK = 2 * len(_STREAM_DTYPES)
 _HEADER_BYTES = 8
 _ALIGNMENT = 16
 _MAX_WORDS = 2**31  # the header's numbers are int32
-_LARGEST_BYTE = 0xFF
-_LARGEST_WORD = 0xFFFF
+_MAX_BYTE = 0xFF
+_MAX_WORD = 0xFFFF
 
 Streams = list[torch.Tensor]
 """The three streams of one column, in the order of _STREAM_DTYPES."""
@@ -97,21 +97,21 @@ def _changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.
     row_starts = (rows << row_shift).index_select(0, index_in_rows >> row_shift)
     positions = (row_starts + (index_in_rows & (1 << row_shift) - 1)).int()
     gaps = torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
-    folded_steps = ((steps << 1) ^ (steps >> 15)) & _LARGEST_WORD
+    folded_steps = ((steps << 1) ^ (steps >> 15)) & _MAX_WORD
     return gaps, folded_steps
 
 
 def _split(column: torch.Tensor) -> Streams:
     """The streams of a column (int32 [c], none negative)."""
     narrow = column
-    wide = column[column >= _LARGEST_BYTE]
+    wide = column[column >= _MAX_BYTE]
     if 2 * len(wide) >= len(column):
         narrow = column[:0]
         wide = column
     return [
-        wide[wide >= _LARGEST_WORD],
-        wide.clamp(max=_LARGEST_WORD).to(torch.int16),
-        narrow.clamp(max=_LARGEST_BYTE).to(torch.uint8),
+        wide[wide >= _MAX_WORD],
+        wide.clamp(max=_MAX_WORD).to(torch.int16),
+        narrow.clamp(max=_MAX_BYTE).to(torch.uint8),
     ]
 
 
@@ -210,10 +210,10 @@ def _join(streams: Streams) -> torch.Tensor:
     """The column (int32 [c]) that was split into `streams`. Raises ValueError: they do not belong
     together."""
     column, words, numbers = streams
-    column = _insert_escaped(words.int() & _LARGEST_WORD, column, _LARGEST_WORD)
+    column = _insert_escaped(words.int() & _MAX_WORD, column, _MAX_WORD)
     if not len(numbers):  # the column begins in the 16-bit stream
         return column
-    return _insert_escaped(numbers.int() & _LARGEST_BYTE, column, _LARGEST_BYTE)
+    return _insert_escaped(numbers.int() & _MAX_BYTE, column, _MAX_BYTE)
 
 
 def _insert_escaped(column: torch.Tensor, wider: torch.Tensor, escape: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 from one_step_off.cluster.errors import ProcessDied, TrainerDied
 from one_step_off.cluster.remote_calls import MAX_ATTEMPTS
-from one_step_off.data.samples import Stamp
+from one_step_off.data.samples import PolicyVersion
 from one_step_off.weight_sync.participants import Replicas, Trainers
 from one_step_off.weight_sync.sync_calls import BrokenSync, find_failed
 
@@ -29,7 +29,7 @@ class FailedSyncs:
         self.in_a_row.pop(number, None)
 
     async def handle(
-        self, broken: BrokenSync, stamp: Stamp, replicas: dict[int, Any], is_restore: bool
+        self, broken: BrokenSync, stamp: PolicyVersion, replicas: dict[int, Any], is_restore: bool
     ) -> None:
         """Find the processes that a broken sync failed by, and restart the replicas among them.
 

@@ -15,7 +15,7 @@ Scores = dict[int, LogProbs]
 
 
 class Trainers(Protocol):
-    """The part of the actor's `TrainGroup` that a sync uses."""
+    """The part of the actor's `WorkerGroup` that a sync uses."""
 
     ranks: list[Any]
     """Ray actor handles."""

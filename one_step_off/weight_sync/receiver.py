@@ -13,13 +13,13 @@ from one_step_off.cluster.bounded_waits import AbortSignal
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import DedicatedGroup, connect_store, connect_timeout
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts, checksum
-from one_step_off.weight_sync.endpoint import MEASURED_TRANSFERS, SyncEndpoint
-from one_step_off.weight_sync.kept_model import KeptModel, Layout
+from one_step_off.weight_sync.in_place_writer import InPlaceWriter, Layout
 from one_step_off.weight_sync.launch_order import Step, receive_steps
 from one_step_off.weight_sync.mirror import Mirror
 from one_step_off.weight_sync.received_ahead import ReceivedAhead, SpareMemory, in_own_memory
-from one_step_off.weight_sync.routes import ALL_RECEIVERS, KeptByReceivers, Routes
+from one_step_off.weight_sync.routes import ALL_RECEIVERS, Routes, ShardsOfReceivers
 from one_step_off.weight_sync.shared_memory import SharedMemoryReceiver
+from one_step_off.weight_sync.stream_peer import MEASURED_TRANSFERS, StreamPeer
 
 RECEIVE_BUFFERS = 2
 """One is filled while the other is loaded."""
@@ -29,7 +29,7 @@ LoadTensors = Callable[[list[tuple[str, torch.Tensor]]], None]
 """Receives the whole tensors of a bucket, by their names."""
 
 
-class WeightReceiver(SyncEndpoint):
+class WeightReceiver(StreamPeer):
     """Receives the pieces of all senders, and assembles whole tensors; or, when it is known what
     this worker keeps, only that, and writes it into the model.
 
@@ -42,19 +42,19 @@ class WeightReceiver(SyncEndpoint):
     mirror: Mirror | None = None
     layout: Layout | None = None
     """Where the model keeps what; set by the caller when it is proved. None: not known."""
-    kept_model: KeptModel | None = None
+    in_place_writer: InPlaceWriter | None = None
     received_ahead: ReceivedAhead | None = None
     """The first buckets of a sync whose rest is still to come."""
 
     def __init__(
         self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
     ) -> None:
-        """As `SyncEndpoint`."""
+        """As `StreamPeer`."""
         super().__init__(plan, index, device, host, timeout_s)
         self.buffers: list[torch.Tensor] = []
         self.spare_memory = SpareMemory(device)
         self.whole_routes = Routes(plan, 0)
-        self.kept_routes: Routes | None = None
+        self.shard_routes: Routes | None = None
         self.transport_of_stream: dict[int, Any] = {}
         self.join_buffer = torch.zeros(0, dtype=torch.uint8)
         self.uses_network = False
@@ -66,7 +66,7 @@ class WeightReceiver(SyncEndpoint):
         addresses: Sequence[Any],
         receivers: int,
         same_device: Sequence[Sequence[int]] = (),
-        kept: KeptByReceivers | None = None,
+        kept: ShardsOfReceivers | None = None,
     ) -> None:
         """Join every sender's groups, in the order of the plan.
 
@@ -85,8 +85,8 @@ class WeightReceiver(SyncEndpoint):
         self.close()
         self._forget_received()
         self.whole_routes = Routes(self.plan, receivers)
-        self.kept_routes = None if kept is None else Routes.of_kept_blocks(self.plan, kept)
-        routes = self.kept_routes or self.whole_routes
+        self.shard_routes = None if kept is None else Routes.of_shard_blocks(self.plan, kept)
+        routes = self.shard_routes or self.whole_routes
         groups = len(addresses) * len(routes.sets)
         limit_s = connect_timeout(self.timeout_s, groups, receivers)
         deadline = time.monotonic() + limit_s
@@ -101,9 +101,11 @@ class WeightReceiver(SyncEndpoint):
             self.give_up(error)
             raise
 
-    def receive(self, load: LoadTensors, version: int, only_kept: bool = False) -> dict[str, Any]:
-        """Receive one sync. Each bucket's whole tensors go to `load`; with `only_kept`, the blocks
-        that this worker keeps go into the model.
+    def receive(
+        self, load: LoadTensors, version: int, sharded_only: bool = False
+    ) -> dict[str, Any]:
+        """Receive one sync. Each bucket's whole tensors go to `load`; with `sharded_only`, what
+        this worker keeps goes into the model.
 
         When this returns, the bytes equal the senders' by checksum; before that the model must not
         be used.
@@ -111,7 +113,7 @@ class WeightReceiver(SyncEndpoint):
         Args:
             load: receives views into reused buffers, so it must copy what it keeps.
             version: that the senders must send.
-            only_kept: as `WeightSender.send`; `layout` must be set.
+            sharded_only: as `WeightSender.send`; `layout` must be set.
 
         Returns:
             Seconds per phase (wait, apply, verify, load), "bytes", "bucket_wire": [index, seconds
@@ -125,8 +127,8 @@ class WeightReceiver(SyncEndpoint):
         if self.received_ahead is None:
             self._begin_sync()
         with self._giving_up_on_errors():
-            if only_kept:
-                self._receive_kept(version)
+            if sharded_only:
+                self._receive_shards(version)
             else:
                 self._receive_whole(load, version)
         bare_wire = self.wire_seconds_per_byte * self.record.wire_bytes
@@ -146,7 +148,7 @@ class WeightReceiver(SyncEndpoint):
         """
         self._begin_sync()
         with self._giving_up_on_errors():
-            has_deltas = self._receive_headers(version, only_kept=True)
+            has_deltas = self._receive_headers(version, sharded_only=True)
             routes = self._proved_routes()
             sizes_of_bucket = self._sizes_of_buckets(routes)[: routes.leading_buckets(limit_bytes)]
             memory = self.spare_memory.take([sum(s.values()) for s in sizes_of_bucket])
@@ -176,7 +178,7 @@ class WeightReceiver(SyncEndpoint):
     def _forget_received(self) -> None:
         self.received_ahead = None
         self.mirror = None
-        self.kept_model = None
+        self.in_place_writer = None
 
     def _join_sender(
         self,
@@ -191,7 +193,7 @@ class WeightReceiver(SyncEndpoint):
         store = dist.PrefixStore(f"{epoch}", sender_store)
         self.abort_signals.append(AbortSignal(store))
         self._check_abort_signals()
-        routes = self.kept_routes or self.whole_routes
+        routes = self.shard_routes or self.whole_routes
         for number in routes.sets_of_sender(sender):
             members = list(routes.sets[number])
             if number == ALL_RECEIVERS:
@@ -224,8 +226,8 @@ class WeightReceiver(SyncEndpoint):
         # here.
         buffer_device = self.device if self.uses_network else "meta"
         largest = self.plan.largest_bucket_bytes
-        if self.kept_routes is not None:
-            for messages in self.kept_routes.messages_of_receiver(self.index):
+        if self.shard_routes is not None:
+            for messages in self.shard_routes.messages_of_receiver(self.index):
                 largest = max(largest, sum(message.nbytes for message in messages))
         self.buffers = [
             torch.zeros(largest, dtype=torch.uint8, device=buffer_device)
@@ -251,10 +253,10 @@ class WeightReceiver(SyncEndpoint):
 
     def _receive_whole(self, load: LoadTensors, version: int) -> None:
         """Receive whole tensors, and load them."""
-        has_deltas = self._receive_headers(version, only_kept=False)
+        has_deltas = self._receive_headers(version, sharded_only=False)
         if has_deltas and self.mirror is None:
             self.mirror = Mirror(self.plan, self.device)
-        self.kept_model = None  # deltas apply to the last sync, and that was of another kind
+        self.in_place_writer = None  # deltas apply to the last sync, and that was of another kind
 
         def apply(index: int, messages: Parts) -> Parts:
             return self.mirror.update(index, messages) if self.mirror else messages
@@ -268,21 +270,21 @@ class WeightReceiver(SyncEndpoint):
         nothing_yet = ReceivedAhead(version, has_deltas, [])
         self._receive_buckets(self.whole_routes, nothing_yet, apply, store)
 
-    def _receive_kept(self, version: int) -> None:
+    def _receive_shards(self, version: int) -> None:
         """Receive what this worker keeps, and write it into the model."""
         ahead = self.received_ahead
         self.received_ahead = None
         routes = self._proved_routes()
         if ahead is None:
-            has_deltas = self._receive_headers(version, only_kept=True)
+            has_deltas = self._receive_headers(version, sharded_only=True)
             ahead = ReceivedAhead(version, has_deltas, [])
         if ahead.version != version:
             raise SyncError(f"{self.name}: a part of version {ahead.version} was received ahead")
         messages_of_bucket = routes.messages_of_receiver(self.index)
-        if self.kept_model is None:
-            self.kept_model = KeptModel(messages_of_bucket, self.layout, self.device)
+        if self.in_place_writer is None:
+            self.in_place_writer = InPlaceWriter(messages_of_bucket, self.layout, self.device)
         self.mirror = None
-        model = self.kept_model
+        model = self.in_place_writer
 
         def apply(index: int, messages: Parts) -> Parts:
             whole = model.update(index, list(messages.values()))
@@ -294,9 +296,9 @@ class WeightReceiver(SyncEndpoint):
         self._receive_buckets(routes, ahead, apply, store)
 
     def _proved_routes(self) -> Routes:
-        if self.kept_routes is None or self.layout is None:
+        if self.shard_routes is None or self.layout is None:
             raise SyncError(f"{self.name} cannot write into its model: nothing proves its layout")
-        return self.kept_routes
+        return self.shard_routes
 
     def _sizes_of_buckets(self, routes: Routes) -> list[dict[int, int]]:
         """Per bucket: stream -> bytes of its full message."""
@@ -364,7 +366,7 @@ class WeightReceiver(SyncEndpoint):
         for stream in messages:
             self.transport_of_stream[stream].release()
 
-    def _receive_headers(self, version: int, only_kept: bool) -> bool:
+    def _receive_headers(self, version: int, sharded_only: bool) -> bool:
         """Whether messages may be deltas and so announce their size, after checking every sender's
         header.
 
@@ -375,14 +377,14 @@ class WeightReceiver(SyncEndpoint):
             headers = self._on_wire(self._receive_numbers, range(self.plan.senders), 4)
         has_deltas = 0
         for sender, header in headers.items():
-            digest, sent_version, has_deltas, sends_only_kept = header.tolist()
+            digest, sent_version, has_deltas, sends_sharded_only = header.tolist()
             if digest != self.plan.digest:
                 raise SyncError(f"{self.name}: sender {sender} follows another bucket plan")
             if sent_version != version:
                 raise SyncError(
                     f"{self.name}: sender {sender} sends version {sent_version}, expected {version}"
                 )
-            if bool(sends_only_kept) != only_kept:
+            if bool(sends_sharded_only) != sharded_only:
                 raise SyncError(
                     f"{self.name}: sender {sender} and this receiver do not agree whether whole "
                     "tensors travel"

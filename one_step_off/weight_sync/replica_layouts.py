@@ -13,9 +13,9 @@ from typing import Any
 from one_step_off.cluster.remote_calls import store_once
 from one_step_off.weight_sync.base_model import BaseModel
 from one_step_off.weight_sync.bucket_plan import Pieces
-from one_step_off.weight_sync.kept_blocks import KeptBlocks, kept_from_plain, plain_kept
 from one_step_off.weight_sync.report import Report
-from one_step_off.weight_sync.routes import KeptByReceivers
+from one_step_off.weight_sync.routes import ShardsOfReceivers
+from one_step_off.weight_sync.shard_blocks import KeptBlocks, plain_shards, shards_from_plain
 from one_step_off.weight_sync.sync_calls import Abort, begin_on_replicas, run_or_abort
 
 
@@ -55,7 +55,7 @@ class ReplicaLayouts:
         if self.base is None:
             what = "weight sync, layouts of the models"
             limit_s = self.timeout_s
-            calls = begin_on_replicas(new, "learn_kept", shapes)
+            calls = begin_on_replicas(new, "learn_shards", shapes)
         else:
             what = "weight sync, base model"
             limit_s = self.base.read_limit_s(self.timeout_s)
@@ -69,9 +69,9 @@ class ReplicaLayouts:
         self._proved.discard(replica)
         self._blocks[replica] = None
         if all(answer["kept"] is not None for answer in answers):
-            self._blocks[replica] = [kept_from_plain(answer["kept"]) for answer in answers]
+            self._blocks[replica] = [shards_from_plain(answer["kept"]) for answer in answers]
 
-    def kept_by(self, replicas: Sequence[Any]) -> KeptByReceivers | None:
+    def kept_by(self, replicas: Sequence[Any]) -> ShardsOfReceivers | None:
         """What the receivers keep: the workers of these replicas, one after another. None: some
         cannot tell."""
         blocks_of_receiver: list[KeptBlocks] = []
@@ -79,14 +79,14 @@ class ReplicaLayouts:
             if blocks is None:
                 return None
             blocks_of_receiver += blocks
-        return KeptByReceivers.by_kind(blocks_of_receiver)
+        return ShardsOfReceivers.by_kind(blocks_of_receiver)
 
     def forget_all_but(self, replicas: Sequence[Any]) -> None:
         """All other processes are gone."""
         self._blocks = {r: blocks for r, blocks in self._blocks.items() if r in replicas}
         self._proved &= set(replicas)
 
-    def all_keep_all(self, kept: KeptByReceivers) -> bool:
+    def all_keep_all(self, kept: ShardsOfReceivers) -> bool:
         """Whether every receiver keeps everything that is sent."""
         return kept.keeps_all({name: tuple(shape) for name, (_, shape) in self.shapes.items()})
 
@@ -106,11 +106,11 @@ class ReplicaLayouts:
         self._proved.clear()
 
 
-def plain_kept_by_receivers(kept: KeptByReceivers | None) -> dict[str, Any] | None:
+def plain_shards_of_receivers(kept: ShardsOfReceivers | None) -> dict[str, Any] | None:
     """As plain data, for vLLM's workers."""
     if kept is None:
         return None
     return {
-        "blocks": [plain_kept(blocks) for blocks in kept.blocks],
+        "blocks": [plain_shards(blocks) for blocks in kept.blocks],
         "kind_of_receiver": list(kept.kind_of_receiver),
     }

@@ -19,14 +19,14 @@ import torch
 
 from one_step_off.cluster.errors import SyncError
 from one_step_off.weight_sync.bucket_plan import ALIGNMENT, Bucket, BucketPlan, Slot
-from one_step_off.weight_sync.kept_blocks import Block, KeptBlocks
+from one_step_off.weight_sync.shard_blocks import Block, KeptBlocks
 
 ALL_RECEIVERS = 0
 """The number of the set of all receivers."""
 
 
 @dataclass(frozen=True)
-class KeptByReceivers:
+class ShardsOfReceivers:
     """Which blocks the receivers of an epoch keep."""
 
     blocks: tuple[KeptBlocks, ...]
@@ -41,7 +41,7 @@ class KeptByReceivers:
         )
 
     @staticmethod
-    def by_kind(blocks_of_receiver: Sequence[KeptBlocks]) -> "KeptByReceivers":
+    def by_kind(blocks_of_receiver: Sequence[KeptBlocks]) -> "ShardsOfReceivers":
         """Receivers that keep the same are of one kind."""
         kinds: list[KeptBlocks] = []
         kind_of_receiver = []
@@ -49,7 +49,7 @@ class KeptByReceivers:
             if blocks not in kinds:
                 kinds.append(blocks)
             kind_of_receiver.append(kinds.index(blocks))
-        return KeptByReceivers(tuple(kinds), tuple(kind_of_receiver))
+        return ShardsOfReceivers(tuple(kinds), tuple(kind_of_receiver))
 
 
 class Cell(NamedTuple):
@@ -137,7 +137,7 @@ class Routes:
     messages: list[list[Message]]
 
     def __init__(self, plan: BucketPlan, receivers: int) -> None:
-        """Every part goes to all receivers; see `of_kept_blocks` for the other way."""
+        """Every part goes to all receivers; see `of_shard_blocks` for the other way."""
         self.senders = plan.senders
         self._number_rounds([[tuple(range(receivers))]])
         self.messages = []
@@ -145,7 +145,7 @@ class Routes:
             self.messages.append([_whole_part(bucket, s, ()) for s in _senders_of(bucket)])
 
     @staticmethod
-    def of_kept_blocks(plan: BucketPlan, kept: KeptByReceivers) -> "Routes":
+    def of_shard_blocks(plan: BucketPlan, kept: ShardsOfReceivers) -> "Routes":
         """Each receiver gets what it keeps.
 
         Raises:
@@ -249,7 +249,7 @@ class Routes:
                 self.rounds[-1].append(len(self.sets))
                 self.sets.append(members)
 
-    def _number_sets(self, plan: BucketPlan, cutter: "_Cutter", kept: KeptByReceivers) -> None:
+    def _number_sets(self, plan: BucketPlan, cutter: "_Cutter", kept: ShardsOfReceivers) -> None:
         """Fill `sets` and `rounds`: each set into the first round without any of its kinds."""
         every_kind = tuple(range(len(kept.blocks)))
         kinds_of_sets = cutter.kinds_of_sets(plan) - {every_kind}
@@ -393,7 +393,7 @@ def _grid(own: Block, blocks: Iterator[Block]) -> Iterator[Block]:
         yield Block(tuple(start for start, _ in cell), tuple(stop for _, stop in cell))
 
 
-def _check_all_is_sent(plan: BucketPlan, kept: KeptByReceivers) -> None:
+def _check_all_is_sent(plan: BucketPlan, kept: ShardsOfReceivers) -> None:
     sent = {slot.piece.name for bucket in plan.buckets for slot in bucket.slots}
     for blocks in kept.blocks:
         missing = [name for name, own in blocks.items() if own and name not in sent]

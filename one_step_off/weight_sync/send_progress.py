@@ -41,7 +41,7 @@ class SendProgress:
     version: int
     kind: SendKind
     routes: Routes
-    only_kept: bool
+    sharded_only: bool
     tensors: Iterator[torch.Tensor]
     """The data of the pieces that are still to be packed."""
     messages_of_bucket: list[list[Message]]

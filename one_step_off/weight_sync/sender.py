@@ -15,9 +15,8 @@ from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import DedicatedGroup, connect_timeout, open_store
 from one_step_off.weight_sync import delta
 from one_step_off.weight_sync.bucket_plan import BucketPlan, checksum
-from one_step_off.weight_sync.endpoint import MEASURED_TRANSFERS, SyncEndpoint
 from one_step_off.weight_sync.launch_order import Step, send_steps
-from one_step_off.weight_sync.routes import ALL_RECEIVERS, KeptByReceivers, Message, Routes
+from one_step_off.weight_sync.routes import ALL_RECEIVERS, Message, Routes, ShardsOfReceivers
 from one_step_off.weight_sync.send_progress import (
     BucketOnWire,
     Messages,
@@ -27,12 +26,13 @@ from one_step_off.weight_sync.send_progress import (
 from one_step_off.weight_sync.sender_group_ends import GroupLeader, PiecePacker
 from one_step_off.weight_sync.sender_groups import Section
 from one_step_off.weight_sync.shared_memory import SharedBuffer, SharedMemorySender
+from one_step_off.weight_sync.stream_peer import MEASURED_TRANSFERS, StreamPeer
 
 SEND_BUFFERS = 2
 """The next bucket is packed while one is on the wire."""
 
 
-class WeightSender(SyncEndpoint):
+class WeightSender(StreamPeer):
     """Sends the pieces of one trainer rank, or of the ranks of a sender group. It is rank 0 of each
     group with its receivers, and its store is the groups'."""
 
@@ -51,12 +51,12 @@ class WeightSender(SyncEndpoint):
     def __init__(
         self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
     ) -> None:
-        """As `SyncEndpoint`; also opens the store at which receivers meet, at `address` (host,
+        """As `StreamPeer`; also opens the store at which receivers meet, at `address` (host,
         port)."""
         super().__init__(plan, index, device, host, timeout_s)
         self.transports_of_set: dict[int, list[Any]] = {}
         self.whole_routes = Routes(plan, 0)
-        self.kept_routes: Routes | None = None  # None: what receivers keep is not known
+        self.shard_routes: Routes | None = None  # None: what receivers keep is not known
         self.cut_buffers: list[torch.Tensor] = []  # messages, where they are no whole parts
         self.slots_of_bucket = [bucket.slots_of(index) for bucket in plan.buckets]
         self.part_sizes = [bucket.part_bytes[index] for bucket in plan.buckets]
@@ -83,7 +83,7 @@ class WeightSender(SyncEndpoint):
         epoch: int,
         receivers: int,
         same_device: Sequence[int] = (),
-        kept: KeptByReceivers | None = None,
+        kept: ShardsOfReceivers | None = None,
     ) -> None:
         """Form the groups with the vLLM workers, which must call `WeightReceiver.connect`
         meanwhile.
@@ -106,7 +106,7 @@ class WeightSender(SyncEndpoint):
         store = dist.PrefixStore(f"{epoch}", self.store.clone())
         self.abort_signals = [AbortSignal(store)]
         self._prepare_routes(receivers, kept)
-        routes = self.kept_routes or self.whole_routes
+        routes = self.shard_routes or self.whole_routes
         groups = self.plan.senders * len(routes.sets)
         limit_s = connect_timeout(self.timeout_s, groups, receivers)
         deadline = time.monotonic() + limit_s
@@ -132,14 +132,14 @@ class WeightSender(SyncEndpoint):
         signal.close()
 
     def send(
-        self, tensors: Iterable[torch.Tensor], version: int, only_kept: bool = False
+        self, tensors: Iterable[torch.Tensor], version: int, sharded_only: bool = False
     ) -> dict[str, Any]:
         """Send this rank's pieces as weight version `version`.
 
         Args:
             tensors: the pieces' data, in the order of the plan; not read for `kept_version`.
             version: of the weights.
-            only_kept: each receiver gets the blocks that it keeps, in place of whole tensors; all
+            sharded_only: each receiver gets its own blocks, in place of whole tensors; all
                 senders and receivers must agree.
 
         Returns:
@@ -155,8 +155,8 @@ class WeightSender(SyncEndpoint):
             progress = self.sent_ahead
             self.sent_ahead = None
             if progress is None:
-                progress = self._begin_send(iter(tensors), version, only_kept, self.kept_parts)
-            elif (progress.version, progress.only_kept) != (version, only_kept):
+                progress = self._begin_send(iter(tensors), version, sharded_only, self.kept_parts)
+            elif (progress.version, progress.sharded_only) != (version, sharded_only):
                 raise SyncError(f"{self.name}: a part of version {progress.version} was sent ahead")
             self._send_buckets(progress, len(self.plan.buckets))
             self._end_send(progress)
@@ -198,13 +198,13 @@ class WeightSender(SyncEndpoint):
             self.give_up(error)
             raise
 
-    def _prepare_routes(self, receivers: int, kept: KeptByReceivers | None) -> None:
+    def _prepare_routes(self, receivers: int, kept: ShardsOfReceivers | None) -> None:
         """Find what goes to which receivers, and allocate the buffers for what must be cut."""
         self.whole_routes = Routes(self.plan, receivers)
-        self.kept_routes = None if kept is None else Routes.of_kept_blocks(self.plan, kept)
+        self.shard_routes = None if kept is None else Routes.of_shard_blocks(self.plan, kept)
         largest = 0
-        if self.kept_routes is not None:
-            for messages in self.kept_routes.messages_of_sender(self.index):
+        if self.shard_routes is not None:
+            for messages in self.shard_routes.messages_of_sender(self.index):
                 cut = [message.nbytes for message in messages if not message.is_whole_part]
                 largest = max(largest, sum(cut))
         if not self.cut_buffers or len(self.cut_buffers[0]) < largest:
@@ -219,7 +219,7 @@ class WeightSender(SyncEndpoint):
         """Open the shared-memory transport for receivers on the same device, and a group for each
         set of remote ones."""
         self.transports_of_set = {}
-        routes = self.kept_routes or self.whole_routes
+        routes = self.shard_routes or self.whole_routes
         for number in routes.sets_of_sender(self.index):
             receivers = routes.sets[number]
             self.transports_of_set[number] = []
@@ -279,12 +279,12 @@ class WeightSender(SyncEndpoint):
         self,
         tensors: Iterator[torch.Tensor],
         version: int,
-        only_kept: bool,
+        sharded_only: bool,
         kept_parts: list[torch.Tensor],
     ) -> SendProgress:
         """Choose what to send, and send the header. `kept_parts`: where a copy of it goes."""
         self._begin_sync()
-        routes = self.kept_routes if only_kept else self.whole_routes
+        routes = self.shard_routes if sharded_only else self.whole_routes
         if routes is None:
             raise SyncError(f"{self.name} does not know what the receivers keep")
         kind = self._choose_kind(version)
@@ -298,7 +298,7 @@ class WeightSender(SyncEndpoint):
             with self._phase("order"):
                 self.leader.links.order((self.plan.digest, version, wants_data), self.timeout_s)
         header = torch.tensor(
-            [self.plan.digest, version, int(sends_deltas), int(only_kept)], device=self.device
+            [self.plan.digest, version, int(sends_deltas), int(sharded_only)], device=self.device
         )
         with self._phase("header"):
             self._on_wire(self._broadcast, {ALL_RECEIVERS: header})
@@ -306,7 +306,7 @@ class WeightSender(SyncEndpoint):
             version=version,
             kind=kind,
             routes=routes,
-            only_kept=only_kept,
+            sharded_only=sharded_only,
             tensors=tensors,
             messages_of_bucket=routes.messages_of_sender(self.index),
             buffers=itertools.cycle(zip(self.buffers, self.cut_buffers, strict=True)),

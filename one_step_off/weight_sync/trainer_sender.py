@@ -23,7 +23,7 @@ from one_step_off.cluster.network import reachable_host
 from one_step_off.config.schema import Config
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.member_link import Address
-from one_step_off.weight_sync.routes import KeptByReceivers
+from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.sender import WeightSender
 from one_step_off.weight_sync.sender_group_ends import GroupLeader, GroupMember
 from one_step_off.weight_sync.sender_groups import SenderGroup
@@ -127,7 +127,7 @@ class WeightSenderMixin:
         epoch: int,
         receivers: int,
         same_device: list[int],
-        kept: KeptByReceivers | None = None,
+        kept: ShardsOfReceivers | None = None,
     ) -> None:
         """Form this sender's groups; receivers and members join meanwhile. See
         `WeightSender.connect`."""
@@ -161,7 +161,7 @@ class WeightSenderMixin:
             self.sender.send_ahead(self.weight_tensors(), version, limit_bytes)
 
     @ray.method(concurrency_group="sync")
-    def send_weights(self, version: int, only_kept: bool = False) -> dict[str, Any]:
+    def send_weights(self, version: int, sharded_only: bool = False) -> dict[str, Any]:
         """As `WeightSender.send`; a member gives its pieces to its leader (no collective). With
         weight_sync.sender=gather every rank is called, and gives rank 0 its pieces (collective).
 
@@ -183,11 +183,11 @@ class WeightSenderMixin:
                 f"trainer rank {self.rank} holds version {self.version}, asked to send {version}"
             )
         if is_sharded:
-            return self.sender.send(self.weight_tensors(), version, only_kept)
+            return self.sender.send(self.weight_tensors(), version, sharded_only)
         gathered = self.gathered(self.pieces, self.device)
         if self.rank == 0:
             tensors = (tensor for _, tensor in gathered)
-            return self.sender.send(tensors, version, only_kept)
+            return self.sender.send(tensors, version, sharded_only)
         for _ in gathered:  # the collectives; nothing is yielded on this rank
             pass
         return {"bytes": 0.0, "changed": 0.0, "bucket_wire": [], "spans": []}

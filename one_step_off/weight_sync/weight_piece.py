@@ -9,7 +9,7 @@ Between them stand `WeightPiece`s. What else a back end offers is listed in
 from dataclasses import dataclass, replace
 from typing import Any
 
-from one_step_off.weight_sync.kept_blocks import Block
+from one_step_off.weight_sync.shard_blocks import Block
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from tests.chaos.command import rows
 from tests.chaos.kills import (
     ANYWHERE,
-    MOST_SKIPPED_CALLS,
+    MAX_SKIPPED_CALLS,
     POLL_S,
     STOPPABLE,
     Chaos,
@@ -26,7 +26,7 @@ AFTER_A_DELAY = "after a delay"
 IN_THE_RECOVERY = "in the recovery"
 RELATIONS = (AT_ONCE, AFTER_A_DELAY, IN_THE_RECOVERY)
 
-LONGEST_DELAY_S = 25.0
+MAX_DELAY_S = 25.0
 """A recovery takes 5 to 70 s."""
 
 STOPPED_SHARE = 0.25
@@ -158,10 +158,10 @@ class DoubleChaos(Chaos):
             second.point = self.random.choice(names)
         else:
             first.point = self._point(first_kind, points)
-            first.skip = self.random.randrange(MOST_SKIPPED_CALLS)
+            first.skip = self.random.randrange(MAX_SKIPPED_CALLS)
         double = Double(first, second, relation)
         if relation == AFTER_A_DELAY:
-            double.delay_s = self.random.uniform(0, LONGEST_DELAY_S)
+            double.delay_s = self.random.uniform(0, MAX_DELAY_S)
         return double
 
     def _point(self, kind: str, points: list[str]) -> str:

@@ -32,7 +32,7 @@ STOPPABLE = ("replica", "engine", "trainer")
 STOP_SHARE = 0.2
 """The share of kills that stop a process instead."""
 
-MOST_SKIPPED_CALLS = 3
+MAX_SKIPPED_CALLS = 3
 POLL_S = 0.1
 LOOK_INTERVAL_S = 2.0
 """Seconds between two looks at the ports of the run."""
@@ -110,7 +110,7 @@ class Chaos:
         signal_name = "SIGKILL"
         if stop and kind in STOPPABLE and self.random.random() < STOP_SHARE:
             signal_name = "SIGSTOP"
-        skip = self.random.randrange(MOST_SKIPPED_CALLS)
+        skip = self.random.randrange(MAX_SKIPPED_CALLS)
         return Kill(len(self.kills), kind, point, signal_name, skip)
 
     def _points_of(self, kind: str) -> list[str]:

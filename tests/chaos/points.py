@@ -153,7 +153,7 @@ POINTS = [
         version=_second_argument,
     ),
     Point("between buckets", "engine", f"{RECEIVER}:WeightReceiver._release", "after"),
-    Point("loading", "engine", "one_step_off.weight_sync.kept_model:KeptModel.write"),
+    Point("loading", "engine", "one_step_off.weight_sync.in_place_writer:InPlaceWriter.write"),
     Point(
         "after the last bucket",
         "engine",
@@ -184,7 +184,7 @@ POINTS = [
         "after",
     ),
     Point("sent ahead", "trainer", f"{TRAINER_SENDER}:WeightSenderMixin.send_ahead", "after"),
-    Point("in the canary", "trainer", f"{POLICY_ROLE}:PolicyRole.score"),
+    Point("in the canary", "trainer", f"{POLICY_ROLE}:PolicyWorker.score"),
     Point(
         "checkpoint",
         "trainer",

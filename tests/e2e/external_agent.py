@@ -105,7 +105,7 @@ def work_for(folder: Path) -> None:
         time.sleep(0.1)
     endpoint = json.loads(path.read_text())
     url = f"{endpoint['base_url']}/v1/episodes"
-    headers = {"Authorization": f"Bearer {endpoint['fleet_key']}"}
+    headers = {"Authorization": f"Bearer {endpoint['service_key']}"}
     while True:
         try:
             request = urllib.request.Request(f"{url}/next?wait=5", headers=headers)

@@ -87,7 +87,7 @@ def request(url: str, key: str, content: dict[str, Any] | None = None) -> dict[s
 def next_episode(address: dict[str, Any], deadline: float) -> dict[str, Any]:
     """An episode that waits for an agent."""
     while time.monotonic() < deadline:
-        work = request(f"{address['base_url']}/v1/episodes/next?wait=30", address["fleet_key"])
+        work = request(f"{address['base_url']}/v1/episodes/next?wait=30", address["service_key"])
         if work is not None:
             return work
     pytest.fail("no episode is offered")

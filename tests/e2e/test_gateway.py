@@ -105,7 +105,7 @@ async def work(folder: Path, agents: int, ask: asyncio.Event) -> None:
     """Agents elsewhere, which know `endpoint.json` and nothing else. They ask for the next
     episode only while `ask` is set."""
     endpoint = json.loads((folder / "endpoint.json").read_text())
-    headers = {"Authorization": f"Bearer {endpoint['fleet_key']}"}
+    headers = {"Authorization": f"Bearer {endpoint['service_key']}"}
     url = f"{endpoint['base_url']}/v1/episodes/next?wait=2"
 
     async def agent() -> None:

@@ -48,7 +48,7 @@ def next_process(command: Command, title: str, other_than: tuple[int, ...] = ())
 
 def restart_lines(command: Command) -> list[str]:
     """What the user reads about restarts."""
-    return [line for line in command.log.read_text().splitlines() if "as incarnation" in line]
+    return [line for line in command.log.read_text().splitlines() if "as attempt" in line]
 
 
 def test_a_rank_that_is_killed_in_the_first_start_costs_a_start(command: Command) -> None:
@@ -57,7 +57,7 @@ def test_a_rank_that_is_killed_in_the_first_start_costs_a_start(command: Command
     metrics = finished(command, STEPS)
     (line,) = restart_lines(command)
     assert "actor 0" in line
-    assert f"its process died (pid {rank.pid}); starting again as incarnation 1" in line
+    assert f"its process died (pid {rank.pid}); starting again as attempt 1" in line
     assert metrics[-1]["restarts/trainer"] == 1
     assert metrics[0]["restarts/recovery_s"] > 0
 

@@ -361,7 +361,7 @@ def assert_timeline_of_both_attempts(folder: Path) -> None:
 
 @pytest.mark.slow  # test_chaos.py kills one of each kind
 def test_a_run_continues_after_the_death_of_its_trainer(models, tmp_path):
-    """kill -9 of a rank: the next incarnation resumes from the last checkpoint. The rows and the
+    """kill -9 of a rank: the next attempt resumes from the last checkpoint. The rows and the
     prompts are those of one run."""
     changes = {"trainer.total_steps": 9, "trainer.save_freq": 2, "trainer.save_hf_model": False}
     run = start_run(models, tmp_path, **changes)
@@ -371,7 +371,7 @@ def test_a_run_continues_after_the_death_of_its_trainer(models, tmp_path):
     output, _ = run.communicate(timeout=240)
     assert run.returncode == 0, output
     assert re.search(
-        r"its process died \(pid \d+\).*; resuming from .*step_0000\d\d as incarnation 1", output
+        r"its process died \(pid \d+\).*; resuming from .*step_0000\d\d as attempt 1", output
     ), output
     assert_rows_of_one_run(read_rows(tmp_path, "metrics.jsonl"))
     assert [row["step"] for row in read_rows(tmp_path, "ledger.jsonl")] == list(range(9))

@@ -155,7 +155,7 @@ def test_a_dead_trainer_and_ctrl_c(models, tmp_path):
     os.killpg(run.pid, signal.SIGINT)
     output, _ = run.communicate(timeout=60)
     assert run.returncode == 130, output
-    assert "its process died" in output and "as incarnation 1" in output
+    assert "its process died" in output and "as attempt 1" in output
     assert "the same command resumes from" in output
     assert "Traceback" not in output
     assert_all_ended(processes)

@@ -36,7 +36,7 @@ class AdapterWorkerExtension(SyncWorkerExtension):
             blocks: of `base_model.BaseModel`.
 
         Returns:
-            As `learn_kept`: whole tensors travel.
+            As `learn_shards`: whole tensors travel.
 
         Raises:
             SyncError: a matrix has no place; the base differs; or vLLM's loader cannot show what it
@@ -55,12 +55,12 @@ class AdapterWorkerExtension(SyncWorkerExtension):
         base_weights.compare(blocks, loaded, who)
         return {"kept": None, "reason": "adapters alone are sent"}
 
-    def sync_weights(self, version: int, only_kept: bool = False) -> dict[str, Any]:
+    def sync_weights(self, version: int, sharded_only: bool = False) -> dict[str, Any]:
         """One whole update. Returns seconds per phase, and bytes.
 
         Args:
             version: of the weights.
-            only_kept: always False, as `prove_base` has answered.
+            sharded_only: always False, as `prove_base` has answered.
 
         Raises:
             SyncError: as `WeightReceiver.receive`, or the engine's buffers do not hold what was
@@ -70,7 +70,7 @@ class AdapterWorkerExtension(SyncWorkerExtension):
         adapter.clear()
         receiver = self.weight_transfer_engine.receiver
         try:
-            report = receiver.receive(adapter.note_received, version, only_kept)
+            report = receiver.receive(adapter.note_received, version, sharded_only)
             begin = time.perf_counter()
             adapter.activate()
             activated = time.perf_counter()

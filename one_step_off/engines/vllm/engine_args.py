@@ -64,7 +64,7 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
         args["enable_sleep_mode"] = shares_pool  # its memory belongs to another role meanwhile
     scheduler = scheduler_name(cfg, device)
     if scheduler is not None:
-        args["scheduler_cls"] = f"one_step_off.rollout.{scheduler}"
+        args["scheduler_cls"] = f"one_step_off.engines.vllm.{scheduler}"
     return args | lora_engine.arguments(cfg) | cfg.rollout.engine_kwargs
 
 

@@ -14,7 +14,7 @@ from one_step_off.engines.vllm.load_recording import Copy, NotInPlace, TensorSha
 from one_step_off.engines.vllm.packed_layers import PackedLayer
 from one_step_off.engines.vllm.parameter_views import parameter_view
 from one_step_off.weight_sync.bucket_plan import ALIGNMENT, checksum
-from one_step_off.weight_sync.kept_blocks import Block
+from one_step_off.weight_sync.shard_blocks import Block
 
 
 class LoadProof:

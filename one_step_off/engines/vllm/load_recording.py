@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload.utils import (
     get_layer_params_buffers,
 )
 
-from one_step_off.weight_sync.kept_blocks import Block
+from one_step_off.weight_sync.shard_blocks import Block
 
 TensorShapes = dict[str, tuple[str, tuple[int, ...]]]
 """Name of a checkpoint tensor -> the name of its dtype on the wire, and its shape."""

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from one_step_off.cluster.errors import SyncError
 from one_step_off.config.errors import first_line
 from one_step_off.engines.vllm.load_recording import Destination, Loadable, NotInPlace, Recording
-from one_step_off.weight_sync.kept_blocks import Block
+from one_step_off.weight_sync.shard_blocks import Block
 
 PACKING_KERNELS = ({"handler"}, {"packed_weight", "N"})
 """What the kernels of oneDNN and SGL close over: packed copies. Others might use the weight that

@@ -3,7 +3,7 @@
 import torch
 
 from one_step_off.engines.vllm.load_recording import Copy, Destination, Loadable
-from one_step_off.weight_sync.kept_blocks import Block
+from one_step_off.weight_sync.shard_blocks import Block
 
 
 def kernel_tensor(owner: Destination | Loadable) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`KeptLayout`: which boxes of which checkpoint tensors a vLLM worker keeps, and where they lie in
+"""`ShardLayout`: which boxes of which checkpoint tensors a vLLM worker keeps, and where they lie in
 its parameters.
 
 It is learned once by watching the model's own `load_weights` (load_recording.py). It is proved by
@@ -35,7 +35,7 @@ from one_step_off.engines.vllm.packed_layers import (
     packed_weights,
 )
 from one_step_off.engines.vllm.parameter_views import kernel_tensor, parameter_view, part_of
-from one_step_off.weight_sync.kept_blocks import Block, KeptBlocks
+from one_step_off.weight_sync.shard_blocks import Block, KeptBlocks
 
 Cell = tuple[str, Block, torch.Tensor]
 """Name of a checkpoint tensor, a block of it, and a view of that block in a message buffer."""
@@ -96,7 +96,7 @@ class BoundCells:
             cell.cell_view.copy_(numbers.view(cell.cell_view.shape))
 
 
-class KeptLayout:
+class ShardLayout:
     """The layout of one worker's parameters. `kept` is what it keeps of every tensor.
 
     A sync writes all cells once, between `start` and `finish`.
@@ -127,7 +127,7 @@ class KeptLayout:
     @torch.no_grad()
     def learn(
         model: torch.nn.Module, shapes: TensorShapes, keep_plain: bool = False
-    ) -> "KeptLayout":
+    ) -> "ShardLayout":
         """Watch one load, which changes nothing and takes no memory.
 
         Args:
@@ -140,7 +140,7 @@ class KeptLayout:
             NotInPlace: the parameters are not made of boxes of the tensors.
         """
         recording = record_load(model, shapes)
-        layout = KeptLayout(model, shapes, recording, keep_plain)
+        layout = ShardLayout(model, shapes, recording, keep_plain)
         for loadable in recording.loadables:
             if (loadable.layer, loadable.name) not in layout.packed:
                 _check_as_loaded(loadable)

@@ -91,7 +91,7 @@ class TeacherEngine(UsageProbe, CoreUser):
         self.engine_processes = [child for child in children if is_engine(child)]
 
     async def score_responses(self, work: tuple[list[np.ndarray], list[int]]) -> list[np.ndarray]:
-        """As `TeacherRole.score_responses`.
+        """As `TeacherWorker.score_responses`.
 
         Args:
             work: prompts with their responses, int32 [T] each; and the first place of each

@@ -7,7 +7,7 @@ step may run between them and meet half-loaded layers. A failed update leaves ha
 too: nothing is generated with them, and the next update begins by discarding them.
 
 This holds for the first update only, if the model's parameters are used as they were loaded: it
-proves where each of the checkpoint's numbers lies (kept_layout.py). All later updates bring what
+proves where each of the checkpoint's numbers lies (shard_layout.py). All later updates bring what
 this worker keeps, straight into the parameters, and no layer is loaded again.
 """
 
@@ -36,11 +36,11 @@ from one_step_off.cluster.bounded_waits import WorkerThread
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.engines.vllm.load_recording import NotInPlace
-from one_step_off.engines.vllm.shard_layout import KeptLayout
+from one_step_off.engines.vllm.shard_layout import ShardLayout
 from one_step_off.weight_sync.bucket_plan import BucketPlan
-from one_step_off.weight_sync.kept_blocks import kept_from_plain, plain_kept
 from one_step_off.weight_sync.receiver import WeightReceiver
-from one_step_off.weight_sync.routes import KeptByReceivers
+from one_step_off.weight_sync.routes import ShardsOfReceivers
+from one_step_off.weight_sync.shard_blocks import plain_shards, shards_from_plain
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 MISSING_NAMES_SHOWN = 3
@@ -55,16 +55,16 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
     """Receives tensors by their Hugging Face names and loads them, by vLLM's layerwise reload or in
     place."""
 
-    kept_layout: KeptLayout | None = None
+    shard_layout: ShardLayout | None = None
     """What this worker keeps of every tensor. None: not learned, or whole tensors must travel."""
     layout_is_proved = False
-    """The last ordinary load has shown that `kept_layout` is right."""
+    """The last ordinary load has shown that `shard_layout` is right."""
     ahead: Future[None] | None = None
     """The thread that receives weights while this worker generates."""
-    only_kept = False
+    sharded_only = False
     """The update under way brings what this worker keeps, and nothing is loaded by name."""
 
-    def learn_kept(self, shapes: dict[str, Any], expects_deltas: bool) -> dict[str, Any]:
+    def learn_shards(self, shapes: dict[str, Any], expects_deltas: bool) -> dict[str, Any]:
         """Learn which boxes of the tensors this worker keeps; the next ordinary update proves it.
 
         Plain data only, since it crosses process borders.
@@ -75,20 +75,20 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
                 for that.
 
         Returns:
-            "kept": name -> [[start, stop] of each box], as `kept_from_plain` reads it; None: whole
-            tensors must travel, because of "reason".
+            "kept": name -> [[start, stop] of each box], as `shards_from_plain` reads it; None:
+            whole tensors must travel, because of "reason".
         """
-        self.kept_layout = None
+        self.shard_layout = None
         self.layout_is_proved = False
         named_shapes = {name: (dtype, tuple(shape)) for name, (dtype, shape) in shapes.items()}
         try:
             if self.model_config.enable_sleep_mode:
                 raise NotInPlace("a sleeping engine releases its weights")
-            self.kept_layout = KeptLayout.learn(self.model, named_shapes, expects_deltas)
+            self.shard_layout = ShardLayout.learn(self.model, named_shapes, expects_deltas)
         except NotInPlace as error:
             _log_whole_tensors(error)
             return {"kept": None, "reason": str(error)}
-        return {"kept": plain_kept(self.kept_layout.kept), "reason": ""}
+        return {"kept": plain_shards(self.shard_layout.kept), "reason": ""}
 
     def init_transfer_engine(  # ty: ignore[incompatible-method-override]  (only connect_sync calls it)
         self,
@@ -110,7 +110,7 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
             first_receiver: number of this replica's first worker.
             host: the address at which this process listens.
             timeout_s: weight_sync.timeout_s.
-            kept: "blocks" of each kind of receivers, as `plain_kept` makes them, and
+            kept: "blocks" of each kind of receivers, as `plain_shards` makes them, and
                 "kind_of_receiver"; None: only whole tensors travel.
             groups: for `WeightReceiver.connect`.
         """
@@ -135,11 +135,11 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         # Members of a communicator must agree on NCCL's settings. vLLM changes them for its own
         # communicators if it is batch invariant, and the trainer does not.
         with unpinned_nccl_env():
-            self.receiver.connect(**groups, kept=_kept_by_receivers(kept))
+            self.receiver.connect(**groups, kept=_shards_of_receivers(kept))
 
     def receive_ahead(self, version: int, limit_bytes: int) -> None:
         """Begin `WeightReceiver.receive_ahead` on a thread of its own; returns at once."""
-        self.receiver.layout = self.kept_layout if self.layout_is_proved else None
+        self.receiver.layout = self.shard_layout if self.layout_is_proved else None
         thread = WorkerThread("weight-ahead", self.receiver.prepare_thread)
         self.ahead = thread.submit(self.receiver.receive_ahead, version, limit_bytes)
         thread.stop()
@@ -156,9 +156,9 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         """Bring the layers back to the form in which checkpoints load (on CPU they are packed for
         oneDNN)."""
         self.report: dict[str, Any] = {}
-        self.receiver.layout = self.kept_layout if self.layout_is_proved else None
-        if self.only_kept:
-            self.kept_layout.start()
+        self.receiver.layout = self.shard_layout if self.layout_is_proved else None
+        if self.sharded_only:
+            self.shard_layout.start()
             return  # the layout covers every parameter
         self.layout_is_proved = False
         self.loaded_names: set[str] = set()
@@ -175,8 +175,10 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         Raises:
             SyncError: as `WeightReceiver.receive`, or parameters were not loaded.
         """
-        self.report |= self.receiver.receive(self._load, **update_info, only_kept=self.only_kept)
-        if self.only_kept:
+        self.report |= self.receiver.receive(
+            self._load, **update_info, sharded_only=self.sharded_only
+        )
+        if self.sharded_only:
             return
         missing = sorted(self.expected_names - self.loaded_names)
         if missing:
@@ -193,15 +195,15 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         """Pack the layers again, and let attention layers derive again what they derive from
         weights."""
         start = time.perf_counter()
-        if self.only_kept:
-            self.kept_layout.finish(self.model_config.dtype)
+        if self.sharded_only:
+            self.shard_layout.finish(self.model_config.dtype)
         else:
             finalize_layerwise_reload(self.model, self.model_config)
             self._pack_tied_head()
             self._prove_layout()
             if self.receiver.mirror and not self.layout_is_proved:
                 self.receiver.mirror.pin()
-        self.report["in_place"] = float(self.only_kept)
+        self.report["in_place"] = float(self.sharded_only)
         self.report["layout_proved"] = float(self.layout_is_proved)
         self.report["finish"] = time.perf_counter() - start
 
@@ -236,13 +238,13 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
     def _prove_layout(self) -> None:
         """After an ordinary update: compare what the learned layout finds in the parameters with
         what was loaded. A layout that is wrong is dropped."""
-        if not self.kept_layout:
+        if not self.shard_layout:
             return
         try:
-            self.kept_layout.prove()
+            self.shard_layout.prove()
             self.layout_is_proved = True
         except NotInPlace as error:
-            self.kept_layout = None
+            self.shard_layout = None
             _log_whole_tensors(error)
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -251,19 +253,19 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         The reload processes a fused layer (qkv, gate and up) when its last part has come. Parts
         that came earlier wait as references into the bucket, whose buffer is about to be reused.
         """
-        if self.kept_layout:
-            self.kept_layout.note_loaded(tensors)
+        if self.shard_layout:
+            self.shard_layout.note_loaded(tensors)
         self.loaded_names |= self.model.load_weights(tensors)
         if len(self.receiver.plan.buckets) > 1:
             for layer in self.model.modules():
                 _copy_waiting_parts(layer)
 
 
-def _kept_by_receivers(plain: dict[str, Any] | None) -> KeptByReceivers | None:
+def _shards_of_receivers(plain: dict[str, Any] | None) -> ShardsOfReceivers | None:
     if plain is None:
         return None
-    blocks = tuple(map(kept_from_plain, plain["blocks"]))
-    return KeptByReceivers(blocks, tuple(plain["kind_of_receiver"]))
+    blocks = tuple(map(shards_from_plain, plain["blocks"]))
+    return ShardsOfReceivers(blocks, tuple(plain["kind_of_receiver"]))
 
 
 def _log_whole_tensors(error: NotInPlace) -> None:
@@ -310,9 +312,9 @@ class SyncWorkerExtension:
         given = self.vllm_config.cache_config.kv_cache_memory_bytes
         return given or self.available_kv_cache_memory_bytes
 
-    def learn_kept(self, shapes: dict[str, Any], expects_deltas: bool) -> dict[str, Any]:
-        """What this worker keeps of every tensor; see `OneStepOffTransferEngine.learn_kept`."""
-        return self.weight_transfer_engine.learn_kept(shapes, expects_deltas)
+    def learn_shards(self, shapes: dict[str, Any], expects_deltas: bool) -> dict[str, Any]:
+        """What this worker keeps of every tensor; see `OneStepOffTransferEngine.learn_shards`."""
+        return self.weight_transfer_engine.learn_shards(shapes, expects_deltas)
 
     def receive_ahead(self, version: int, limit_bytes: int) -> None:
         """Begin to receive a version while this worker generates; see
@@ -323,15 +325,15 @@ class SyncWorkerExtension:
         """Join the groups of a new epoch; see `init_transfer_engine`."""
         self.weight_transfer_engine.init_transfer_engine(**info)
 
-    def sync_weights(self, version: int, only_kept: bool = False) -> dict[str, Any]:
+    def sync_weights(self, version: int, sharded_only: bool = False) -> dict[str, Any]:
         """One whole update. Returns seconds per phase, and bytes.
 
         Args:
             version: of the weights.
-            only_kept: as `WeightReceiver.receive`.
+            sharded_only: as `WeightReceiver.receive`.
         """
         self.weight_transfer_engine.finish_ahead()
-        self.weight_transfer_engine.only_kept = only_kept
+        self.weight_transfer_engine.sharded_only = sharded_only
         self.start_weight_update()
         self.update_weights({"version": version})
         try:

@@ -31,7 +31,7 @@ KILL_ROUNDS = 20
 KILL_WAIT_S = 0.25
 """Seconds after each round for the killed processes to end: 5 s in all."""
 
-LEAST_S = 1.0
+MIN_SECONDS = 1.0
 """Seconds of the whole budget without which no further check begins."""
 
 LOG_LINES = 40
@@ -97,7 +97,7 @@ class Runner:
         for package in needed:
             if not packages.is_installed(package):
                 return f"{package} is not installed"
-        if self.deadline - time.monotonic() < LEAST_S:
+        if self.deadline - time.monotonic() < MIN_SECONDS:
             return f"{NO_TIME}; run it alone: --only {check.name}"
         return ""
 

@@ -61,7 +61,7 @@ CALIBRATION_KEYS = (
     f"trainer.total_steps={STEPS}",
 )
 
-LARGEST_TIME_S = 1e9
+MAX_TIME_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -262,8 +262,8 @@ def _parse_times(text: str) -> tuple[float, float, float, float]:
     if len(times) == 3:
         times.append(0.0)
     generate, train, sync, tail = times
-    in_range = 0 < generate < LARGEST_TIME_S and 0 < train < LARGEST_TIME_S
-    if not in_range or not 0 <= sync < LARGEST_TIME_S or not 0 <= tail <= generate:
+    in_range = 0 < generate < MAX_TIME_S and 0 < train < MAX_TIME_S
+    if not in_range or not 0 <= sync < MAX_TIME_S or not 0 <= tail <= generate:
         raise ValueError
     return generate, train, sync, tail
 

@@ -50,13 +50,13 @@ EXAMPLE = (
     "--gpus 8 --response-tokens 300"
 )
 
-MOST_SPLITS = 24
+MAX_SPLITS = 24
 """Splits that are simulated and shown."""
 
-MOST_SAMPLES = 250_000
+MAX_SAMPLES = 250_000
 """Samples of all simulations together, about a minute's work."""
 
-LEAST_SPLITS = 3
+MIN_SPLITS = 3
 """Of each kind of arrangement, however many samples they have."""
 
 SAMPLES = 20_000
@@ -64,10 +64,10 @@ SAMPLES = 20_000
 
 STEPS_PER_STALE_VERSION = 4
 
-MOST_GPUS = 1 << 20
+MAX_GPUS = 1 << 20
 """Where the times are given: then there need be no GPUs."""
 
-LEAST_SHOWN_S = 1e-9
+MIN_SHOWN_S = 1e-9
 """Shorter times are errors of rounding in a fit."""
 
 STEP_METRIC = "median/time/step_s"
@@ -186,7 +186,7 @@ def arrangements(cfg: Config, gpus: int, min_ranks: int = 1) -> list[Arrangement
             )
         colocated = f"; or {trainer_gpus}, colocated" if replica_gpus == 1 else ""
         raise ConfigError(f"--gpus {gpus}: at least {least} are needed, {parts}{colocated}")
-    shown = min(MOST_SPLITS, len(rollout_gpus))
+    shown = min(MAX_SPLITS, len(rollout_gpus))
     positions = np.linspace(0, len(rollout_gpus) - 1, shown)
     for position in positions:
         count = rollout_gpus[round(position)]
@@ -240,7 +240,7 @@ def _likely(found: list[Arrangement], work: Work, samples: int) -> list[Arrangem
     """Of each kind of arrangement those that are fastest by the means of their phases, where
     simulating all of them would take minutes. `samples`: of one simulation."""
     kinds = {arrangement.name for arrangement in found}
-    kept = max(LEAST_SPLITS, MOST_SAMPLES // samples // len(kinds))
+    kept = max(MIN_SPLITS, MAX_SAMPLES // samples // len(kinds))
 
     def step_s(arrangement: Arrangement) -> float:
         """Without waits for single samples."""
@@ -319,17 +319,17 @@ def _phase_lines(work: Work) -> list[str]:
     """Response lengths, and what generation, training and sync take; parts of no time are left
     out."""
     generation = f"generation: a token takes {_seconds(work.decode_s + work.sequence_s)} "
-    if work.sequence_s < LEAST_SHOWN_S:
+    if work.sequence_s < MIN_SHOWN_S:
         generation += "however many sequences a replica runs"
     else:
         more = _seconds(work.sequence_s)
         generation += f"in a replica that runs one sequence, and {more} more for each further one"
     training = f"training: {_seconds(work.train_token_s)} for each token of prompts and responses, "
     training += "divided by the trainer's GPUs"
-    if work.train_fixed_s >= LEAST_SHOWN_S:
+    if work.train_fixed_s >= MIN_SHOWN_S:
         training += f", and {_seconds(work.train_fixed_s)} more on any number of them"
     sync = f"weight sync: {_seconds(work.sync_s)} on every split"
-    if work.canary_s + work.replica_canary_s >= LEAST_SHOWN_S:
+    if work.canary_s + work.replica_canary_s >= MIN_SHOWN_S:
         trainer, replicas = _seconds(work.canary_s), _seconds(work.replica_canary_s)
         sync += f", of which the trainer checks it for {trainer} and the replicas for {replicas}"
     lengths = f"responses of {work.lengths.mean():.0f} tokens in the mean, of "
@@ -483,7 +483,7 @@ def _validate(cfg: Config, needs_model: bool) -> None:
         cfg.trainer.total_steps = 1
     try:
         with noting_what_is_missing():
-            validate(cfg, MOST_GPUS)
+            validate(cfg, MAX_GPUS)
     finally:
         cfg.model.path = path
 
@@ -510,8 +510,8 @@ def main(argv: list[str]) -> int:
     gpus = args.gpus
     if gpus is None:
         gpus = devices_of_run(cfg)
-    if not 1 <= gpus <= MOST_GPUS:
-        raise ConfigError(f"--gpus {gpus}: must be a whole number from 1 to {MOST_GPUS}")
+    if not 1 <= gpus <= MAX_GPUS:
+        raise ConfigError(f"--gpus {gpus}: must be a whole number from 1 to {MAX_GPUS}")
     if args.runs or args.times or args.hardware:  # this machine need not have the GPUs
         cfg.placement.pools = {name: [on_one_node(sizes)] for name, sizes in pools.items()}
         if args.hardware:

@@ -8,7 +8,7 @@ program's own `ReplicaSupervisor`.
 import asyncio
 
 from one_step_off.cluster.remote_calls import now
-from one_step_off.data.samples import Batch, Stamp
+from one_step_off.data.samples import Batch, PolicyVersion
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.tools.planner.shared_device import SharedDevice
 from one_step_off.tools.planner.work import Work
@@ -106,7 +106,7 @@ class SimulatedSync:
         self.trainer.weights_are_sent.set()
 
     async def __call__(
-        self, stamp: Stamp, expected: asyncio.Task | None = None
+        self, stamp: PolicyVersion, expected: asyncio.Task | None = None
     ) -> dict[str, float]:
         """A weight sync. `expected`: the canary, where it has been started already."""
         begin = now()
@@ -116,7 +116,9 @@ class SimulatedSync:
         await self.release(version)
         return metrics | {"time/sync_s": now() - begin}
 
-    async def deliver(self, stamp: Stamp, expected: asyncio.Task | None = None) -> dict[str, float]:
+    async def deliver(
+        self, stamp: PolicyVersion, expected: asyncio.Task | None = None
+    ) -> dict[str, float]:
         """A weight sync until the replicas have the weights; `verified` must be awaited next.
         Arguments: as a call."""
         begin = now()
@@ -133,7 +135,9 @@ class SimulatedSync:
         await self.release(0)
         return {}
 
-    async def _transfer(self, expected: asyncio.Task | None, stamp: Stamp) -> dict[str, float]:
+    async def _transfer(
+        self, expected: asyncio.Task | None, stamp: PolicyVersion
+    ) -> dict[str, float]:
         """The trainer's half of the canary, and the transfer. What the replicas return from then on
         is held back."""
         await (expected or self.score_canary())

@@ -21,9 +21,9 @@ import numpy as np
 from one_step_off.cluster.remote_calls import now
 from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
-from one_step_off.data.samples import Prompt, Sample, Stamp
+from one_step_off.data.samples import PolicyVersion, Prompt, Sample
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.ray_trainer import Pipeline, Roles
+from one_step_off.ray_trainer import Pipeline, WorkerGroups
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.tools.planner.shared_device import (
@@ -77,7 +77,7 @@ class SimulatedReplica:
         self.wait_for_capacity = SimpleNamespace(remote=self._wait_for_capacity)
         self.work = work
         self.seed = seed
-        self.stamp: Stamp = (0, -1)
+        self.stamp: PolicyVersion = (0, -1)
         self._waiting: deque[_WaitingSequence] = deque()
         self._running: list[_RunningSequence] = []  # a heap
         self._started = 0
@@ -98,7 +98,7 @@ class SimulatedReplica:
         if self.device:
             self.device.set_generating(self, False)
 
-    def resume(self, stamp: Stamp) -> None:
+    def resume(self, stamp: PolicyVersion) -> None:
         """Continue with the weights `stamp`. To compute the KV cache again costs nothing, as a
         prompt does."""
         self.stamp = stamp
@@ -134,7 +134,7 @@ class SimulatedReplica:
         return self.work.lengths[row].tolist()
 
     def _sample(self, prompt: Prompt, index: int, length: int) -> Sample:
-        incarnation, version = self.stamp
+        attempt, version = self.stamp
         return Sample(
             prompt_id=prompt.id,
             index=index,
@@ -143,7 +143,7 @@ class SimulatedReplica:
             log_probs=ONE_LOG_PROB,
             loss_mask=TRAINED_TOKEN,
             versions=np.full(1, version, np.int32),
-            incarnation=incarnation,
+            attempt=attempt,
             reward=0.0,
             extra={"tokens": length},
         )
@@ -269,7 +269,7 @@ async def _run(
     stream = PromptStream(prompts, work.prompts, False, seed, steps)
     with tempfile.TemporaryDirectory() as folder:
         tracker = Tracker(folder, steps, io.StringIO())
-        await Pipeline(cfg, Roles(actor, group, sync), stream, None, tracker).fit()
+        await Pipeline(cfg, WorkerGroups(actor, group, sync), stream, None, tracker).fit()
         return tracker.summary()
 
 

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from one_step_off.algorithms import batching, core_algos
 from one_step_off.training import lora, optimizer_trial, optimizers, packed_attention
-from one_step_off.training.critic_role import CriticRole
+from one_step_off.training.critic_role import CriticWorker
 from one_step_off.training.fsdp import fsdp_model
 from one_step_off.training.model_worker import ModelWorker, WorkItem
-from one_step_off.training.policy_role import PolicyRole
-from one_step_off.training.reward_model_role import RewardModelRole
-from one_step_off.training.supervised_role import SupervisedRole
-from one_step_off.training.teacher_role import TeacherRole
+from one_step_off.training.policy_role import PolicyWorker
+from one_step_off.training.reward_model_role import RewardModelWorker
+from one_step_off.training.supervised_role import SupervisedWorker
+from one_step_off.training.teacher_role import TeacherWorker
 from one_step_off.training.update_stats import PhaseTimer
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -159,7 +159,7 @@ class FsdpBackend(ModelWorker):
         return fsdp_model.sharded_adapters(self.model, self.cfg.model.dtype)
 
 
-class PolicyWorker(FsdpBackend, PolicyRole):
+class PolicyWorker(FsdpBackend, PolicyWorker):
     """The role "ref", and the policy of an actor that streams no weights."""
 
 
@@ -167,19 +167,19 @@ class ActorWorker(WeightSenderMixin, PolicyWorker):
     """The role "actor", whose ranks also send the weights."""
 
 
-class CriticWorker(FsdpBackend, CriticRole):
+class CriticWorker(FsdpBackend, CriticWorker):
     """The role "critic"."""
 
 
-class RewardModelWorker(FsdpBackend, RewardModelRole):
+class RewardModelWorker(FsdpBackend, RewardModelWorker):
     """The role "reward_model"."""
 
 
-class SupervisedWorker(FsdpBackend, SupervisedRole):
+class SupervisedWorker(FsdpBackend, SupervisedWorker):
     """The role "actor" in supervised steps."""
 
 
-class TeacherWorker(FsdpBackend, TeacherRole):
+class TeacherWorker(FsdpBackend, TeacherWorker):
     """The role "teacher"."""
 
 

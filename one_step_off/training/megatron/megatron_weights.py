@@ -32,7 +32,7 @@ class Cut(enum.Enum):
 
     WHOLE = "every rank holds all of it"
     ROWS = "each HF tensor's rows; a rank has its rows of the first above those of the second"
-    TRAINER_FIELDS = "columns"
+    COLUMNS = "columns"
     VOCABULARY = "rows, padded at the end so that they divide"
     QKV = "groups of heads: per group its queries, one key, one value"
 
@@ -63,16 +63,16 @@ TABLE = {
     _INPUT_NORM: Entry(Cut.WHOLE, ("input_layernorm.weight",)),
     _MLP_NORM: Entry(Cut.WHOLE, ("post_attention_layernorm.weight",)),
     r"self_attention\.linear_qkv\.(weight|bias)": Entry(Cut.QKV, _QKV_NAMES),
-    r"self_attention\.linear_proj\.weight": Entry(Cut.TRAINER_FIELDS, ("self_attn.o_proj.weight",)),
+    r"self_attention\.linear_proj\.weight": Entry(Cut.COLUMNS, ("self_attn.o_proj.weight",)),
     r"self_attention\.([qk])_layernorm\.weight": Entry(
         Cut.WHOLE, ("self_attn.{kind}_norm.weight",)
     ),
     r"mlp\.router\.weight": Entry(Cut.WHOLE, ("mlp.gate.weight",)),
     r"mlp\.linear_fc1\.weight": Entry(Cut.ROWS, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    r"mlp\.linear_fc2\.weight": Entry(Cut.TRAINER_FIELDS, ("mlp.down_proj.weight",)),
+    r"mlp\.linear_fc2\.weight": Entry(Cut.COLUMNS, ("mlp.down_proj.weight",)),
     _EXPERTS.format(layer="linear_fc1"): Entry(Cut.ROWS, _EXPERT_UP_NAMES),
     _EXPERTS.format(layer="linear_fc2"): Entry(
-        Cut.TRAINER_FIELDS, ("mlp.experts.{kind}.down_proj.weight",)
+        Cut.COLUMNS, ("mlp.experts.{kind}.down_proj.weight",)
     ),
 }
 """Megatron's name within the model or the layer (Transformer Engine's variants too), as a regular
@@ -170,7 +170,7 @@ def _cut(
     if is_expert or cut is Cut.WHOLE:
         rank = 0
         ranks = 1
-    dim = 1 if cut is Cut.TRAINER_FIELDS else 0
+    dim = 1 if cut is Cut.COLUMNS else 0
     views = _views(cut, parameter.detach(), len(hf_names), hf_config, ranks)
     for hf_name, view in zip(hf_names, views, strict=True):
         shape = list(view.shape)

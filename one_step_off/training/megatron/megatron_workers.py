@@ -26,15 +26,15 @@ from one_step_off.algorithms import batching
 from one_step_off.algorithms.core_algos import Figure, TokenOutputs
 from one_step_off.config.role_sections import TrainedConfig
 from one_step_off.models import megatron_support
-from one_step_off.training.critic_role import CriticRole
+from one_step_off.training.critic_role import CriticWorker
 from one_step_off.training.megatron import megatron_model, megatron_weights
 from one_step_off.training.megatron.megatron_checkpoint import BackgroundWriter, copy_to_host
 from one_step_off.training.megatron.megatron_shims import count_padding_in_checkpoints, cuda_is_cpu
 from one_step_off.training.model_worker import BatchShare, ModelWorker, WorkItem
-from one_step_off.training.policy_role import PolicyRole
-from one_step_off.training.reward_model_role import RewardModelRole
-from one_step_off.training.supervised_role import SupervisedRole
-from one_step_off.training.teacher_role import TeacherRole
+from one_step_off.training.policy_role import PolicyWorker
+from one_step_off.training.reward_model_role import RewardModelWorker
+from one_step_off.training.supervised_role import SupervisedWorker
+from one_step_off.training.teacher_role import TeacherWorker
 from one_step_off.training.update_stats import PhaseTimer
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -299,7 +299,7 @@ def _as_loss(loss: Tensor) -> tuple[Tensor, Tensor, dict]:
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
 
-class MegatronPolicyWorker(MegatronBackend, PolicyRole):
+class MegatronPolicyWorker(MegatronBackend, PolicyWorker):
     """The role "ref", and the policy of an actor that streams no weights."""
 
 
@@ -307,19 +307,19 @@ class MegatronActorWorker(WeightSenderMixin, MegatronPolicyWorker):
     """The role "actor", whose ranks also send the weights."""
 
 
-class MegatronCriticWorker(MegatronBackend, CriticRole):
+class MegatronCriticWorker(MegatronBackend, CriticWorker):
     """The role "critic"."""
 
 
-class MegatronRewardModelWorker(MegatronBackend, RewardModelRole):
+class MegatronRewardModelWorker(MegatronBackend, RewardModelWorker):
     """The role "reward_model"."""
 
 
-class MegatronSupervisedWorker(MegatronBackend, SupervisedRole):
+class MegatronSupervisedWorker(MegatronBackend, SupervisedWorker):
     """The role "actor" in supervised steps."""
 
 
-class MegatronTeacherWorker(MegatronBackend, TeacherRole):
+class MegatronTeacherWorker(MegatronBackend, TeacherWorker):
     """The role "teacher"."""
 
 

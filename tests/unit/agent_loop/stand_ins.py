@@ -58,7 +58,7 @@ class ScriptedEngine:
             np.array(tokens, np.int32),
             log_probs=-0.01 * np.arange(1, len(tokens) + 1, dtype=np.float32),
             versions=np.full(len(tokens), self.version, np.int32),
-            incarnation=0,
+            attempt=0,
             finish_reason="stop" if tokens == turn else "length",
         )
 

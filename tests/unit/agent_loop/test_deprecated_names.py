@@ -17,7 +17,7 @@ async def generate(ids: np.ndarray, max_tokens: int) -> Generated:
         np.arange(2, dtype=np.int32),
         np.zeros(2, np.float32),
         np.zeros(2, np.int32),
-        incarnation=0,
+        attempt=0,
         finish_reason="stop",
     )
 

@@ -27,7 +27,7 @@ class CountingPolicy:
         self.tokens = tokens
         self.next_token = 10_000
         self.turns = 0
-        self.incarnation = 0
+        self.attempt = 0
 
     async def generate(
         self, ids: np.ndarray, max_tokens: int, stop: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class CountingPolicy:
         log_probs = -new.astype(np.float32)
         versions = np.full(count, self.turns, np.int32)
         finish_reason = "length" if count == max_tokens else "stop"
-        return Generated(new, log_probs, versions, self.incarnation, finish_reason)
+        return Generated(new, log_probs, versions, self.attempt, finish_reason)
 
 
 def make_episode(limits: Limits = LIMITS, max_sequence: int = 10_000) -> Episode:
@@ -209,12 +209,12 @@ def test_an_episode_that_ended_takes_no_turn_not_even_one_in_progress() -> None:
     assert episode.turns_done == []
 
 
-def test_weights_of_another_incarnation_end_it_by_name() -> None:
+def test_weights_of_another_attempt_end_it_by_name() -> None:
     policy = CountingPolicy()
     episode = Episode("ose-0-abcdef", PROMPT, policy.generate, LIMITS, 10_000)
     say(episode, [1, 2])
-    policy.incarnation = 1
-    with pytest.raises(RuntimeError, match="incarnation 1, not 0"):
+    policy.attempt = 1
+    with pytest.raises(RuntimeError, match="attempt 1, not 0"):
         say(episode, [1, 2])
 
 

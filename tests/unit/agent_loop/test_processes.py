@@ -12,7 +12,7 @@ from agent_loop.processes import ForkServer
 
 
 def test_a_first_process_that_never_begins_is_waited_for_only_so_long(monkeypatch, tmp_path):
-    monkeypatch.setattr(processes, "LONGEST_START_S", 0.5)
+    monkeypatch.setattr(processes, "MAX_START_S", 0.5)
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     (tmp_path / "never_begins.py").write_text("import time; time.sleep(60)")
 

@@ -268,7 +268,7 @@ def test_no_more_programs_at_once_than_cores_and_the_wait_is_not_counted(monkeyp
 def test_the_wait_for_a_core_is_within_the_time_of_the_conversation(
     seconds, longest_queue_s, monkeypatch
 ):
-    monkeypatch.setattr(processes, "LONGEST_QUEUE_S", longest_queue_s)
+    monkeypatch.setattr(processes, "MAX_QUEUE_S", longest_queue_s)
 
     async def main() -> list[tuple[str, bool]]:
         toolbox = Toolbox(AgentConfig(tools="python", tool_timeout_s=1.0))

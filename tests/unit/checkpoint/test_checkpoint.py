@@ -29,7 +29,7 @@ def random_sample(rng: np.random.Generator, index: int, prompt: int, response: i
         log_probs=rng.normal(size=response).astype(np.float32),
         loss_mask=rng.random(response) > 0.5,
         versions=rng.integers(0, 9, response).astype(np.int32),
-        incarnation=2,
+        attempt=2,
         reward=float(rng.normal()),
         finish_reason="stop",
         response='a\n"ü',

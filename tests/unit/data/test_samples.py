@@ -18,11 +18,11 @@ from one_step_off.data.staleness import (
 )
 
 
-def sample(versions, incarnation=0, prompt=(0, 1), index=0, tokens=None):
+def sample(versions, attempt=0, prompt=(0, 1), index=0, tokens=None):
     n = len(versions) if tokens is None else tokens
     return Sample(
         prompt, index, np.arange(2), np.arange(n), np.zeros(n, np.float32), np.ones(n, bool),
-        np.array(versions, np.int32), incarnation,
+        np.array(versions, np.int32), attempt,
     )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def test_every_token_of_the_expected_weights_passes():
     [
         (sample([3, 3, 2]), "token 2: generated with weights .*version 2.*version 3"),
         (sample([4]), "token 0: .*version 4"),
-        (sample([3, 3], incarnation=1), "incarnation 1"),
+        (sample([3, 3], attempt=1), "attempt 1"),
         (sample([3], tokens=2), "sample 0"),
         (sample([], tokens=2), "version None"),
     ],
@@ -135,15 +135,15 @@ def test_what_was_generated_is_counted_in_all_parts_of_a_long_batch():
 @pytest.mark.parametrize(
     ("earlier", "words"),
     [
-        (sample([2, 4], incarnation=0), None),
-        (sample([2, 5], incarnation=0), "incarnation 0, version 5"),
-        (sample([1, 4], incarnation=0), "version 1"),
-        (sample([4], incarnation=1), "incarnation 1"),
+        (sample([2, 4], attempt=0), None),
+        (sample([2, 5], attempt=0), "attempt 0, version 5"),
+        (sample([1, 4], attempt=0), "version 1"),
+        (sample([4], attempt=1), "attempt 1"),
     ],
 )
-def test_samples_of_an_earlier_incarnation_have_versions_of_the_runs_past(earlier, words):
-    """Incarnation 2 resumed from step 4 of incarnation 0; what 0 made of newer weights is not of
-    its past, and of incarnation 1 nothing is."""
+def test_samples_of_an_earlier_attempt_have_versions_of_the_runs_past(earlier, words):
+    """Incarnation 2 resumed from step 4 of attempt 0; what 0 made of newer weights is not of
+    its past, and of attempt 1 nothing is."""
     batch = Batch(6, [sample([6, 5], 2), earlier], (2, 6), max_version_lag=4, past={0: 4})
     if words is None:
         assert_staleness(batch)

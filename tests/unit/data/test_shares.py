@@ -57,7 +57,7 @@ def test_prompts_until_is_the_fewest(weights: list[float], data: st.DataObject) 
         fewest += 1
     assert SourceTurns(scaled).prompts_until(needed) == fewest
     with pytest.MonkeyPatch.context() as patch:  # as with too many prompts to draw them
-        patch.setattr(shares, "MOST_DRAWN", -1)
+        patch.setattr(shares, "MAX_DRAWN", -1)
         enough = SourceTurns(scaled).prompts_until(needed)
     assert fewest <= enough < fewest + 1 / min(turns.shares) + 1
 
@@ -73,7 +73,7 @@ def test_a_source_of_a_tiny_share_costs_a_bounded_number_of_turns(
     def count_turn(turns: SourceTurns) -> int:
         nonlocal drawn
         drawn += 1
-        assert drawn <= shares.MOST_DRAWN
+        assert drawn <= shares.MAX_DRAWN
         return real_next(turns)
 
     monkeypatch.setattr(SourceTurns, "next", count_turn)

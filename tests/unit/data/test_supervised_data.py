@@ -139,7 +139,7 @@ def test_every_answer_of_a_chat_and_nothing_else_is_trained(tmp_path, template, 
     sample = row.sample((2, 7))
     assert np.array_equal(np.concatenate([sample.prompt_ids, sample.response_ids]), row.ids)
     assert sample.loss_mask[0] and sample.loss_mask.sum() == row.is_answer.sum()
-    assert set(sample.versions) == {7} and sample.incarnation == 2
+    assert set(sample.versions) == {7} and sample.attempt == 2
 
 
 def test_the_thoughts_that_a_template_adds_are_part_of_a_single_answer(tmp_path):

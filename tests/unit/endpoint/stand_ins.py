@@ -18,8 +18,8 @@ from one_step_off.data.samples import Prompt
 from one_step_off.endpoint.answers import Answer, json_answer
 from one_step_off.endpoint.gateway import Gateway
 from one_step_off.endpoint.guarded_server import HttpLimits
-from one_step_off.endpoint.kept_port import KeptPort
-from one_step_off.endpoint.keys import make_fleet_key
+from one_step_off.endpoint.inherited_socket import InheritedSocket
+from one_step_off.endpoint.keys import make_service_key
 from one_step_off.endpoint.replica_server import EndpointAccess, ReplicaServer
 
 CHAT = "/v1/chat/completions"
@@ -82,7 +82,7 @@ class Endpoint:
     """A gateway and some replicas' servers."""
 
     gateway: Gateway
-    port: KeptPort
+    port: InheritedSocket
     replicas: list[ReplicaServer]
     client: aiohttp.ClientSession
     engine: Engine = field(default_factory=Engine)
@@ -122,7 +122,7 @@ class Endpoint:
         """As after a kill: a new gateway on the same port, that knows no replica."""
         await self.gateway.stop()
         self.gateway = Gateway(
-            self.port.path, self.gateway.keys.fleet_key, 60.0, self.gateway.limits
+            self.port.path, self.gateway.keys.service_key, 60.0, self.gateway.limits
         )
         await self.gateway.alive()
 
@@ -138,11 +138,11 @@ async def endpoint(
     replica_limits: HttpLimits | None = None,
     registers: bool = True,
 ) -> AsyncIterator[Endpoint]:
-    port = KeptPort("127.0.0.1", 0)
-    fleet_key = make_fleet_key()
-    gateway = Gateway(port.path, fleet_key, 60.0, limits)
+    port = InheritedSocket("127.0.0.1", 0)
+    service_key = make_service_key()
+    gateway = Gateway(port.path, service_key, 60.0, limits)
     await gateway.alive()
-    access = EndpointAccess(f"http://127.0.0.1:{port.port}", fleet_key)
+    access = EndpointAccess(f"http://127.0.0.1:{port.port}", service_key)
     timeout = aiohttp.ClientTimeout(20)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as client:

@@ -33,7 +33,7 @@ CHAT_TOOLS = [{"type": "function", "function": {"name": "calculator", "parameter
 RESPONSES_TOOLS = [{"type": "function", "name": "calculator", "parameters": TOOL_SCHEMA}]
 MESSAGES_TOOLS = [{"name": "calculator", "input_schema": TOOL_SCHEMA}]
 QUESTION = [{"role": "user", "content": "What is 3 * 4?"}]
-MOST_TOKENS = 400
+MAX_TOKENS = 400
 HERMES = pytest.mark.parametrize("serving", ["hermes"], indirect=True)
 PATHS = (requests.CHAT, requests.COMPLETIONS, requests.RESPONSES, requests.MESSAGES)
 
@@ -118,7 +118,7 @@ def ids_of(serving: Any, text: str, more: list[int]) -> list[int]:
     """The tokens of a text, ones that need be no text, and the end of the turn."""
     tokenizer = serving.chat.renderer.tokenizer
     ids = tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=False)
-    return [*ids, *(token % len(tokenizer) for token in more)][:MOST_TOKENS] + [
+    return [*ids, *(token % len(tokenizer) for token in more)][:MAX_TOKENS] + [
         tokenizer.eos_token_id
     ]
 

@@ -205,7 +205,7 @@ def test_an_idle_connection_that_the_replica_has_closed_is_replaced():
 
 
 async def ask_for_work(running: Endpoint, wait: float = 5.0) -> tuple[int, dict]:
-    return await running.get(f"{NEXT}?wait={wait}", running.gateway.keys.fleet_key)
+    return await running.get(f"{NEXT}?wait={wait}", running.gateway.keys.service_key)
 
 
 async def offered(running: Endpoint, replica: int, limits: Limits | None = None):
@@ -307,7 +307,7 @@ def test_work_that_could_not_be_sent_goes_to_another_agent(monkeypatch):
             await running.post(episode.key)
             # It is at work: it is not given away again.
             path = f"http://{running.replicas[0].address}/v1/episodes/{episode.key}/return"
-            headers = {"x-api-key": running.gateway.keys.fleet_key}
+            headers = {"x-api-key": running.gateway.keys.service_key}
             async with running.client.post(path, headers=headers) as answer:
                 assert await answer.json() == {"offered": False}
             offering.cancel()
@@ -405,7 +405,7 @@ def test_a_bad_wait_is_refused(wait: str):
     async def check() -> None:
         async with endpoint() as running:
             path = f"{NEXT}?wait={wait}"
-            assert (await running.get(path, running.gateway.keys.fleet_key))[0] == 400
+            assert (await running.get(path, running.gateway.keys.service_key))[0] == 400
 
     asyncio.run(check())
 

@@ -1,4 +1,4 @@
-"""What strangers and hostile agents may try: nothing is let in, nothing hangs, and agents are
+"""What unauthenticated and hostile agents may try: nothing is let in, nothing hangs, and agents are
 served meanwhile."""
 
 from __future__ import annotations
@@ -276,19 +276,19 @@ def test_strangers_cannot_keep_agents_out():
         async with hostile_endpoint() as running:
             episode = running.open()
             assert (await running.post(episode.key))[0] == 200
-            strangers = []
+            unauthenticated = []
             for _ in range(5):
                 opened = [
                     asyncio.open_connection("127.0.0.1", running.port.port)
                     for _ in range(SHORT.connections)
                 ]
-                strangers += await asyncio.gather(*opened, return_exceptions=True)
+                unauthenticated += await asyncio.gather(*opened, return_exceptions=True)
                 assert (await running.post(episode.key))[0] == 200
                 assert len(running.gateway.server.open) <= SHORT.connections
             async with asyncio.timeout(5.0):
                 while len(running.gateway.server.open) > 1:
-                    await asyncio.sleep(0.05)  # all strangers are closed in time
-            for _, writer in strangers:
+                    await asyncio.sleep(0.05)  # all unauthenticated are closed in time
+            for _, writer in unauthenticated:
                 writer.transport.abort()
 
     asyncio.run(check())

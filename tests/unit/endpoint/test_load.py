@@ -26,7 +26,7 @@ from tests.unit.endpoint.test_hostile_clients import head
 LIMITS = HttpLimits(connections=40, stranger_s=0.5, keep_alive_s=2.0, body_s=0.5, write_s=1.0)
 QUESTION = [{"role": "user", "content": "What is 3 * 4?"}]
 LONG = "So 12 * 13. " * (16 * MIB // 12)
-LONGEST_WAIT_S = 2.0
+MAX_WAIT_S = 2.0
 """Seconds for which one request may keep the event loop from other work, on a busy machine. A
 replica that does not answer for `LIVENESS_TIMEOUT_S` is killed."""
 
@@ -310,7 +310,7 @@ def test_no_request_blocks_the_event_loop(serving: Any, name: str) -> None:
             assert (await ask(serving, episode, path, {"model": "x", "prompt": "q"}))[0] == 200
         begin = time.monotonic()
         wait, (status, answer) = await longest_wait(ask(serving, episode, path, body))
-        assert wait < LONGEST_WAIT_S
+        assert wait < MAX_WAIT_S
         assert time.monotonic() - begin < 20
         assert status == (200 if name in SERVED + NO_ROOM else 400), answer
         assert episode.limit_reached == ("length" if name in NO_ROOM else "")
@@ -354,7 +354,7 @@ def test_a_long_prompt_is_hashed_once_however_many_turns_are_known(monkeypatch: 
 
 
 def test_old_responses_go_where_they_are_too_large_together(monkeypatch: Any) -> None:
-    monkeypatch.setattr(conversation, "MOST_RESPONSE_BYTES", 1000)
+    monkeypatch.setattr(conversation, "MAX_RESPONSE_BYTES", 1000)
     record = ConversationRecord()
     for number in range(20):
         record.add_response(str(number), [number], 300)

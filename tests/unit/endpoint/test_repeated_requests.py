@@ -11,7 +11,7 @@ import pytest
 
 from one_step_off.endpoint import replica_server
 from one_step_off.endpoint.answers import Answer, json_answer
-from one_step_off.endpoint.kept_answers import MOST_KEPT, Attempt, KeptAnswer, KeptAnswers
+from one_step_off.endpoint.idempotency_cache import MAX_KEPT, Attempt, IdempotencyCache, KeptAnswer
 from tests.unit.endpoint.stand_ins import CHAT, Endpoint, endpoint
 
 RETRY = {"x_stainless_retry_count": "1"}
@@ -116,7 +116,7 @@ def test_few_answers_are_kept():
             episode = running.open()
             for number in range(30):
                 await running.post(episode.key, {"messages": [], "number": number})
-            assert len(running.replicas[0].episodes.of(episode).answers._answers) == MOST_KEPT
+            assert len(running.replicas[0].episodes.of(episode).answers._answers) == MAX_KEPT
             old = {"messages": [], "number": 0}
             assert (await running.post(episode.key, old, **RETRY))[1]["turn"] == 31
 
@@ -154,7 +154,7 @@ def test_too_many_requests_of_one_episode_are_refused():
         async with endpoint() as running:
             episode = running.open()
             running.engine.gate.clear()
-            most = replica_server.MOST_AT_ONCE
+            most = replica_server.MAX_AT_ONCE
             asking = [asyncio.create_task(running.post(episode.key)) for _ in range(most)]
             async with asyncio.timeout(5):
                 while running.engine.turns < most:
@@ -204,7 +204,7 @@ def test_a_lost_answer_is_found_beside_retries_of_refused_requests():
         return json_answer(200, turn)
 
     async def check() -> None:
-        answers = KeptAnswers()
+        answers = IdempotencyCache()
 
         def add(attempt: Attempt) -> KeptAnswer:
             kept = KeptAnswer(attempt.digest, asyncio.create_task(made(0)), 0, True)

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from agent_loop.trajectory import Limits
-from one_step_off.endpoint.keys import EpisodeKeys, make_fleet_key
+from one_step_off.endpoint.keys import EpisodeKeys, make_service_key
 from one_step_off.rewards.reward import Reward
 from tests.unit.endpoint.stand_ins import CHAT, LIMITS, PROMPT, endpoint
 
@@ -39,9 +39,9 @@ def test_an_agent_reaches_its_episode_through_the_gateway():
     [
         lambda keys: "",
         lambda keys: "sk-anything",
-        lambda keys: EpisodeKeys(make_fleet_key()).make(0),  # another run's
+        lambda keys: EpisodeKeys(make_service_key()).make(0),  # another run's
         lambda keys: keys.make(0)[:-1] + "!",
-        lambda keys: keys.fleet_key,
+        lambda keys: keys.service_key,
         lambda keys: keys.make(7),
         lambda keys: "ose-0-" + "../" * 8 + "a" * 8,
         lambda keys: "ose-" + "9" * 60,
@@ -117,7 +117,7 @@ def test_when_the_run_returns_to_its_checkpoint_all_episodes_end():
 
 
 def test_the_reasons_of_closed_episodes_take_bounded_memory(monkeypatch):
-    monkeypatch.setattr("one_step_off.endpoint.open_episodes.MOST_CLOSED", 3)
+    monkeypatch.setattr("one_step_off.endpoint.open_episodes.MAX_CLOSED", 3)
 
     async def check() -> None:
         async with endpoint() as running:

@@ -23,7 +23,7 @@ from one_step_off.cluster.errors import ProcessDied
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.endpoint import supervisor as supervisor_module
-from one_step_off.endpoint.kept_port import KeptPort, borrow_port
+from one_step_off.endpoint.inherited_socket import InheritedSocket, borrow_port
 from one_step_off.endpoint.supervisor import GatewaySupervisor
 from one_step_off.endpoint.usage import uses_endpoint
 from tests.unit.stand_ins import ActorMethod, StandInActor
@@ -85,38 +85,38 @@ def test_the_file_of_the_run_holds_the_fleet_key_and_only_its_user_may_read_it(m
     content = json.loads(supervisor.file.read_text())
     assert content == {
         "base_url": f"http://127.0.0.1:{supervisor.port.port}",
-        "fleet_key": supervisor.access.fleet_key,
+        "service_key": supervisor.access.service_key,
     }
     line = supervisor.describe()
     assert line.startswith(f"endpoint: {content['base_url']} (key per episode; fleet key in ")
-    assert content["fleet_key"] not in line
+    assert content["service_key"] not in line
 
 
 def test_the_next_attempt_has_the_same_port_and_the_same_fleet_key(make, monkeypatch):
-    monkeypatch.setattr("one_step_off.endpoint.kept_port.FORMER_ENDS_S", 0.1)
+    monkeypatch.setattr("one_step_off.endpoint.inherited_socket.FORMER_ENDS_S", 0.1)
     first = make()
     first.port.close()
     second = make()
     assert second.base_url == first.base_url
-    assert second.access.fleet_key == first.access.fleet_key
+    assert second.access.service_key == first.access.service_key
     third = make()  # while the second one has the port
     assert third.base_url != second.base_url
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"fleet_key": "short", "base_url": "x:1"}', "5"])
+@pytest.mark.parametrize("content", ["", "[]", '{"service_key": "short", "base_url": "x:1"}', "5"])
 def test_a_file_that_is_none_of_ours_is_replaced(make, cfg: Config, content: str):
     file = Path(cfg.trainer.output_dir) / "endpoint.json"
     file.parent.mkdir()
     file.write_text(content)
     file.chmod(0o600)
-    assert json.loads(make().file.read_text())["fleet_key"].startswith("ose-fleet-")
+    assert json.loads(make().file.read_text())["service_key"].startswith("ose-fleet-")
 
 
 def test_a_key_that_others_could_have_read_is_not_used_again(make):
     first = make()
     first.file.chmod(0o644)
     second = make()
-    assert second.access.fleet_key != first.access.fleet_key
+    assert second.access.service_key != first.access.service_key
     assert stat.S_IMODE(second.file.stat().st_mode) == 0o600
 
 
@@ -233,7 +233,7 @@ def test_another_process_with_the_same_id_is_not_killed(make, monkeypatch):
 
 
 def test_the_port_stays_open_from_one_borrower_to_the_next():
-    port = KeptPort("127.0.0.1", 0)
+    port = InheritedSocket("127.0.0.1", 0)
     folder = Path(port.path).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     first = borrow_port(port.path)

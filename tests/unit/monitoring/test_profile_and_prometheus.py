@@ -32,7 +32,7 @@ from one_step_off.main_ppo import main
 from one_step_off.monitoring import loggers
 from one_step_off.monitoring.loggers import LogEntry
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.training.trainer_group import WorkerGroup
 from tests.dashboard import DASHBOARD, dashboard_metrics
 from tests.unit.training.fsdp_helpers import (
     config,
@@ -102,7 +102,7 @@ def test_only_the_step_that_is_asked_for_is_profiled(tmp_path, monkeypatch, step
     cfg = Config()
     cfg.trainer.profile_step = 3
     cfg.trainer.output_dir = "run"
-    group = TrainGroup("actor", [SimpleNamespace(update=Method()) for _ in range(2)], cfg)
+    group = WorkerGroup("actor", [SimpleNamespace(update=Method()) for _ in range(2)], cfg)
 
     asyncio.run(group.update(Batch(step, [], (0, 0))))
     assert asked == [str(tmp_path / "run" / "profile") if wanted else ""] * 2

@@ -161,7 +161,7 @@ def test_replicas_of_several_gpus_and_many_splits(capsys) -> None:
         )
         == 0
     )
-    assert len(rows_of(capsys.readouterr().out)) == 2 * planner.MOST_SPLITS
+    assert len(rows_of(capsys.readouterr().out)) == 2 * planner.MAX_SPLITS
 
 
 SYNC_PARTS = {

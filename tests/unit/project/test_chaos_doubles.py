@@ -16,7 +16,7 @@ import pytest
 from tests.chaos.doubles import (
     AT_ONCE,
     IN_THE_RECOVERY,
-    LONGEST_DELAY_S,
+    MAX_DELAY_S,
     RECOVERY_POINTS,
     RELATIONS,
     Double,
@@ -78,7 +78,7 @@ def test_drawn_kills_can_happen():
         double = chaos.draw(list(KINDS), [])
         first, second = double.first, double.second
         signals |= {(first.kind, first.signal), (second.kind, second.signal)}
-        assert 0 <= double.delay_s <= LONGEST_DELAY_S
+        assert 0 <= double.delay_s <= MAX_DELAY_S
         if double.relation == IN_THE_RECOVERY:
             assert first.point == ANYWHERE, "one point at a time can be armed"
             assert second.point in POINTS_OF[second.kind]

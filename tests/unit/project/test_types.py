@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[3]
 pytest.importorskip("ty")
 
 ROLES = """
-from one_step_off.ray_trainer import Roles
+from one_step_off.ray_trainer import WorkerGroups
 
 
-def work(roles: Roles):
+def work(roles: WorkerGroups):
     {}
 """
 LAYOUT = """

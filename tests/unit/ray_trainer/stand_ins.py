@@ -17,7 +17,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Batch, Prompt, PromptId, Sample
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.ray_trainer import Pipeline, Roles
+from one_step_off.ray_trainer import Pipeline, WorkerGroups
 from one_step_off.rollout.sampling import Sampling
 
 
@@ -36,7 +36,7 @@ class World:
         version: of the trainer's weights.
         engine_version: of the engine's weights.
         released: the version that the trainer may change.
-        incarnation: of the trainer.
+        attempt: of the trainer.
         generating: calls of the engine that run.
         events: ("begin" or "end", phase, its name).
         trained: the steps so far.
@@ -52,7 +52,7 @@ class World:
         self.version = 0
         self.engine_version: int | None = None
         self.released = -1
-        self.incarnation = 0
+        self.attempt = 0
         self.generating = 0
         self.events: list[tuple] = []
         self.trained: list[TrainedStep] = []
@@ -102,7 +102,7 @@ class FakeRollout:
         for prompt in prompts:
             for i in range(sampling.size):
                 sample = make_sample(prompt, i, version)
-                sample.incarnation = world.incarnation
+                sample.attempt = world.attempt
                 if i == sampling.n:
                     sample.extra["greedy"] = True
                 samples.append(sample)
@@ -189,10 +189,10 @@ class FakeSync:
         world = self.world
         assert expected in (None, stamp[1]), "the trainer's half of the canary is of other weights"
         assert world.generating == 0, "a sync while the engine generates"
-        current = (world.incarnation, world.version)
+        current = (world.attempt, world.version)
         assert stamp == current, "asked for weights that the trainer does not hold"
         await world.phase("sync", stamp[1])
-        current = (world.incarnation, world.version)
+        current = (world.attempt, world.version)
         assert stamp == current, "the weights changed while they were being sent"
         world.engine_version = stamp[1]
         self.delivered = stamp[1]
@@ -230,7 +230,7 @@ def build(
     cfg.trainer.test_freq = test_freq
     prompts = [Prompt((0, row), np.arange(2, dtype=np.int32), "q", "1") for row in range(rows)]
     stream = PromptStream(prompts, 3, True, 0, steps)
-    roles: Any = Roles(FakeActor(world), FakeRollout(world), FakeSync(world))
+    roles: Any = WorkerGroups(FakeActor(world), FakeRollout(world), FakeSync(world))
     tracker = Tracker(str(folder), steps, out=io.StringIO())
     return Pipeline(cfg, roles, stream, prompts[:2], tracker)
 

@@ -21,7 +21,7 @@ from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.data.staleness import StalenessError
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.ray_trainer import Pipeline, Resumed, Roles, Stopped
+from one_step_off.ray_trainer import Pipeline, Resumed, Stopped, WorkerGroups
 from one_step_off.rollout.replica_supervisor import NoReplica
 from tests.unit.ray_trainer.stand_ins import (
     FakeActor,
@@ -64,7 +64,7 @@ class InterruptedRollout(FakeRollout):
                 await asyncio.sleep(world.delays.random() * world.longest)
             samples = [make_sample(prompt, i, versions) for i in range(sampling.n)]
             for sample in samples:
-                sample.incarnation = world.incarnation
+                sample.attempt = world.attempt
                 if self.alike(prompt):
                     sample.reward = 1.0
             on_group(samples)
@@ -117,17 +117,17 @@ def build(
     stream: PromptStream | None = None,
     checkpointer: Any = None,
     resumed: Resumed | None = None,
-    incarnation: int = 0,
+    attempt: int = 0,
 ) -> Pipeline:
     cfg = Config()
     cfg.pipeline.staleness = staleness
     cfg.weight_sync.in_flight = "recompute"
     cfg.rollout.oversample = oversample
     cfg.data.train_batch_size = 3
-    roles: Any = Roles(FakeActor(world), InterruptedRollout(world), FakeSync(world))
+    roles: Any = WorkerGroups(FakeActor(world), InterruptedRollout(world), FakeSync(world))
     tracker = Tracker(str(folder), steps, out=io.StringIO())
     stream = stream or make_stream(steps)
-    return Pipeline(cfg, roles, stream, PROMPTS[:2], tracker, checkpointer, resumed, incarnation)
+    return Pipeline(cfg, roles, stream, PROMPTS[:2], tracker, checkpointer, resumed, attempt)
 
 
 def trained_prompts(world: World) -> list[tuple[int, int]]:
@@ -266,7 +266,7 @@ def restored(saved: dict[str, Any]) -> Resumed:
 def test_a_resumed_run_loses_and_repeats_nothing(tmp_path, stop_after, max_gen_batches):
     """Stopped at a step's beginning and resumed: together both train on each prompt of the stream
     once, and only unfinished prompts are generated again. Samples of the first run are older, and
-    of an earlier incarnation."""
+    of an earlier attempt."""
     steps = 8
     world = World(random.Random(stop_after))
     checkpointer = MemoryCheckpointer(in_use=False)
@@ -288,7 +288,7 @@ def test_a_resumed_run_loses_and_repeats_nothing(tmp_path, stop_after, max_gen_b
     stream.load_state_dict(saved["stream"])
     again = World(random.Random(9))
     again.version = saved["step"]
-    again.incarnation = 1
+    again.attempt = 1
     second = build(
         tmp_path / "b", again, steps, None, 3, stream, MemoryCheckpointer(True), restored(saved), 1
     )
@@ -319,7 +319,7 @@ def stop_when_trained(pipeline: Pipeline, step: int) -> None:
 
 
 def test_weights_that_were_rolled_back_are_not_of_a_runs_past(tmp_path):
-    """A sample of an earlier incarnation may have the versions up to the checkpoint, no newer
+    """A sample of an earlier attempt may have the versions up to the checkpoint, no newer
     ones."""
     steps = 8
     checkpointer = MemoryCheckpointer(in_use=False)
@@ -334,9 +334,9 @@ def test_weights_that_were_rolled_back_are_not_of_a_runs_past(tmp_path):
     stream.load_state_dict(saved["stream"])
     again = World(random.Random(9))
     again.version = saved["step"]
-    again.incarnation = 1
+    again.attempt = 1
     second = build(tmp_path / "b", again, steps, None, 3, stream, None, restored(saved), 1)
-    with pytest.raises(StalenessError, match=f"incarnation 0, version {saved['step'] + 1}"):
+    with pytest.raises(StalenessError, match=f"attempt 0, version {saved['step'] + 1}"):
         asyncio.run(second.fit())
 
 

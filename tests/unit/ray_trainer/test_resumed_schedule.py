@@ -55,7 +55,7 @@ class KeepsAll:
 
 
 def build_run(folder: Path, staleness: int, dynamic: bool, resume_from: Any = None) -> Pipeline:
-    """A run, or its continuation from a checkpoint, as another incarnation."""
+    """A run, or its continuation from a checkpoint, as another attempt."""
     step = resume_from["step"] if resume_from else 0
     world = World(random.Random(step))
     first = build(folder, world, STEPS, staleness, rows=60, test_freq=3)
@@ -65,7 +65,7 @@ def build_run(folder: Path, staleness: int, dynamic: bool, resume_from: Any = No
     resumed = None
     if resume_from:
         world.version = step
-        world.incarnation = resume_from["incarnation"] + 1
+        world.attempt = resume_from["incarnation"] + 1
         by_row = {prompt.id[1]: prompt for prompt in first.stream.prompts}
         in_flight = restored_in_flight(
             resume_from, copy.deepcopy(resume_from["samples"]), lambda prompt: by_row[prompt[1]]
@@ -75,7 +75,7 @@ def build_run(folder: Path, staleness: int, dynamic: bool, resume_from: Any = No
     checkpointer: Any = KeepsAll()
     return Pipeline(
         first.cfg, first.roles, first.stream, first.val, first.tracker, checkpointer, resumed,
-        world.incarnation,
+        world.attempt,
     )  # fmt: skip
 
 

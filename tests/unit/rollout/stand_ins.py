@@ -57,7 +57,7 @@ async def generate_two_tokens(ids, max_tokens, seed, sampling) -> Generated:
         np.arange(2),
         np.full(2, sampling.temperature),
         np.zeros(2),
-        incarnation=0,
+        attempt=0,
         finish_reason="stop",
     )
 

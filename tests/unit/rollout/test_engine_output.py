@@ -20,8 +20,8 @@ class Span(NamedTuple):
 
 
 def test_versions_are_read_per_token():
-    incarnation, versions = token_versions([Span("2.7", 0, 3), Span("2.8", 3, 5)], 5)
-    assert incarnation == 2
+    attempt, versions = token_versions([Span("2.7", 0, 3), Span("2.8", 3, 5)], 5)
+    assert attempt == 2
     assert versions.tolist() == [7, 7, 7, 8, 8]
 
 

@@ -17,7 +17,7 @@ from one_step_off.engines.vllm.engine_args import engine_args
 from one_step_off.rollout.sampling import Sampling, engine_seed
 from tests.conftest import tiny_config
 
-# (seed of the run, incarnation, replica, start)
+# (seed of the run, attempt, replica, start)
 PLACES = list(itertools.product((0, 1), (0, 1, 2), range(9), range(4)))
 
 
@@ -60,12 +60,12 @@ async def answers_of(replica, seed: int | None = None) -> list[tuple[int, ...]]:
     return answers
 
 
-async def start_processes(prepared, incarnation: int):
+async def start_processes(prepared, attempt: int):
     from one_step_off.runtime.processes import RunProcesses
 
-    team = RunProcesses(prepared, incarnation)
+    team = RunProcesses(prepared, attempt)
     await team.setup()
-    await team.roles.sync((incarnation, 0))
+    await team.roles.sync((attempt, 0))
     return team
 
 
@@ -82,7 +82,7 @@ async def kill_and_restart(rollout, i: int) -> None:
 @pytest.mark.timeout(400)
 def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
     """Real engines, as a run starts them: two replicas, one after its process was killed twice, and
-    two of a later incarnation give other answers to the same requests; with seeds they give the
+    two of a later attempt give other answers to the same requests; with seeds they give the
     same."""
     import ray
 
@@ -99,7 +99,7 @@ def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
 
     async def check() -> None:
         prepared = launch.prepare(cfg, lambda line: None)
-        team = await start_processes(prepared, incarnation=0)
+        team = await start_processes(prepared, attempt=0)
         rollout = team.roles.rollout
         answers = [await answers_of(replica) for replica in rollout.replicas]
         seeded = [await answers_of(replica, 7) for replica in rollout.replicas]
@@ -108,7 +108,7 @@ def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
             await kill_and_restart(rollout, 0)
             answers.append(await answers_of(rollout.replicas[0]))
         await team.end()
-        team = await start_processes(prepared, incarnation=1)
+        team = await start_processes(prepared, attempt=1)
         answers += [await answers_of(replica) for replica in team.roles.rollout.replicas]
         await team.end()
         assert len(answers) == 6

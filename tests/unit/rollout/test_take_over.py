@@ -11,10 +11,10 @@ import pytest
 
 from one_step_off.cluster.errors import SyncError
 from one_step_off.config.schema import Config
-from one_step_off.rollout import take_over as take_over_module
+from one_step_off.rollout import reuse_engines as take_over_module
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.replica_group import RolloutGroup
-from one_step_off.rollout.take_over import take_over
+from one_step_off.rollout.reuse_engines import reuse_engines
 from tests.unit.rollout.stand_ins import UNSEEDED, FakeScorer
 from tests.unit.stand_ins import ActorMethod, StandInActor, make_prompts
 
@@ -115,7 +115,7 @@ def test_weights_of_the_lost_attempt_count_for_nothing_even_if_their_sync_ends_w
         await asyncio.wait([sync])
         assert replica.stamp is None
         assert "1.8" not in engine.labels, "old weights with the label of the new attempt"
-        with pytest.raises(SyncError, match="incarnation 0, which has ended"):
+        with pytest.raises(SyncError, match="attempt 0, which has ended"):
             await replica.sync((0, 9))
         assert replica.stamp is None
 
@@ -170,7 +170,7 @@ def test_healthy_replicas_are_kept_and_the_others_are_started_again(monkeypatch)
         lines: list[str] = []
         group = group_of(replicas, started)
         group.on_message = lines.append
-        await take_over(group, former, 4)
+        await reuse_engines(group, former, 4)
         assert dropped == [4], "it learned the new incarnation"
         assert group.replicas[0] is well
         assert group.router.replica_capacity == 3

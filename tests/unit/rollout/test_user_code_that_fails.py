@@ -283,10 +283,10 @@ def test_a_loop_that_fails_while_new_weights_arrive_is_an_error_of_its_sample():
     """With partial rollouts trajectories live on in a sync, and tools run on in it."""
     replica = replica_of("fine", "zero")
     replica.stamp = None
-    replica.incarnation = 3
+    replica.attempt = 3
     run = TrajectoryRun(replica, PROMPT, 1, TWO_SAMPLES)
     sample = run.failed_sample(ValueError("the tool broke"))
-    assert sample.incarnation == 3
+    assert sample.attempt == 3
     assert sample.reward == 0.0
     assert "the tool broke" in sample.extra["error"]
 

@@ -24,7 +24,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime import attempts, processes, supervised_processes
-from one_step_off.runtime.prepare import Prepared, ResumePoint
+from one_step_off.runtime.prepare import ResumePoint, RunInputs
 from one_step_off.runtime.processes import RunProcesses
 from one_step_off.runtime.supervised_processes import SupervisedProcesses
 from tests.unit.stand_ins import ActorMethod, StandInActor
@@ -57,9 +57,9 @@ class Attempt:
     keeps_engines = False
     endpoint = None
 
-    def __init__(self, prepared: Any, incarnation: int, kept: Any = None) -> None:
+    def __init__(self, prepared: Any, attempt: int, kept: Any = None) -> None:
         assert kept is None, "engines of a failed start are not kept"
-        self.name = f"incarnation {incarnation}"
+        self.name = f"attempt {attempt}"
         self.events.append(f"{self.name} begins")
         ranks = [StandInActor(alive=alive) for alive in self.ranks]
         self.groups = {"actor": SimpleNamespace(ranks=ranks, has_answered=self.has_answered)}
@@ -111,7 +111,7 @@ def start(monkeypatch, tmp_path):
         cfg.trainer.max_restarts = max_restarts
         stream = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
         data: Any = SimpleNamespace(stream=stream)
-        prepared = Prepared(cfg, "cpu", data, [], None, {}, [], resume_point, is_supervised)
+        prepared = RunInputs(cfg, "cpu", data, [], None, {}, [], resume_point, is_supervised)
         out = io.StringIO()
         tracker = Tracker(str(tmp_path), 10, out)
         monkeypatch.setattr(attempts, "open_files", lambda *_: tracker.start(0))
@@ -121,7 +121,7 @@ def start(monkeypatch, tmp_path):
         except BaseException as error:
             raised = error
         assert not Attempt.failures, "it ended before the last attempt"
-        return raised, [line for line in out.getvalue().splitlines() if "incarnation" in line]
+        return raised, [line for line in out.getvalue().splitlines() if "attempt" in line]
 
     async def train(*_: Any) -> None: ...
 
@@ -138,12 +138,12 @@ def start(monkeypatch, tmp_path):
 def test_a_first_start_in_which_a_process_dies_or_hangs_is_repeated(failure, is_supervised, start):
     raised, lines = start(failure, None, is_supervised=is_supervised)
     assert raised is None
-    assert lines == [f"{failure}; starting again as incarnation 1"]
+    assert lines == [f"{failure}; starting again as attempt 1"]
     assert Attempt.events == [
-        "incarnation 0 begins",
-        "incarnation 0 ends",
-        "incarnation 1 begins",
-        "incarnation 1 ends",
+        "attempt 0 begins",
+        "attempt 0 ends",
+        "attempt 1 begins",
+        "attempt 1 ends",
     ]
 
 
@@ -151,7 +151,7 @@ def test_a_first_start_that_resumes_a_checkpoint_is_repeated_from_it(start):
     resume_point = ResumePoint(Path("checkpoints/step_000005"), {"incarnation": 3, "stream": {}})
     raised, lines = start(DIED, None, resume_point=resume_point)
     assert raised is None
-    assert lines == [f"{DIED}; resuming from checkpoints/step_000005 as incarnation 5"]
+    assert lines == [f"{DIED}; resuming from checkpoints/step_000005 as attempt 5"]
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1, 3])
@@ -177,7 +177,7 @@ def test_an_exception_in_a_start_ends_the_run_at_once(failure, is_supervised, ha
     raised, lines = start(failure, is_supervised=is_supervised, has_answered=has_answered)
     assert raised is failure
     assert lines == []
-    assert Attempt.events == ["incarnation 0 begins", "incarnation 0 ends"]
+    assert Attempt.events == ["attempt 0 begins", "attempt 0 ends"]
 
 
 def test_an_exception_in_a_repeated_start_ends_the_run_too(start):
@@ -191,7 +191,7 @@ def test_bad_input_in_a_repeated_start_ends_the_run_as_in_the_first(is_supervise
     """The start before has not come as far as to find it. Its death is in the log."""
     bad_input = ConfigError("teacher.path=x: its token ids do not match those of model.path")
     raised, lines = start(DIED, bad_input, is_supervised=is_supervised)
-    assert lines == [f"{DIED}; starting again as incarnation 1"]
+    assert lines == [f"{DIED}; starting again as attempt 1"]
     assert raised is bad_input
     assert not hasattr(raised, "__notes__")
 
@@ -210,7 +210,7 @@ def test_the_exception_of_a_rank_that_waited_for_a_dead_one_counts_as_its_death(
     broken = RoleError("actor 0, setup: RuntimeError: connection closed by peer")
     raised, lines = start(broken, None, ranks=[WELL, other_rank], is_supervised=is_supervised)
     assert raised is None
-    assert lines == [f"{broken}; starting again as incarnation 1"]
+    assert lines == [f"{broken}; starting again as attempt 1"]
 
 
 @pytest.mark.parametrize("is_supervised", [False, True])
@@ -228,7 +228,7 @@ def test_an_interrupt_in_a_start_ends_the_run(interrupt, start):
     raised, lines = start(DIED, interrupt)
     assert isinstance(raised, type(interrupt))
     assert len(lines) == 1, "of the start before"
-    assert Attempt.events[-1] == "incarnation 1 ends"
+    assert Attempt.events[-1] == "attempt 1 ends"
 
 
 def test_a_canary_that_failed_ends_the_run_even_where_a_process_is_gone(start):

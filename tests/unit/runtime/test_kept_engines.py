@@ -15,9 +15,9 @@ from one_step_off.cluster.errors import ProcessDied, SyncError
 from one_step_off.config.schema import Config
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime import attempts, processes
-from one_step_off.runtime import engines as engines_module
-from one_step_off.runtime.engines import RunEngines
-from one_step_off.runtime.prepare import Prepared
+from one_step_off.runtime import persistent_actors as engines_module
+from one_step_off.runtime.persistent_actors import PersistentActors
+from one_step_off.runtime.prepare import RunInputs
 from one_step_off.runtime.processes import RunProcesses
 from tests.unit.stand_ins import ActorMethod, StandInActor
 
@@ -39,7 +39,7 @@ def team(
 ) -> Any:
     """Processes of an attempt. `ranks`: role -> what its one rank answers when asked for life."""
     run: Any = object.__new__(RunProcesses)
-    run.engines = object.__new__(RunEngines)
+    run.engines = object.__new__(PersistentActors)
     run.engines.rollout = SimpleNamespace(shares_pool=shares_pool, active=list(active))
     run.engines.frozen_groups = {}
     run.engines.spares = {}
@@ -137,7 +137,7 @@ class Attempt:
     handed_over: list[bool] = []
     ended: list[str] = []
 
-    def __init__(self, prepared: Any, incarnation: int, kept: Any = None) -> None:
+    def __init__(self, prepared: Any, attempt: int, kept: Any = None) -> None:
         self.keeps_engines = kept is not None
         self.endpoint = None
         ahead = SimpleNamespace(warning=lambda: "warning: of the sync")
@@ -145,7 +145,7 @@ class Attempt:
             rollout=SimpleNamespace(on_message=None, active=[], has_answered=True),
             sync=SimpleNamespace(ahead=ahead),
         )
-        self.engines = kept or SimpleNamespace(end=self.end_engines, name=f"of {incarnation}")
+        self.engines = kept or SimpleNamespace(end=self.end_engines, name=f"of {attempt}")
         self.started.append(kept.name if kept else None)
 
     async def end_engines(self) -> None:
@@ -171,7 +171,7 @@ def run(monkeypatch, tmp_path, outcomes: list, max_restarts: int = 5) -> tuple[A
     cfg.trainer.output_dir = str(tmp_path)
     cfg.trainer.max_restarts = max_restarts
     stream = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-    prepared = Prepared(cfg, "cpu", SimpleNamespace(stream=stream), [], None, {}, [])
+    prepared = RunInputs(cfg, "cpu", SimpleNamespace(stream=stream), [], None, {}, [])
     tracker = Tracker(str(tmp_path), 10, io.StringIO())
     remaining = iter(outcomes)
 

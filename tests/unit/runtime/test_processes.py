@@ -12,7 +12,7 @@ import pytest
 from one_step_off.cluster.placement import ProcessSlot
 from one_step_off.config.loading import load_config
 from one_step_off.engines.vllm.engine_args import engine_args
-from one_step_off.runtime.engines import RunEngines
+from one_step_off.runtime.persistent_actors import PersistentActors
 from one_step_off.runtime.processes import RunProcesses
 
 HALVES = "placement.pools={rollout: [0.5, 0.5], actor: [0.5, 0.5]}"
@@ -22,7 +22,7 @@ def processes(*overrides: str, **attributes: Any) -> Any:
     """A `RunProcesses` that has started nothing. `attributes`: of it, or of its engines."""
     run: Any = object.__new__(RunProcesses)
     run.cfg = load_config(["model.path=tiny:qwen2", *overrides])
-    run.engines = object.__new__(RunEngines)
+    run.engines = object.__new__(PersistentActors)
     run.engines.cfg = run.cfg
     run.engines.kv_cache_bytes = {}
     run.engines.endpoint = None

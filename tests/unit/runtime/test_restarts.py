@@ -12,7 +12,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime import attempts
-from one_step_off.runtime.prepare import Prepared
+from one_step_off.runtime.prepare import RunInputs
 
 FIRST_POSITION = {"at": 5}
 
@@ -41,19 +41,19 @@ def run(
 
     Each outcome is that of one attempt: the number of steps after which it fails, "end", or an
     exception that it raises. Returns what it printed, what it raised, and for each attempt
-    (incarnation, data position, has trained before)."""
+    (attempt, data position, has trained before)."""
     cfg = Config()
     cfg.trainer.output_dir = str(tmp_path)
     cfg.trainer.max_restarts = max_restarts
     stream = Stream()
-    prepared = Prepared(cfg, "cpu", SimpleNamespace(stream=stream), [], None, {}, [])
+    prepared = RunInputs(cfg, "cpu", SimpleNamespace(stream=stream), [], None, {}, [])
     out = io.StringIO()
     tracker = Tracker(str(tmp_path), 10, out)
     remaining = iter(outcomes)
     started = []
 
     async def attempt(prepared, state, tracker, loop_runner):
-        started.append((state.incarnation, stream.state_dict(), state.has_trained))
+        started.append((state.attempt, stream.state_dict(), state.has_trained))
         state.pipeline = SimpleNamespace(stopping=stopping)
         outcome = next(remaining)
         if isinstance(outcome, Exception):
@@ -96,7 +96,7 @@ def test_so_many_failures_in_a_row_without_a_new_step_end_the_run(
 ):
     result = run(monkeypatch, tmp_path, max_restarts, outcomes)
     assert str(result.raised) == f"attempt {len(outcomes)}", "the cause of the last failure"
-    assert [incarnation for incarnation, *_ in result.started] == list(range(len(outcomes)))
+    assert [attempt for attempt, *_ in result.started] == list(range(len(outcomes)))
 
 
 @pytest.mark.parametrize("outcomes", [["end"], [0, "end"], [1, 2, 3, 4, 5, "end"]])
@@ -115,8 +115,8 @@ def test_without_a_checkpoint_each_attempt_starts_where_the_run_did(monkeypatch,
     ]
     lines = [line for line in result.out.getvalue().splitlines() if "resuming" in line]
     assert lines == [
-        "actor 0 is gone after 4 steps; resuming from the beginning as incarnation 1",
-        "actor 0 is gone after 2 steps; resuming from the beginning as incarnation 2",
+        "actor 0 is gone after 4 steps; resuming from the beginning as attempt 1",
+        "actor 0 is gone after 2 steps; resuming from the beginning as attempt 2",
     ]
 
 

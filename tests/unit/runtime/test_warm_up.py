@@ -13,8 +13,8 @@ from one_step_off.config.schema import Config
 from one_step_off.config.supervised import warm_up_config
 from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.monitoring.console import RunConsole
-from one_step_off.runtime import warm_up as module
-from one_step_off.runtime.prepare import Prepared, ResumePoint
+from one_step_off.runtime import sft_phase as module
+from one_step_off.runtime.prepare import ResumePoint, RunInputs
 
 MODEL = "tiny:qwen2"
 
@@ -25,7 +25,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     made: list[Config] = []
 
     def prepare(cfg, print_line, show_progress):
-        return Prepared(cfg, "cpu", SimpleNamespace(), [], None, {"model": "folder"}, [])
+        return RunInputs(cfg, "cpu", SimpleNamespace(), [], None, {"model": "folder"}, [])
 
     def train(prepared, console, begin):
         made.append(prepared.cfg)
@@ -47,7 +47,7 @@ def finish(folder: Path, cfg: Config, named_model: str = MODEL) -> None:
     cfg.model.path = path
 
 
-def a_run(folder: Path, resume_point: ResumePoint | None = None, **trainer: object) -> Prepared:
+def a_run(folder: Path, resume_point: ResumePoint | None = None, **trainer: object) -> RunInputs:
     """A run with three supervised steps, about to start RL."""
     cfg = Config()
     cfg.model.path = "/cache/tiny"
@@ -57,70 +57,70 @@ def a_run(folder: Path, resume_point: ResumePoint | None = None, **trainer: obje
     for name, value in trainer.items():
         setattr(cfg.trainer, name, value)
     data = SimpleNamespace()
-    return Prepared(cfg, "cpu", data, [], None, {"model": MODEL}, [], resume_point)
+    return RunInputs(cfg, "cpu", data, [], None, {"model": MODEL}, [], resume_point)
 
 
-def warm_up(prepared: Prepared) -> str:
+def sft_phase(prepared: RunInputs) -> str:
     """The model with which RL starts."""
     with RunConsole() as console:
-        module.warm_up(prepared, console)
+        module.sft_phase(prepared, console)
     return prepared.cfg.model.path
 
 
 def test_rl_starts_with_the_model_of_the_warm_up(tmp_path, trained):
     model = str(tmp_path / "sft/hf_model")
-    assert warm_up(a_run(tmp_path)) == model
+    assert sft_phase(a_run(tmp_path)) == model
     assert [cfg.trainer.total_steps for cfg in trained] == [3]
     assert f"path: {MODEL}" in (tmp_path / "sft/config.yaml").read_text()
-    assert warm_up(a_run(tmp_path)) == model
+    assert sft_phase(a_run(tmp_path)) == model
     assert len(trained) == 1, "a warm-up that has ended is not made again"
-    assert warm_up(a_run(tmp_path, resume="never", overwrite=True)) == model
+    assert sft_phase(a_run(tmp_path, resume="never", overwrite=True)) == model
     assert len(trained) == 2
 
 
 def test_a_warm_up_with_other_settings_is_not_taken(tmp_path, trained):
-    warm_up(a_run(tmp_path))
+    sft_phase(a_run(tmp_path))
     other = a_run(tmp_path)
     other.cfg.sft.lr = 0.5
     with pytest.raises(ConfigError, match=r"sft: holds a warm-up with sft.lr=2e-05, .* 0.5; start"):
-        warm_up(other)
+        sft_phase(other)
     other = a_run(tmp_path)
     other.cfg.actor.optimizer_kwargs = {"momentum": 0.5}
     with pytest.raises(ConfigError, match=r"a warm-up with actor.optimizer_kwargs="):
-        warm_up(other)
+        sft_phase(other)
     longer = a_run(tmp_path, sft_steps=4)
     with pytest.raises(ConfigError, match=r"trainer.total_steps=3, and this one has 4"):
-        warm_up(longer)
+        sft_phase(longer)
     other = a_run(tmp_path)
     other.named_models["model"] = "tiny:qwen3"
     with pytest.raises(ConfigError, match=r"model.path=tiny:qwen2"):
-        warm_up(other)
+        sft_phase(other)
     rl_only = a_run(tmp_path)
     rl_only.cfg.actor.micro_batch_tokens = 100
     rl_only.cfg.rollout.n = 3
     rl_only.cfg.actor.lr = 0.25
-    assert warm_up(rl_only), "what does not change the model may change"
+    assert sft_phase(rl_only), "what does not change the model may change"
     assert len(trained) == 1
 
 
 def test_a_run_that_resumes_rl_takes_the_model_of_its_warm_up(tmp_path, trained):
     checkpoint = ResumePoint(tmp_path / "checkpoints/step_000002", {"step": 2})
     with pytest.raises(ConfigError, match=r"sft holds no finished warm-up; put back"):
-        warm_up(a_run(tmp_path, checkpoint))
+        sft_phase(a_run(tmp_path, checkpoint))
     finish(tmp_path / "sft", warm_up_config(a_run(tmp_path).cfg))
-    assert warm_up(a_run(tmp_path, checkpoint)) == str(tmp_path / "sft/hf_model")
+    assert sft_phase(a_run(tmp_path, checkpoint)) == str(tmp_path / "sft/hf_model")
     elsewhere = a_run(tmp_path / "other", checkpoint)
-    assert warm_up(elsewhere) == str(tmp_path / "sft/hf_model"), "that of the checkpoint's run"
+    assert sft_phase(elsewhere) == str(tmp_path / "sft/hf_model"), "that of the checkpoint's run"
     changed = a_run(tmp_path, checkpoint)
     changed.cfg.sft.lr = 0.5  # the warm-up has ended
-    assert warm_up(changed) == str(tmp_path / "sft/hf_model")
+    assert sft_phase(changed) == str(tmp_path / "sft/hf_model")
     assert not trained
 
 
 def test_an_evaluation_alone_makes_no_steps(tmp_path, trained, capsys):
-    assert warm_up(a_run(tmp_path, val_only=True)) == "/cache/tiny"
+    assert sft_phase(a_run(tmp_path, val_only=True)) == "/cache/tiny"
     finish(tmp_path / "sft", warm_up_config(a_run(tmp_path).cfg))
     assert "supervised steps" not in capsys.readouterr().out
-    assert warm_up(a_run(tmp_path, val_only=True)) == str(tmp_path / "sft/hf_model")
+    assert sft_phase(a_run(tmp_path, val_only=True)) == str(tmp_path / "sft/hf_model")
     assert "the supervised steps have been made:" in capsys.readouterr().out
     assert not trained

@@ -25,7 +25,7 @@ from one_step_off.data.staleness import StalenessError
 from one_step_off.training import trainer_group
 from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.model_worker import token_ids_of
-from one_step_off.training.trainer_group import TrainGroup, put_slices
+from one_step_off.training.trainer_group import WorkerGroup, put_slices
 from tests.unit.training.fsdp_helpers import config, make_batch
 from tests.unit.training.rank_helpers import join, leave, of_fsdp, of_megatron, weights_of
 
@@ -116,7 +116,7 @@ def random_sample(rng: np.random.Generator, row: int, longest: int = 40) -> Samp
         log_probs=rng.normal(size=length).astype(np.float32),
         loss_mask=rng.random(length) < 0.7,
         versions=np.full(length, 4, np.int32),
-        incarnation=2,
+        attempt=2,
         extra={"agent": {"turns": 1.0}},
     )
 
@@ -223,7 +223,7 @@ def test_ranks_of_one_share_get_the_same_slice_and_a_stale_token_stops_all(monke
     batch = Batch(0, [random_sample(rng, row) for row in range(8)], (2, 4))
     ranks = [RecordingRank() for _ in range(4)]
     cfg = Config()
-    group = TrainGroup("actor", ranks, cfg)
+    group = WorkerGroup("actor", ranks, cfg)
     group.shares = [BatchShare(0, 2), BatchShare(0, 2), BatchShare(1, 2), BatchShare(1, 2)]
     asyncio.run(group.log_prob(batch))
     sent = [rank.sent[0] for rank in ranks]

@@ -142,12 +142,12 @@ def test_gradients_do_not_depend_on_the_layout(
 def test_stale_tokens_change_nothing(model_folders, start_single):
     worker = start_single(config(model_folders["tied"]))
     before = whole(worker)
-    for field, value in (("versions", 2), ("incarnation", 1)):
+    for field, value in (("versions", 2), ("attempt", 1)):
         batch = make_batch(model_folders["tied"])
         if field == "versions":
             batch.samples[5].versions[-1] = value
         else:
-            batch.samples[5].incarnation = value
+            batch.samples[5].attempt = value
         with pytest.raises(StalenessError, match="sample 2"):
             worker.update(batch)
     batch = make_batch(model_folders["tied"])

@@ -13,7 +13,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import NOT_STORED, Batch
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training import trainer_group
-from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.training.trainer_group import WorkerGroup
 from tests.unit.stand_ins import (
     ActorMethod,
     StandInActor,
@@ -45,7 +45,7 @@ def test_a_role_in_the_replicas_pool_has_them_sleep_first():
         replica = StandInActor(rollout=recorded("generate", []), sleep=recorded("sleep", None))
         rollout = mark_healthy(RolloutGroup([replica], Config(), True, pool_lock))
         rank = StandInActor(update=recorded("update", {}))
-        actor = TrainGroup("actor", [rank], Config(), pool_lock)
+        actor = WorkerGroup("actor", [rank], Config(), pool_lock)
         actor.colocated = rollout
         await asyncio.gather(
             rollout.generate(make_prompts(0), "step 0", rollout.train_sampling),
@@ -81,7 +81,7 @@ def test_roles_in_one_pool_take_turns(shared, at_once, monkeypatch):
         groups = []
         for role in ("actor", "ref"):
             rank = SimpleNamespace(log_prob=CountingMethod())
-            groups.append(TrainGroup(role, [rank], Config(), pool_lock))
+            groups.append(WorkerGroup(role, [rank], Config(), pool_lock))
         batch = Batch(0, [], (0, 0))
         await asyncio.gather(*(group.log_prob(batch) for group in groups))
 
@@ -118,7 +118,7 @@ def test_a_canary_that_nobody_asks_for_any_more_is_not_reported():
 
     async def main():
         rank = StandInActor(score=ActorMethod(RuntimeError("it was killed"), delay=0.01))
-        TrainGroup("actor", [rank], Config()).score([np.arange(3)])
+        WorkerGroup("actor", [rank], Config()).score([np.arange(3)])
         await asyncio.sleep(0.02)
 
     assert asyncio_reports(main) == []

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from one_step_off.weight_sync.kept_blocks import Block, KeptBlocks
-from one_step_off.weight_sync.routes import KeptByReceivers
+from one_step_off.weight_sync.routes import ShardsOfReceivers
+from one_step_off.weight_sync.shard_blocks import Block, KeptBlocks
 from tests.unit.weight_sync.weight_stream import Job, Weights, WeightStream, run_together
 
 SHAPES = {
@@ -110,7 +110,7 @@ class KeptStream(WeightStream):
     def __init__(
         self, senders: int, replicas: int, ranks: int, bucket_bytes: int = 300, **more: Any
     ) -> None:
-        self.kept: KeptByReceivers | None = None
+        self.kept: ShardsOfReceivers | None = None
         dtype = more.pop("dtype", "bfloat16")
         shapes = more.pop("shapes", SHAPES)
         super().__init__(shapes, senders, 0, bucket_bytes, dtype=dtype, **more)
@@ -120,7 +120,7 @@ class KeptStream(WeightStream):
             self.layouts.append(StandInLayout(kept, shapes, getattr(torch, dtype)))
             self.receivers.append(self.new_receiver(receiver))
             self.receivers[-1].layout = self.layouts[-1]
-        self.kept = KeptByReceivers.by_kind([layout.kept for layout in self.layouts])
+        self.kept = ShardsOfReceivers.by_kind([layout.kept for layout in self.layouts])
         self.connect(2)
 
     def connect_jobs(self, epoch: int, same_device: list[list[int]] | None = None) -> list[Job]:
@@ -134,17 +134,17 @@ class KeptStream(WeightStream):
             jobs.append(lambda r=receiver: r.connect(epoch, addresses, count, neighbors, self.kept))
         return jobs
 
-    def sync_kept(self, weights: Weights, version: int, only_kept: bool = True) -> list[Any]:
+    def sync_kept(self, weights: Weights, version: int, sharded_only: bool = True) -> list[Any]:
         """One sync into the layouts: what senders and then receivers return or raise."""
 
         def change(jobs: list[Job]) -> None:
             jobs.clear()
             for index, sender in enumerate(self.senders):
                 jobs.append(
-                    lambda s=sender, i=index: s.send(self.rows(weights, i), version, only_kept)
+                    lambda s=sender, i=index: s.send(self.rows(weights, i), version, sharded_only)
                 )
             for receiver, layout in zip(self.receivers, self.layouts, strict=True):
-                jobs.append(lambda r=receiver, o=layout: r.receive(o.load, version, only_kept))
+                jobs.append(lambda r=receiver, o=layout: r.receive(o.load, version, sharded_only))
 
         results, _ = self.sync(weights, version, change_jobs=change)
         return results

@@ -13,7 +13,7 @@ from one_step_off.cluster.errors import GIVEN_UP, ProcessDied, SyncError
 from one_step_off.config.schema import Config
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
-from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync import sync_calls
 from one_step_off.weight_sync.canary_beside import canary_limit_s
 from one_step_off.weight_sync.coordinator import WeightSync
@@ -33,8 +33,8 @@ RECEIVED = {
 def stand_in_replica(scores: list[np.ndarray]) -> StandInActor:
     return StandInActor(
         score=lambda sequences: scores,
-        sync=lambda stamp, only_kept: [dict(RECEIVED)],
-        learn_kept=lambda shapes: [{"kept": None, "reason": "a stand-in"}],
+        sync=lambda stamp, sharded_only: [dict(RECEIVED)],
+        learn_shards=lambda shapes: [{"kept": None, "reason": "a stand-in"}],
         alive=None,
     )
 
@@ -47,11 +47,11 @@ def connected_sync(
     cfg.model.dtype = dtype
     rank = StandInActor(
         score=lambda sequences: trainer_scores,
-        send_weights=lambda version, only_kept: dict(SENT),
+        send_weights=lambda version, sharded_only: dict(SENT),
         release=None,
         **TRAINER_CONTROL,
     )
-    actor = TrainGroup("actor", [rank], cfg)
+    actor = WorkerGroup("actor", [rank], cfg)
     replicas = [stand_in_replica(scores) for scores in replica_scores]
     supervisor = RolloutGroup(replicas, cfg, True).supervisor
     sync = WeightSync(actor, supervisor, [np.arange(3)], "127.0.0.1", [[]])
@@ -86,7 +86,7 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
     sync.connect_info = {}
 
     def receiving(i: int) -> ActorMethod:
-        def receive(stamp, only_kept):
+        def receive(stamp, sharded_only):
             received[i].append(stamp)
             states.append(supervisor.health[i].state)
             return [{"bytes": 8.0, "bucket_wire": [[0, 0.1]], "spans": [], "bare_wire": 0.05}]

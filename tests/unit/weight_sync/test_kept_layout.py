@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from one_step_off.engines.vllm.load_recording import NotInPlace, any_overlap, block_of_view
-from one_step_off.engines.vllm.shard_layout import KeptLayout
-from one_step_off.weight_sync.kept_blocks import Block, kept_from_plain, plain_kept
+from one_step_off.engines.vllm.shard_layout import ShardLayout
+from one_step_off.weight_sync.shard_blocks import Block, plain_shards, shards_from_plain
 
 Load = Callable[[torch.Tensor, torch.Tensor], object]
 
@@ -50,14 +50,14 @@ def random_tensors() -> dict[str, torch.Tensor]:
     return tensors | {"scale": torch.randn(())}
 
 
-def learn(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> KeptLayout:
+def learn(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> ShardLayout:
     shapes = {}
     for name, tensor in tensors.items():
         shapes[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-    return KeptLayout.learn(model, shapes)
+    return ShardLayout.learn(model, shapes)
 
 
-def load_and_note(model: Model, layout: KeptLayout, tensors: dict[str, torch.Tensor]) -> None:
+def load_and_note(model: Model, layout: ShardLayout, tensors: dict[str, torch.Tensor]) -> None:
     layout.note_loaded(list(tensors.items()))
     model.load_weights(tensors.items())
 
@@ -72,7 +72,7 @@ def test_learning_takes_no_number_and_changes_none():
     assert layout.kept["q"] == (Block((0, 0), (4, 4)),)
     assert layout.kept["scale"] == (Block((), ()),)
     assert layout.kept["expert_of_another"] == ()
-    assert kept_from_plain(plain_kept(layout.kept)) == layout.kept
+    assert shards_from_plain(plain_shards(layout.kept)) == layout.kept
 
 
 def test_a_model_too_large_for_any_memory_is_learned():
@@ -89,7 +89,7 @@ def test_a_model_too_large_for_any_memory_is_learned():
             for _, tensor in weights:
                 self.weight.data.copy_(tensor.narrow(0, 1 << 20, 1 << 20).to("cpu"))
 
-    layout = KeptLayout.learn(Large(), {"w": ("float32", (1 << 21, 1 << 22))})
+    layout = ShardLayout.learn(Large(), {"w": ("float32", (1 << 21, 1 << 22))})
     assert layout.kept["w"] == (Block((1 << 20, 0), (1 << 21, 1 << 22)),)
 
 
@@ -132,23 +132,23 @@ def test_a_narrower_parameter_is_refused_and_a_wider_one_proved():
     layout.prove()
 
 
-def swap_q_and_k(layout: KeptLayout) -> None:
+def swap_q_and_k(layout: ShardLayout) -> None:
     q, k = layout.copies["q"][0], layout.copies["k"][0]
     layout.copies["q"][0] = dataclasses.replace(q, destination=k.destination)
     layout.copies["k"][0] = dataclasses.replace(k, destination=q.destination)
 
 
-def shift_box(layout: KeptLayout) -> None:
+def shift_box(layout: ShardLayout) -> None:
     copy = layout.copies["q"][0]
     shifted = dataclasses.replace(copy.destination, block=Block((1, 0), (5, 4)))
     layout.copies["q"][0] = dataclasses.replace(copy, destination=shifted)
 
 
-def reorder_parameter(layout: KeptLayout) -> None:
+def reorder_parameter(layout: ShardLayout) -> None:
     layout.model.qk.data.copy_(layout.model.qk.flip(0))
 
 
-def change_one_bit(layout: KeptLayout) -> None:
+def change_one_bit(layout: ShardLayout) -> None:
     layout.model.qk.data.view(torch.int32)[5, 3] ^= 1
 
 

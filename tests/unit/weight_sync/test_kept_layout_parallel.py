@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from one_step_off.weight_sync.kept_blocks import Block, KeptBlocks, kept_from_plain, plain_kept
+from one_step_off.weight_sync.shard_blocks import Block, KeptBlocks, plain_shards, shards_from_plain
 from tests.unit.weight_sync.parallel_models import Case, Worker, run_workers
 
 Weights = dict[str, torch.Tensor]
@@ -96,12 +96,12 @@ def input_width(layer: torch.nn.Module) -> int:
 
 def learn_prove_and_write(worker: Worker, packed: bool) -> dict[str, list]:
     """The whole life of a layout in one rank. Returns what is kept, as it crosses borders."""
-    from one_step_off.engines.vllm.shard_layout import KeptLayout
+    from one_step_off.engines.vllm.shard_layout import ShardLayout
 
     first, second, third = (worker.case.tensors(seed) for seed in range(3))
     model = worker.model(first, packed)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    layout = KeptLayout.learn(model, shapes_of(first))
+    layout = ShardLayout.learn(model, shapes_of(first))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), f"learning has changed {name}"
     if packed:
@@ -117,7 +117,7 @@ def learn_prove_and_write(worker: Worker, packed: bool) -> dict[str, list]:
         assert bool(packed_kernels) == packed
     if not packed:
         assert_reads_back(layout, first)
-    return plain_kept(layout.kept)
+    return plain_shards(layout.kept)
 
 
 def assert_reads_back(layout, tensors: Weights) -> None:
@@ -132,7 +132,7 @@ def assert_reads_back(layout, tensors: Weights) -> None:
 def assert_damage_is_found(worker: Worker) -> int:
     """Wrong layouts of packed layers, which nothing but the proof can find. Returns how many."""
     from one_step_off.engines.vllm.load_recording import NotInPlace
-    from one_step_off.engines.vllm.shard_layout import KeptLayout
+    from one_step_off.engines.vllm.shard_layout import ShardLayout
 
     tensors = worker.case.tensors(0)
     model = worker.model(tensors, PACKED)
@@ -145,7 +145,7 @@ def assert_damage_is_found(worker: Worker) -> int:
         ["model.layers.0.self_attn.o_proj.weight", "model.layers.1.self_attn.o_proj.weight"],
     ]
     for one, other in pairs:
-        layout = KeptLayout.learn(model, shapes_of(tensors))
+        layout = ShardLayout.learn(model, shapes_of(tensors))
         copies = layout.copies
         swapped = copies[one][0].destination, copies[other][0].destination
         for name, destination in zip((other, one), swapped, strict=True):
@@ -153,7 +153,7 @@ def assert_damage_is_found(worker: Worker) -> int:
         worker.reload(model, tensors, layout.note_loaded)
         with pytest.raises(NotInPlace, match="does not hold the bytes"):
             layout.prove()
-    layout = KeptLayout.learn(model, shapes_of(tensors))
+    layout = ShardLayout.learn(model, shapes_of(tensors))
     worker.reload(model, tensors, layout.note_loaded)
     layout.prove()
     return len(pairs)
@@ -166,11 +166,11 @@ def test_the_proof_finds_wrong_layouts_of_packed_layers():
 def leave_a_layer_unfinished(worker: Worker) -> str:
     """A sync that breaks off in a packed layer, and the next one. Returns the error."""
     from one_step_off.engines.vllm.load_recording import NotInPlace
-    from one_step_off.engines.vllm.shard_layout import KeptLayout
+    from one_step_off.engines.vllm.shard_layout import ShardLayout
 
     first, second = worker.case.tensors(0), worker.case.tensors(1)
     model = worker.model(first, PACKED)
-    layout = KeptLayout.learn(model, shapes_of(first))
+    layout = ShardLayout.learn(model, shapes_of(first))
     cells = random_cells(layout.kept, random.Random(1))
     with pytest.raises(RuntimeError, match="outside of a sync"):
         layout.bind(messages_of(cells[::2], second)).write()
@@ -183,7 +183,7 @@ def leave_a_layer_unfinished(worker: Worker) -> str:
     with pytest.raises(NotInPlace, match="cannot be read"):
         layout.bind(messages_of(cells, second)).read()
 
-    layout = KeptLayout.learn(model, shapes_of(first), keep_plain=True)
+    layout = ShardLayout.learn(model, shapes_of(first), keep_plain=True)
     worker.reload(model, first, layout.note_loaded)
     layout.prove()
     assert_reads_back(layout, first)
@@ -201,11 +201,11 @@ def test_broken_off_syncs_and_plain_copies_of_packed_layers():
 def pack_the_head_early(worker: Worker) -> list[bool]:
     """Whether a tied head computes with the new weights: after half of them, after all of them and
     before the sync ends, and after a sync that brought only half."""
-    from one_step_off.engines.vllm.shard_layout import KeptLayout
+    from one_step_off.engines.vllm.shard_layout import ShardLayout
 
     first, second = worker.case.tensors(0), worker.case.tensors(1)
     model = worker.model(first, PACKED)
-    layout = KeptLayout.learn(model, shapes_of(first))
+    layout = ShardLayout.learn(model, shapes_of(first))
     worker.reload(model, first, layout.note_loaded)
     layout.prove()
     head = model.lm_head
@@ -253,10 +253,10 @@ def halves(block: Block) -> list[Block]:
 
 def count_packing_of_the_head(worker: Worker, keep_plain: bool) -> None:
     """Two syncs, in each of which the head is packed once: with the last box of its weight."""
-    from one_step_off.engines.vllm.shard_layout import KeptLayout
+    from one_step_off.engines.vllm.shard_layout import ShardLayout
 
     model = worker.model(worker.case.tensors(0), PACKED)
-    layout = KeptLayout.learn(model, shapes_of(worker.case.tensors(0)), keep_plain)
+    layout = ShardLayout.learn(model, shapes_of(worker.case.tensors(0)), keep_plain)
     worker.reload(model, worker.case.tensors(0), layout.note_loaded)
     layout.prove()
     pack = model.lm_head.quant_method.process_weights_after_loading
@@ -305,11 +305,11 @@ def test_a_head_is_packed_once_in_each_sync(case, keep_plain):
 def fail_to_pack(worker: Worker, layer_name: str) -> str:
     """A sync in which vLLM cannot pack a layer, and the next one. Returns the error."""
     from one_step_off.cluster.errors import SyncError
-    from one_step_off.engines.vllm.shard_layout import KeptLayout
+    from one_step_off.engines.vllm.shard_layout import ShardLayout
 
     first, second = worker.case.tensors(0), worker.case.tensors(1)
     model = worker.model(first, PACKED)
-    layout = KeptLayout.learn(model, shapes_of(first))
+    layout = ShardLayout.learn(model, shapes_of(first))
     worker.reload(model, first, layout.note_loaded)
     layout.prove()
     method = model.get_submodule(layer_name).quant_method
@@ -325,7 +325,7 @@ def fail_to_pack(worker: Worker, layer_name: str) -> str:
         with pytest.raises(SyncError) as caught:
             layout.bind(messages).write()
     if layer_name == "lm_head":  # learned again, the layout still packs it
-        again = KeptLayout.learn(model, shapes_of(first)).packed_copies
+        again = ShardLayout.learn(model, shapes_of(first)).packed_copies
         assert len(again) == len(layout.packed_copies)
     write_in_buckets(layout, second, random.Random(2))
     assert_same_model(model, worker.model(second, PACKED))
@@ -352,7 +352,7 @@ def assert_union_is_whole(workers: list[KeptBlocks], tensors: Weights) -> None:
 
 
 def run_case(case: Case, packed: bool) -> None:
-    kept = [kept_from_plain(plain) for plain in run_workers(case, learn_prove_and_write, packed)]
+    kept = [shards_from_plain(plain) for plain in run_workers(case, learn_prove_and_write, packed)]
     assert_union_is_whole(kept, case.tensors(0))
 
 
@@ -420,7 +420,7 @@ def test_a_worker_keeps_its_share_of_the_bytes(case, replicated):
     tensors = case.tensors(0)
     for kept in run_workers(case, learn_only):
         for name, tensor in tensors.items():
-            numbers = sum(block.numel for block in kept_from_plain(kept)[name])
+            numbers = sum(block.numel for block in shards_from_plain(kept)[name])
             if "experts." in name:
                 assert numbers in (0, tensor.numel())  # a whole expert, or nothing of it
             elif not any(part in name for part in replicated):
@@ -435,7 +435,7 @@ def test_a_worker_keeps_its_share_of_the_bytes(case, replicated):
 
 
 def learn_only(worker: Worker) -> dict[str, list]:
-    from one_step_off.engines.vllm.shard_layout import KeptLayout
+    from one_step_off.engines.vllm.shard_layout import ShardLayout
 
     first = worker.case.tensors(0)
-    return plain_kept(KeptLayout.learn(worker.model(first, PLAIN), shapes_of(first)).kept)
+    return plain_shards(ShardLayout.learn(worker.model(first, PLAIN), shapes_of(first)).kept)

@@ -32,10 +32,10 @@ def assert_unchanged(stream: KeptStream, before: list) -> None:
 @pytest.mark.parametrize("limit_bytes", [0, 500, ALL])
 def test_the_model_changes_at_the_pause_only_and_then_holds_the_new_version(order, limit_bytes):
     stream = KeptStream(2, 1, 2)
-    count = stream.senders[0].kept_routes.leading_buckets(limit_bytes)
+    count = stream.senders[0].shard_routes.leading_buckets(limit_bytes)
     assert (count == 0) == (limit_bytes == 0)
     assert (count == len(stream.plan.buckets)) == (limit_bytes == ALL)
-    assert_no_errors(stream.sync_kept(random_weights(SHAPES, "bfloat16"), 0, only_kept=False))
+    assert_no_errors(stream.sync_kept(random_weights(SHAPES, "bfloat16"), 0, sharded_only=False))
     for version in range(1, 4):
         weights = random_weights(SHAPES, "bfloat16")
         before = held(stream)
@@ -56,7 +56,7 @@ def test_deltas_that_came_ahead_are_applied_at_the_pause(order):
     for sender in stream.senders:
         sender.full_every = 4
     weights = random_weights(SHAPES, "bfloat16")
-    assert_no_errors(stream.sync_kept(weights, 0, only_kept=False))
+    assert_no_errors(stream.sync_kept(weights, 0, sharded_only=False))
     for version in range(1, 7):
         perturb(weights)
         assert_no_errors(stream.send_ahead(weights, version, 600))

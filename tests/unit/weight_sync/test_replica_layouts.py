@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from one_step_off.weight_sync.kept_blocks import Block, plain_kept
-from one_step_off.weight_sync.replica_layouts import ReplicaLayouts, plain_kept_by_receivers
+from one_step_off.weight_sync.replica_layouts import ReplicaLayouts, plain_shards_of_receivers
+from one_step_off.weight_sync.shard_blocks import Block, plain_shards
 from one_step_off.weight_sync.sync_calls import BrokenSync
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
@@ -25,13 +25,13 @@ class Replica:
     def __init__(self, kept: list[Any] = HALVES) -> None:
         self.kept = kept
         self.asked = 0
-        self.learn_kept = SimpleNamespace(remote=self._learn)
+        self.learn_shards = SimpleNamespace(remote=self._learn)
         self.alive = SimpleNamespace(remote=self._alive)
 
     async def _learn(self, shapes: dict[str, Any]) -> list[dict[str, Any]]:
         assert shapes == {"a": ["bfloat16", [4, 2]]}
         self.asked += 1
-        return [{"kept": kept and plain_kept(kept), "reason": "packed"} for kept in self.kept]
+        return [{"kept": kept and plain_shards(kept), "reason": "packed"} for kept in self.kept]
 
     async def _alive(self) -> None:
         """It answers."""
@@ -52,7 +52,7 @@ def test_workers_with_the_same_rank_are_of_one_kind():
     kept = learned(first, second).kept_by([first, second])
     assert kept.kind_of_receiver == (0, 1, 0, 1)
     assert kept.blocks == tuple(HALVES)
-    plain = plain_kept_by_receivers(kept)
+    plain = plain_shards_of_receivers(kept)
     assert plain["kind_of_receiver"] == [0, 1, 0, 1]
 
 
@@ -97,6 +97,6 @@ def test_a_replica_that_cannot_answer_breaks_the_sync():
     async def dead(shapes: dict[str, Any]) -> None:
         raise RuntimeError("gone")
 
-    replica.learn_kept.remote = dead
+    replica.learn_shards.remote = dead
     with pytest.raises(BrokenSync, match="rollout 0: RuntimeError: gone"):
         learned(replica)

@@ -13,7 +13,7 @@ from one_step_off.config.schema import Config
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
-from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync import sync_calls
 from one_step_off.weight_sync.coordinator import WeightSync
 from tests.unit.stand_ins import TRAINER_CONTROL, ActorMethod, StandInActor
@@ -56,11 +56,11 @@ class FaultySync(WeightSync):
         trainer = StandInActor(
             score=lambda sequences: SCORES,
             connect_sync=None,
-            send_weights=lambda version, only_kept: dict(sent),
+            send_weights=lambda version, sharded_only: dict(sent),
             release=None,
             **TRAINER_CONTROL,
         )
-        actor = TrainGroup("actor", [trainer], cfg)
+        actor = WorkerGroup("actor", [trainer], cfg)
         super().__init__(actor, supervisor, [np.arange(2)], "127.0.0.1", [[]])
         self.senders = actor.ranks
         self.sending_ranks = actor.ranks
@@ -70,7 +70,7 @@ class FaultySync(WeightSync):
     def replica(self, i: int) -> StandInActor:
         deaths = []
 
-        async def sync(stamp, only_kept):
+        async def sync(stamp, sharded_only):
             if self.deaths.get(i, 0):
                 self.deaths[i] -= 1
                 deaths.append(stamp)
@@ -94,7 +94,7 @@ class FaultySync(WeightSync):
         return StandInActor(
             sync=sync,
             alive=alive,
-            learn_kept=lambda shapes: [{"kept": None, "reason": "a stand-in"}],
+            learn_shards=lambda shapes: [{"kept": None, "reason": "a stand-in"}],
             connect_sync=connect_sync,
             start=start,
             score=lambda sequences: SCORES,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from one_step_off.cluster.errors import SyncError
 from one_step_off.weight_sync import launch_order
 from one_step_off.weight_sync.bucket_plan import BucketPlan
-from one_step_off.weight_sync.kept_blocks import Block
-from one_step_off.weight_sync.routes import ALL_RECEIVERS, KeptByReceivers, Routes
+from one_step_off.weight_sync.routes import ALL_RECEIVERS, Routes, ShardsOfReceivers
+from one_step_off.weight_sync.shard_blocks import Block
 from tests.unit.weight_sync.kept_stream import SHAPES, KeptStream, kept_by_rank, rows
 from tests.unit.weight_sync.weight_stream import (
     assert_no_errors,
@@ -33,7 +33,7 @@ def bytes_kept(kept, itemsize: int = 2) -> int:
 def routes_for(senders: int, ranks: int, replicas: int = 1, shapes: dict = SHAPES):
     plan = BucketPlan.build(row_pieces(shapes, senders, "bfloat16"), bucket_bytes=300)
     kept = [kept_by_rank(rank, ranks, shapes) for rank in range(ranks)] * replicas
-    return plan, kept, Routes.of_kept_blocks(plan, KeptByReceivers.by_kind(kept))
+    return plan, kept, Routes.of_shard_blocks(plan, ShardsOfReceivers.by_kind(kept))
 
 
 def test_receivers_that_keep_everything_get_whole_parts_and_nothing_is_cut():
@@ -91,7 +91,7 @@ def test_what_a_receiver_keeps_and_nobody_sends_is_an_error():
     plan = BucketPlan.build(row_pieces({"a": (4, 2)}, 1, "bfloat16"), 100)
     kept = {"a": (Block.whole((4, 2)),), "b": (Block.whole((3,)),)}
     with pytest.raises(SyncError, match="keeps b, which nobody sends"):
-        Routes.of_kept_blocks(plan, KeptByReceivers.by_kind([kept]))
+        Routes.of_shard_blocks(plan, ShardsOfReceivers.by_kind([kept]))
 
 
 @st.composite
@@ -113,7 +113,7 @@ def test_any_boxes_of_any_receivers_arrive_as_they_are(data):
     kept = [
         {name: data.draw(boxes(shape)) for name, shape in shapes.items()} for _ in range(receivers)
     ]
-    routes = Routes.of_kept_blocks(plan, KeptByReceivers.by_kind(kept))
+    routes = Routes.of_shard_blocks(plan, ShardsOfReceivers.by_kind(kept))
     weights = random_weights(shapes)
     held = [{name: torch.full(shape, float("nan")) for name, shape in shapes.items()} for _ in kept]
     for bucket, messages in zip(plan.buckets, routes.messages, strict=True):
@@ -147,7 +147,7 @@ def test_workers_get_their_blocks_over_gloo_and_their_bytes_shrink(order, sender
     whole_bytes = 0.0
     for version in range(4):
         weights = random_weights(SHAPES, "bfloat16")
-        results = stream.sync_kept(weights, version, only_kept=version > 0)
+        results = stream.sync_kept(weights, version, sharded_only=version > 0)
         assert_no_errors(results)
         for layout in stream.layouts:
             layout.assert_holds(weights)
@@ -166,7 +166,7 @@ def test_deltas_and_full_syncs_of_kept_blocks_leave_the_same_bits(order):
     for sender in stream.senders:
         sender.full_every = 4
     weights = random_weights(SHAPES, "bfloat16")
-    assert_no_errors(stream.sync_kept(weights, 0, only_kept=False))
+    assert_no_errors(stream.sync_kept(weights, 0, sharded_only=False))
     for version in range(1, 10):
         perturb(weights, 0.3 if version == 5 else 0.02)
         results = stream.sync_kept(weights, version)
@@ -182,9 +182,9 @@ def test_a_kept_version_is_sent_again_as_blocks_after_the_weights_have_changed()
         sender.keep_sent = True
     stream.connect(3)
     weights = random_weights(SHAPES, "bfloat16")
-    assert_no_errors(stream.sync_kept(weights, 7, only_kept=True))
+    assert_no_errors(stream.sync_kept(weights, 7, sharded_only=True))
     later = random_weights(SHAPES, "bfloat16")
-    assert_no_errors(stream.sync_kept(later, 7, only_kept=True))
+    assert_no_errors(stream.sync_kept(later, 7, sharded_only=True))
     for layout in stream.layouts:
         layout.assert_holds(weights)
 
@@ -237,7 +237,7 @@ def test_deltas_from_shared_memory_and_from_buffers_full_of_something_else():
         for buffer in sender.buffers:
             buffer.random_(0, 256)
     weights = random_weights(ALL_KEPT, "bfloat16")
-    assert_no_errors(stream.sync_kept(weights, 0, only_kept=False))
+    assert_no_errors(stream.sync_kept(weights, 0, sharded_only=False))
     for version in range(1, 5):
         perturb(weights)
         assert_no_errors(stream.sync_kept(weights, version))
@@ -249,7 +249,7 @@ def test_parameters_that_others_have_changed_are_found_by_the_next_delta():
     for sender in stream.senders:
         sender.full_every = 20
     weights = random_weights(SHAPES, "bfloat16")
-    assert_no_errors(stream.sync_kept(weights, 0, only_kept=False))
+    assert_no_errors(stream.sync_kept(weights, 0, sharded_only=False))
     stream.layouts[1].tensors["embed"].view(torch.int16)[25, 3] += 1
     perturb(weights)
     results = stream.sync_kept(weights, 1)

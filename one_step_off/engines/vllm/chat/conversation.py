@@ -21,7 +21,7 @@ from one_step_off.data.messages import (
     normalized_tools,
 )
 
-MOST_RESPONSE_BYTES = 32 << 20
+MAX_RESPONSE_BYTES = 32 << 20
 UNCOMPARED_PARTS = (*THOUGHT_PARTS, "thinking")
 
 
@@ -194,7 +194,7 @@ class ConversationRecord:
         requests, which may each hold the whole history, are too large together."""
         self.responses[id] = items
         self._request_bytes[id] = request_bytes
-        while sum(self._request_bytes.values()) > MOST_RESPONSE_BYTES and len(self.responses) > 1:
+        while sum(self._request_bytes.values()) > MAX_RESPONSE_BYTES and len(self.responses) > 1:
             oldest = next(iter(self.responses))
             del self.responses[oldest], self._request_bytes[oldest]
 

@@ -20,7 +20,7 @@ from one_step_off.engines.vllm.chat.call import CURRENT_CALL
 from one_step_off.engines.vllm.chat.conversation import RequestRefused
 from one_step_off.engines.vllm.chat.requests import CHANGES_DISTRIBUTION
 
-LONGEST_CONTEXT = 1 << 30
+MAX_CONTEXT = 1 << 30
 """Tokens that vLLM's serving classes accept: the episode decides whether there is room for an
 answer, and they would refuse the request."""
 
@@ -58,7 +58,7 @@ class EpisodeEngine:
     def __init__(self, engine: Any, tokenizer: Any) -> None:
         self._engine = engine
         self.model_config = copy.copy(engine.model_config)
-        self.model_config.max_model_len = LONGEST_CONTEXT
+        self.model_config.max_model_len = MAX_CONTEXT
         self._tokenizer = tokenizer
         self._special_ids = TurnEncoder(tokenizer).special_ids
         # The model may have more tokens than the tokenizer, and the policy samples these, too.

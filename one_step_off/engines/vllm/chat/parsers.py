@@ -24,7 +24,7 @@ MARKS = (
 
 DEFAULT_TOOL_PARSER = "hermes"
 
-MOST_TAG_CHARS = 64
+MAX_TAG_CHARS = 64
 """Characters of the tags and blanks around the thoughts of a turn."""
 HERMES_PARSERS = ("hermes", "qwen3_json")
 """vLLM's names of the parser that `hermes_parser` replaces."""
@@ -137,7 +137,7 @@ def _without_calls(parser: Any, text: str, request: Any) -> tuple[str | None, st
         return None, text, None
     if thoughts:
         before, _, tag = text.removesuffix(content or "").partition(thoughts)
-        if len(before) + len(tag) <= MOST_TAG_CHARS:
+        if len(before) + len(tag) <= MAX_TAG_CHARS:
             return thoughts, content or "", None
     return None, text, None
 

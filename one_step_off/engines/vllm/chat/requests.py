@@ -40,8 +40,8 @@ CHANGES_DISTRIBUTION = (
 MANY_ENTRIES = ("logit_bias", "allowed_token_ids", "bad_words")
 """Such keys, of which each entry would cost time before the engine refuses them."""
 
-MOST_STOP_CHARS = 10_000
-LEAST_VALUES = 100_000
+MAX_STOP_CHARS = 10_000
+MIN_VALUES = 100_000
 VALUES_PER_TOKEN = 32
 """JSON values that a request may have at least, and those per token that an episode has room for.
 A value in a text is a comma or a bracket."""
@@ -67,7 +67,7 @@ def parse_body(path: str, body: bytes, max_sequence: int) -> dict[str, Any]:
         RequestTooLong: it has more parts than a context of so many tokens has room for.
     """
     values = sum(map(body.count, (b",", b"[", b"{")))
-    if values > LEAST_VALUES + VALUES_PER_TOKEN * max_sequence:
+    if values > MIN_VALUES + VALUES_PER_TOKEN * max_sequence:
         raise RequestTooLong(f"{values} JSON values are too many for {max_sequence} tokens")
     try:
         content = json.loads(body)
@@ -101,8 +101,8 @@ def _check_sampling(content: dict[str, Any]) -> None:
                 raise RequestRefused(f"{key}: {CHANGES_DISTRIBUTION}")
         for key in ("stop", "stop_sequences"):
             texts = place.get(key) or ()
-            if len(json.dumps(texts, default=str)) > MOST_STOP_CHARS:
-                raise RequestRefused(f"{key}: has more than {MOST_STOP_CHARS} characters")
+            if len(json.dumps(texts, default=str)) > MAX_STOP_CHARS:
+                raise RequestRefused(f"{key}: has more than {MAX_STOP_CHARS} characters")
 
 
 def take_stream(content: dict[str, Any]) -> tuple[bool, bool]:

@@ -88,7 +88,7 @@ STREAMS: dict[str, Callable[[dict[str, Any], bool], list[bytes]]] = {
     requests.GENERATE: events.token_events,
 }
 
-MOST_CONTEXTS = 8
+MAX_CONTEXTS = 8
 """A request that is so many times too long is refused before it is tokenized. One that is less
 too long gets an empty answer, cut off at its length."""
 
@@ -201,7 +201,7 @@ class Serving:
             "reasoning_parser": reasoning_parser_name(cfg, tool_parser),
         }
         bounded = copy.copy(engine.model_config)
-        bounded.max_model_len *= MOST_CONTEXTS
+        bounded.max_model_len *= MAX_CONTEXTS
         online_renderer = OnlineRenderer(
             bounded, renderer, request_logger=None, **common, **parsers
         )

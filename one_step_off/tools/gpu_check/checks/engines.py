@@ -24,10 +24,10 @@ from one_step_off.tools.gpu_check.checks import workers
 from one_step_off.tools.gpu_check.peers import HOST, all_results, run_peers
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.canary import Canary
-from one_step_off.weight_sync.kept_blocks import kept_from_plain
-from one_step_off.weight_sync.replica_layouts import plain_kept_by_receivers
-from one_step_off.weight_sync.routes import KeptByReceivers
+from one_step_off.weight_sync.replica_layouts import plain_shards_of_receivers
+from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.sender import WeightSender
+from one_step_off.weight_sync.shard_blocks import shards_from_plain
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 SEQUENCES = 4
@@ -178,27 +178,27 @@ class _Engine:
             "epoch": 1,
             "receivers": 1,
             "same_device": [[0]],
-            "kept": plain_kept_by_receivers(kept),
+            "kept": plain_shards_of_receivers(kept),
         }
         self._beside(
             lambda: self.sender.connect(1, 1, [0], kept), self.replica.connect_sync(info, 0)
         )
 
-    def _learn_kept(self, sent: list[WeightPiece]) -> KeptByReceivers | None:
+    def _learn_kept(self, sent: list[WeightPiece]) -> ShardsOfReceivers | None:
         """Ask the engine what it keeps of the model."""
         shapes = {piece.name: [piece.dtype, list(piece.shape)] for piece in sent}
-        (answer,) = self._run(self.replica.learn_kept(shapes))
+        (answer,) = self._run(self.replica.learn_shards(shapes))
         if answer["kept"] is None:
             return None
-        return KeptByReceivers.by_kind([kept_from_plain(answer["kept"])])
+        return ShardsOfReceivers.by_kind([shards_from_plain(answer["kept"])])
 
     def sync(self, version: int) -> dict[str, Any]:
         """Bring the engine to the weights that `weights` have now; returns the receiver's
         report."""
         tensors = iter(list(self.weights.values()))
-        only_kept = self.layout_is_proved
-        sending = lambda: self.sender.send(tensors, version, only_kept)  # noqa: E731
-        (report,) = self._beside(sending, self.replica.sync((0, version), only_kept))
+        sharded_only = self.layout_is_proved
+        sending = lambda: self.sender.send(tensors, version, sharded_only)  # noqa: E731
+        (report,) = self._beside(sending, self.replica.sync((0, version), sharded_only))
         self.layout_is_proved = bool(report["layout_proved"])
         return report
 

@@ -28,7 +28,7 @@ from one_step_off.weight_sync.sender import WeightSender
 MESSAGE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 REPEATS = 3
 CONNECT_S = 60.0
-MOST_PAIRS = 28
+MAX_PAIRS = 28
 """All pairs of eight GPUs. Of more GPUs only neighbors are measured."""
 
 WAIT_S = {"cpu": 5.0, "cuda": 15.0}
@@ -52,7 +52,7 @@ def _members(context: Context) -> int:
 def _groups(count: int) -> list[tuple[int, ...]]:
     """The groups to create, one after another: pairs, then all members at once."""
     pairs: list[tuple[int, ...]] = list(itertools.combinations(range(count), 2))
-    if len(pairs) > MOST_PAIRS:
+    if len(pairs) > MAX_PAIRS:
         pairs = list(itertools.pairwise(range(count)))
     return pairs if count == 2 else [*pairs, tuple(range(count))]
 
@@ -244,7 +244,7 @@ def dead_peer(context: Context) -> Figures:
     jobs: list[Any] = [(_sender_of_the_dying, (context.device, store.port, receivers))]
     for index in range(receivers):
         jobs.append((_receiver_that_may_die, (context.device, store.port, index, receivers)))
-    # Three waits in a row, as in `SyncEndpoint._result_from_wire`.
+    # Three waits in a row, as in `StreamPeer._result_from_wire`.
     limit_s = 3 * WAIT_S[context.device] + GRACE_S
     results = run_peers(jobs, CONNECT_S + limit_s, one_may_die=True)
     return _freed_in_time(results, limit_s)

@@ -37,7 +37,7 @@ VERSIONS = 4
 FULL_EVERY = 3
 """Of the syncs with deltas: full, delta, delta, full."""
 
-MOST_OF_FULL = 0.25
+MAX_SHARE_OF_FULL = 0.25
 """Of a full sync's bytes: a delta of so few changed words is far smaller."""
 
 CHANGED_SHARE = 0.02
@@ -176,7 +176,7 @@ def _require_deltas(sent: list[dict[str, Any]]) -> None:
     full = sent[0]["bytes"]
     for version in range(1, FULL_EVERY):
         report = sent[version]
-        if math.isnan(report["changed"]) or not report["bytes"] < full * MOST_OF_FULL:
+        if math.isnan(report["changed"]) or not report["bytes"] < full * MAX_SHARE_OF_FULL:
             raise CheckFailed(
                 f"version {version} was no delta: {report['bytes']:.0f} bytes, in full {full:.0f}"
             )

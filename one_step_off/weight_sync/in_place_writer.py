@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from one_step_off.weight_sync import delta
-from one_step_off.weight_sync.kept_blocks import Block, KeptBlocks
 from one_step_off.weight_sync.routes import Message
+from one_step_off.weight_sync.shard_blocks import Block, KeptBlocks
 
 
 class BoundCells(Protocol):
@@ -39,7 +39,7 @@ class Layout(Protocol):
         ...
 
 
-class KeptModel:
+class InPlaceWriter:
     """The parameters of one worker's model, bucket by bucket."""
 
     def __init__(self, messages: list[list[Message]], layout: Layout, device: torch.device) -> None:

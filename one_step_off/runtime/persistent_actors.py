@@ -1,9 +1,9 @@
 """What a trainer's death leaves alive: the pools, the vLLM replicas, the reward workers and the
 endpoint's gateway.
 
-`RunEngines` belongs to one attempt at a time. An attempt that ends since a trainer died hands it to
-the next one, which starts trainers and takes the replicas over; every other end of an attempt ends
-it too.
+`PersistentActors` belongs to one attempt at a time. An attempt that ends since a trainer died hands
+it to the next one, which starts trainers and reuses the replicas; every other end of an attempt
+ends it too.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ from one_step_off.engines.engine_processes import kill_engines_of_run
 from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.rollout.reuse_engines import reuse_engines
 from one_step_off.rollout.sampling import engine_seed
-from one_step_off.rollout.take_over import take_over
-from one_step_off.runtime.prepare import Prepared
+from one_step_off.runtime.prepare import RunInputs
 from one_step_off.runtime.process_env import engine_env, process_env
-from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.training.trainer_group import WorkerGroup
 
 
-class RunEngines:
+class PersistentActors:
     """The processes of a run that are no trainers, and the pools of all.
 
     Attributes:
@@ -46,20 +46,18 @@ class RunEngines:
         endpoint: the gateway of external agents; None: the run has none.
         scorers: the reward workers.
         actors: every Ray actor of these, to be ended with them.
-        incarnation: of the attempt that uses them; engines that start get other seeds in each.
+        attempt: of the attempt that uses them; engines that start get other seeds in each.
         rollout: the replicas, as the latest attempt sees them.
         sync_epoch: of the latest attempt's weight sync.
         frozen_groups: roles that do not learn, which the latest attempt has handed over with these.
         spares: role -> idle ranks for the next attempt, which have imported all and loaded nothing.
     """
 
-    def __init__(
-        self, prepared: Prepared, incarnation: int = 0, trainers_only: bool = False
-    ) -> None:
+    def __init__(self, prepared: RunInputs, attempt: int = 0, trainers_only: bool = False) -> None:
         """Reserve the pools and create the processes; nothing is loaded yet.
 
         Args:
-            incarnation: the number of the attempt.
+            attempt: the number of the attempt.
             trainers_only: create the pools, and no process.
 
         Raises:
@@ -68,9 +66,9 @@ class RunEngines:
         self.prepared = prepared
         self.cfg = prepared.cfg
         self.device = prepared.device
-        self.incarnation = incarnation
+        self.attempt = attempt
         self.sync_epoch = 0
-        self.frozen_groups: dict[str, TrainGroup] = {}
+        self.frozen_groups: dict[str, WorkerGroup] = {}
         self.spares: dict[str, list[Any]] = {}
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(self.cfg, self.device)
@@ -95,10 +93,10 @@ class RunEngines:
         may_stay = not self.rollout.shares_pool and bool(self.rollout.active)
         return may_stay and are_reserved(self.pools)
 
-    def begin_attempt(self, incarnation: int) -> None:
+    def begin_attempt(self, attempt: int) -> None:
         """Another attempt uses these from now on, with locks and a replica group of its own: those
         of the attempt before belong to an event loop that has ended."""
-        self.incarnation = incarnation
+        self.attempt = attempt
         self.pool_locks = {pool: asyncio.Lock() for pool in self.pools}
         self.former_rollout = self.rollout
         self.rollout = self._create_rollout_group(self.rollout.replicas)
@@ -110,7 +108,7 @@ class RunEngines:
             return
         former = self.former_rollout
         self.former_rollout = None
-        await take_over(self.rollout, former, self.incarnation)
+        await reuse_engines(self.rollout, former, self.attempt)
 
     def drop_spares(self, role: str) -> None:
         """End the idle ranks of a role."""
@@ -155,9 +153,7 @@ class RunEngines:
 
     def _create_replica(self, index: int) -> Any:
         pool = self.cfg.placement.roles["rollout"]
-        seed = engine_seed(
-            self.cfg.trainer.seed, self.incarnation, index, self.replica_starts[index]
-        )
+        seed = engine_seed(self.cfg.trainer.seed, self.attempt, index, self.replica_starts[index])
         self.replica_starts[index] += 1
         loop_names = self.prepared.loop_names
         cfg = self._replica_cfg(index)

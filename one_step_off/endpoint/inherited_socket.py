@@ -25,7 +25,7 @@ FORMER_ENDS_S = 3.0
 RETRY_S = 0.1
 
 
-class KeptPort:
+class InheritedSocket:
     """A socket that listens, and a thread that lends it to processes of this user.
 
     Attributes:
@@ -79,7 +79,7 @@ class KeptPort:
 
 
 def borrow_port(path: str) -> socket.socket:
-    """The listening socket of the `KeptPort` at this path. Raises OSError: it is closed."""
+    """The listening socket of the `InheritedSocket` at this path. Raises OSError: it is closed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lender:
         lender.settimeout(LEND_TIMEOUT_S)
         lender.connect(path)

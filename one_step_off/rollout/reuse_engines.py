@@ -1,7 +1,7 @@
 """Replicas that outlive an attempt: the next one takes them over, with their loaded engines.
 
 Each drops what it holds of the attempt that has ended: requests, trajectories, episodes of external
-agents. From then on it refuses prompts and weights of earlier incarnations, and it generates
+agents. From then on it refuses prompts and weights of earlier attempts, and it generates
 nothing before it has verified weights of the new one. A replica that does not do so in time is
 replaced, while the others serve.
 """
@@ -17,20 +17,20 @@ DROP_S = 15.0
 in about a second."""
 
 
-async def take_over(group: RolloutGroup, former: RolloutGroup, incarnation: int) -> None:
+async def reuse_engines(group: RolloutGroup, former: RolloutGroup, attempt: int) -> None:
     """Let the replicas of `former` serve in `group`, which has the same ones.
 
     Args:
         group: of the new attempt.
         former: of the attempt that has ended.
-        incarnation: of the new attempt.
+        attempt: of the new attempt.
     """
     group.router.replica_capacity = former.router.replica_capacity
     group.supervisor.restarts = former.restarts
     for i, processes in enumerate(former.supervisor.child_processes):
         group.supervisor.child_processes[i] = processes
     numbers = range(len(group.replicas))
-    reasons = await asyncio.gather(*(_drop_work(former, i, incarnation) for i in numbers))
+    reasons = await asyncio.gather(*(_drop_work(former, i, attempt) for i in numbers))
     for i, reason in enumerate(reasons):
         if reason:
             group.supervisor.mark_failed(i, reason)
@@ -39,12 +39,12 @@ async def take_over(group: RolloutGroup, former: RolloutGroup, incarnation: int)
     group.on_message(f"{kept} of {len(reasons)} replicas were kept")
 
 
-async def _drop_work(former: RolloutGroup, i: int, incarnation: int) -> str:
+async def _drop_work(former: RolloutGroup, i: int, attempt: int) -> str:
     """Let a replica drop its work; returns why it cannot be kept, "" if it can."""
     if i in former.supervisor.restart_tasks:
         return "it was not running when the attempt ended"
     name = f"rollout {i}, drop_work"
-    answer = former.replicas[i].drop_work.remote(incarnation)
+    answer = former.replicas[i].drop_work.remote(attempt)
     try:
         await with_time_limit(DROP_S, name, name_failures(name, answer))
     except (RoleError, SyncError, PhaseTimeout) as error:

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from agent_loop.episode import Episode
 from one_step_off.endpoint.answers import Answer
 
-MOST_KEPT = 8
-MOST_KEPT_BYTES = 1 << 18
+MAX_KEPT = 8
+MAX_KEPT_BYTES = 1 << 18
 """Bytes of an episode's delivered answers, without the newest."""
 
-MOST_REFUSED = 1024
+MAX_REFUSED = 1024
 """Refused requests of an episode that are remembered."""
 
-MOST_DIGITS = 9  # of a number of retries; Python refuses to read very long ones
+MAX_DIGITS = 9  # of a number of retries; Python refuses to read very long ones
 
 COUNTED_RETRIES = "x-stainless-retry-count"
 
@@ -46,7 +46,7 @@ class Attempt:
     def of(cls, path: str, body: bytes, headers: Mapping[str, str]) -> "Attempt":
         """The SDKs of OpenAI and Anthropic count their retries, and others name each request."""
         counted = headers.get(COUNTED_RETRIES, "").strip() or "0"
-        is_number = counted.isascii() and counted.isdigit() and len(counted) <= MOST_DIGITS
+        is_number = counted.isascii() and counted.isdigit() and len(counted) <= MAX_DIGITS
         retries = int(counted) if is_number else 1
         return cls(request_digest(path, body, headers), retries, "Idempotency-Key" in headers)
 
@@ -111,12 +111,12 @@ class KeptAnswer:
         return self.making.result().status >= 400
 
 
-class KeptAnswers:
+class IdempotencyCache:
     """The answers of one episode, oldest first."""
 
     def __init__(self) -> None:
         self._answers: list[KeptAnswer] = []
-        self._refused: deque[tuple[bytes, int]] = deque(maxlen=MOST_REFUSED)
+        self._refused: deque[tuple[bytes, int]] = deque(maxlen=MAX_REFUSED)
 
     def take(self, attempt: Attempt) -> KeptAnswer | None:
         """The answer that a request should get; None: a new one."""
@@ -157,13 +157,13 @@ class KeptAnswers:
     def add(self, answer: KeptAnswer) -> None:
         """Keep one more. What is finished and has no client goes, oldest first, where there are too
         many, or delivered ones are too large together."""
-        for old in self._answers[: 1 - MOST_KEPT]:
+        for old in self._answers[: 1 - MAX_KEPT]:
             if old.idle:
                 self._answers.remove(old)
         delivered = [old for old in self._answers if old.delivered and old.idle]
         size = sum(old.size for old in delivered)
         for old in delivered[:-1]:
-            if size > MOST_KEPT_BYTES:
+            if size > MAX_KEPT_BYTES:
                 size -= old.size
                 self._answers.remove(old)
         self._answers.append(answer)

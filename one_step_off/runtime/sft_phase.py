@@ -18,7 +18,7 @@ from one_step_off.config.yaml_io import parse_yaml, resolved_yaml
 from one_step_off.monitoring.console import RunConsole
 from one_step_off.runtime import run_folder
 from one_step_off.runtime.launch import is_complete, train
-from one_step_off.runtime.prepare import Prepared
+from one_step_off.runtime.prepare import RunInputs
 from one_step_off.runtime.prepare_supervised import prepare_supervised
 
 COMPARED_SECTIONS = ("model", "sft")
@@ -50,7 +50,7 @@ COMPARED_KEYS = (
 FIX = "start over with trainer.resume=never trainer.overwrite=true, or name another output_dir"
 
 
-def warm_up(prepared: Prepared, console: RunConsole) -> None:
+def sft_phase(prepared: RunInputs, console: RunConsole) -> None:
     """Make the supervised steps of a run that is about to start RL, or find what an earlier attempt
     made, and let RL start with that model.
 
@@ -86,7 +86,7 @@ def finished_model(folder: Path) -> Path | None:
     return model if model.is_dir() and (folder / "summary.json").exists() else None
 
 
-def _warmed_up(prepared: Prepared, supervised: Config, folder: Path, console: RunConsole) -> Path:
+def _warmed_up(prepared: RunInputs, supervised: Config, folder: Path, console: RunConsole) -> Path:
     """The model of the supervised steps, made now or before."""
     model = finished_model(folder)
     if model is not None and supervised.trainer.resume != "never":
@@ -109,7 +109,7 @@ def _warmed_up(prepared: Prepared, supervised: Config, folder: Path, console: Ru
     return model
 
 
-def _require_same_settings(prepared: Prepared, supervised: Config, folder: Path) -> None:
+def _require_same_settings(prepared: RunInputs, supervised: Config, folder: Path) -> None:
     """Raises ConfigError: the warm-up in the folder was made with other settings."""
     config_file = folder / "config.yaml"
     if not config_file.is_file():

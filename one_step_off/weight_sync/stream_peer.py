@@ -58,7 +58,7 @@ MEASURED_TRANSFERS = 2
 one counts."""
 
 
-class SyncEndpoint:
+class StreamPeer:
     """The base of `WeightSender` and `WeightReceiver`."""
 
     role = "endpoint"  # in error messages

@@ -64,7 +64,7 @@ KeptBlocks = dict[str, tuple[Block, ...]]
 keeps nothing of the tensor."""
 
 
-def plain_kept(kept: KeptBlocks) -> dict[str, list]:
+def plain_shards(kept: KeptBlocks) -> dict[str, list]:
     """As lists of numbers, which cross process borders: name -> [[start, stop] of each box]."""
     return {
         name: [[list(block.start), list(block.stop)] for block in blocks]
@@ -72,8 +72,8 @@ def plain_kept(kept: KeptBlocks) -> dict[str, list]:
     }
 
 
-def kept_from_plain(plain: dict[str, list]) -> KeptBlocks:
-    """The inverse of `plain_kept`."""
+def shards_from_plain(plain: dict[str, list]) -> KeptBlocks:
+    """The inverse of `plain_shards`."""
     return {
         name: tuple(Block(tuple(start), tuple(stop)) for start, stop in boxes)
         for name, boxes in plain.items()

@@ -1,0 +1,145 @@
+"""The Engine seam: what a rollout replica asks of the engine that generates its tokens.
+
+An engine is a plain object in the replica's process, and may have processes of its own. It holds
+the policy in one or more workers (`tensor_parallel_size`), each of which is a receiver of the
+weight sync. The replica, `rollout/replica.py`, knows nothing more of it. What every engine
+guarantees:
+
+- Nothing is generated between `pause` and `resume`, and a token is sampled with the weights whose
+  version the last `resume` named. Each token carries that version.
+- Log-probs are those of the distribution that tokens are sampled from, in nats, after temperature.
+- `call_workers` runs in all workers at once, each between two of its forward passes.
+- After `pause(clear_cache=True)` nothing that older weights computed is used again.
+- A request whose task is cancelled is given up soon, and `has_unfinished_requests` says when.
+- A process of the engine that dies makes `errored` true and fails the requests under way.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import psutil
+
+from agent_loop.trajectory import Generated
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.registry import import_object
+from one_step_off.config.schema import Config
+from one_step_off.config.text import did_you_mean
+from one_step_off.data.samples import PolicyVersion
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One turn to generate.
+
+    Attributes:
+        ids: the context, int32 [T].
+        max_tokens: tokens of the answer at most.
+        temperature: 0 is greedy decoding.
+        top_p: for evaluation only.
+        seed: of this request alone; None: the engine's own random numbers.
+        stop: texts that end the answer, besides those of `rollout.sampling_kwargs`.
+    """
+
+    ids: np.ndarray
+    max_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+class Engine(Protocol):
+    """See the module. `create(cfg, device, seed, log)` makes one, and loads nothing.
+
+    Attributes:
+        tokenizer: that of the policy.
+        max_sequences: how many requests it works on at once; known after `start`.
+        finished_requests, started_requests: counts since the start, for the heartbeat.
+    """
+
+    tokenizer: Any
+    max_sequences: int
+    started_requests: int
+    finished_requests: int
+
+    async def start(self) -> None:
+        """Load the model, and be ready for `call_workers`.
+
+        Raises:
+            ProcessDied: a process of the engine was killed.
+            RuntimeError: it did not start; the message names the reason.
+        """
+
+    def processes(self) -> Sequence[psutil.Process]:
+        """Its own processes below this one, so that a dead or stopped one is noticed."""
+
+    @property
+    def errored(self) -> bool:
+        """Whether it has died."""
+
+    async def generate(self, request: GenerationRequest) -> Generated:
+        """The tokens that follow `request.ids`. Raises RuntimeError: the engine died."""
+
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        """Log-probs (nats, temperature 1) of every token of `ids`, int32 [T], but the first:
+        float32 [T - 1]."""
+
+    async def heartbeat(self) -> None:
+        """Return once the engine answers, between two of its steps."""
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether it works on a request, a cancelled one included."""
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker: `kv_cache_bytes`, and the receiver's part of the weight
+        sync (`learn_shards`, `prove_base`, `connect_sync`, `sync_weights`).
+
+        Raises:
+            SyncError: a worker failed; the message is the worker's own.
+        """
+
+    async def pause(self, wait: bool, clear_cache: bool) -> None:
+        """Generate nothing more until `resume`.
+
+        Args:
+            wait: first finish all requests; else they go on where they were after `resume`.
+            clear_cache: forget what was computed of them, so that it is computed again.
+        """
+
+    async def resume(self, version: PolicyVersion) -> None:
+        """Go on, with the weights of this version in every worker."""
+
+    async def sleep(self) -> None:
+        """Free the device's memory; the next sync brings the weights back. On a CPU it idles."""
+
+    async def wake_up(self, tags: list[str]) -> None:
+        """Take memory again for "weights" or "kv_cache"; nothing where it does not sleep."""
+
+    def shutdown(self) -> None:
+        """End its processes."""
+
+
+CreateEngine = Callable[[Config, str, int, str], Engine]
+"""(config, "cpu" or "cuda", seed of the engine, file with the output of this process or "")."""
+
+ENGINES = {
+    "vllm": "one_step_off.engines.vllm.engine:VllmEngine",
+    "transformers": "one_step_off.engines.transformers.engine:TransformersEngine",
+}
+"""The value of `rollout.engine` -> what creates the engine. It is imported only in the processes
+that use it."""
+
+
+def find_engine(spec: str) -> CreateEngine:
+    """What creates the engine `spec`: a name of `ENGINES`, or the user's own `module:Class`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if spec not in ENGINES and ":" not in spec:
+        otherwise = f"use module:Class or one of {', '.join(ENGINES)}"
+        fix = did_you_mean(spec, ENGINES, otherwise)
+        raise ConfigError(f"rollout.engine={spec!r}: unknown; {fix}")
+    return import_object("rollout.engine", ENGINES.get(spec, spec))
