@@ -4,8 +4,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from one_step_off.config.device_shares import devices_of_pool
-from one_step_off.config.role_sections import ActorConfig, BackendConfig
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.roles import ActorConfig, BackendConfig
 
 
 def role_settings(cfg: Config, role: str) -> Any:

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Callable
 
-from one_step_off.config.data_sections import SourceConfig
 from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.data import SourceConfig
 from one_step_off.config.sources import (
     difficulty_filter,
     source_rewards,

@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from one_step_off.config.data_sections import Curriculum, DifficultyFilter, Entry, SourceConfig
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.data import Curriculum, DifficultyFilter, Entry, SourceConfig
 
 _FREE_COMMA = re.compile(r"(?<!\\),")
 

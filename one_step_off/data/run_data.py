@@ -5,9 +5,9 @@ from functools import cached_property, partial
 from typing import Any
 
 from one_step_off.config.data_checks import EXTERNAL_LOOP
-from one_step_off.config.data_sections import SourceConfig
 from one_step_off.config.errors import ConfigError, located_config_error
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.data import SourceConfig
 from one_step_off.config.sources import (
     curriculum,
     difficulty_filter,

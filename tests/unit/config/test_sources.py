@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from one_step_off.config.data_sections import Curriculum, DifficultyFilter
 from one_step_off.config.loading import load_config
+from one_step_off.config.sections.data import Curriculum, DifficultyFilter
 from one_step_off.config.sources import (
     NO_SOURCE,
     curriculum,

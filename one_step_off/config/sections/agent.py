@@ -1,5 +1,4 @@
-"""The config section of agent loops and external agents. It imports neither torch nor Ray nor
-vLLM."""
+"""The config section agent: agent loops and external agents."""
 
 from dataclasses import dataclass
 from typing import Any, Optional
