@@ -14,12 +14,11 @@ from typing import Any
 
 import yaml
 
-from one_step_off.config.engine_checks import (
+from one_step_off.config.sections.rollout import (
     ENGINE_FIELDS_SET_BY_US,
     UNSAFE_ENGINE_FIELDS,
     key_of_vllm_field,
 )
-from one_step_off.config.schema import Config
 from one_step_off.config.text import format_value
 
 PAGES = {"verl": "docs/reference/from_verl.md", "TRL": "docs/reference/from_trl.md"}
@@ -170,7 +169,7 @@ def engine_argument(dotted: str) -> str:
         return ""
     for candidate in (name, name.removeprefix("vllm_")):
         refused = candidate in (*ENGINE_FIELDS_SET_BY_US, *UNSAFE_ENGINE_FIELDS)
-        has_key = key_of_vllm_field(Config(), candidate) is not None
+        has_key = key_of_vllm_field(candidate) is not None
         if candidate in _content()[ENGINE_ARGUMENTS].split() and not refused and not has_key:
             return candidate
     return ""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Optional
 
+from one_step_off.config import packages
+from one_step_off.config.errors import refuse_here, value_error
 from one_step_off.config.keys import config_key
 
 
@@ -27,3 +29,13 @@ class LoggingConfig:
     sample_dump: bool = config_key(
         True, "write all samples to samples/ (read them with python -m one_step_off.view)"
     )
+
+
+def check_loggers(logging: LoggingConfig) -> None:
+    """Check the packages and settings of the loggers. Raises ConfigError."""
+    for name in ("tensorboard", "wandb"):
+        if getattr(logging, name) and not packages.is_installed(name):
+            problem = f"the package {name} is missing; pip install {name}, or set it to false"
+            refuse_here(value_error(f"logging.{name}", True, problem))
+    if logging.wandb and not logging.wandb_project.strip():
+        raise value_error("logging.wandb_project", logging.wandb_project, "empty; name a project")

@@ -1,9 +1,15 @@
 """The config section trainer: the run itself."""
 
+import itertools
+import os
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Optional
 
+from one_step_off.config.errors import refuse_here, value_error
 from one_step_off.config.keys import config_key, path_key
+from one_step_off.config.text import did_you_mean
 
 
 @dataclass
@@ -72,3 +78,46 @@ class TrainerConfig:
         900.0, "time limit for starting engines and trainers", above=0.0
     )
     step_timeout_s: float = config_key(3600.0, "time limit for any phase of a step", above=0.0)
+
+
+def check_folders(trainer: TrainerConfig) -> None:
+    """Check where the run writes, and what it resumes from. Raises ConfigError."""
+    output_dir = trainer.output_dir
+    if not output_dir.strip():
+        raise value_error(
+            "trainer.output_dir", output_dir, "not set; name a folder, such as outputs/run"
+        )
+    parent = _nearest_existing_folder(output_dir)
+    is_writable = os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
+    if not is_writable or "\0" in output_dir:
+        problem = f"{parent} is not a folder that can be written to; name another"
+        refuse_here(value_error("trainer.output_dir", output_dir, problem))
+    _check_resume(trainer.resume)
+
+
+def _nearest_existing_folder(path: str) -> Path:
+    """The path itself if it exists, or its nearest parent that does."""
+    absolute = Path(os.path.abspath(path))
+    for folder in (absolute, *absolute.parents):
+        if os.path.lexists(folder):
+            return folder
+    return Path("/")
+
+
+def _check_resume(resume: str) -> None:
+    if resume in ("auto", "never") or os.path.isfile(os.path.join(resume, "state.json")):
+        return
+    fix = did_you_mean(
+        resume, ("auto", "never"), "use auto, never, or OUTPUT_DIR/checkpoints/step_000050"
+    )
+    problem = f"no checkpoint there (state.json is missing); {fix}"
+    refuse_here(value_error("trainer.resume", resume, problem))
+
+
+def free_folder_setting(trainer: TrainerConfig) -> str:
+    """`trainer.output_dir=...` with a name that is free, beside the run folder of the config, to be
+    added to a command."""
+    folder = os.path.normpath(trainer.output_dir)
+    names = (f"{folder}_{number}" for number in itertools.count(2))
+    free = next(name for name in names if not os.path.lexists(name))
+    return shlex.quote(f"trainer.output_dir={free}")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Optional
 
+from one_step_off.config.errors import value_error
 from one_step_off.config.keys import config_key
 
 
@@ -79,3 +80,27 @@ class WeightSyncConfig:
         "largest allowed log-prob difference of the canary; null: 1e-3 in fp32, measured in bf16",
         above=0.0,
     )
+
+
+def check_weight_sync(settings: WeightSyncConfig) -> None:
+    """Check the section weight_sync. Raises ConfigError."""
+    gathers = settings.sender == "gather"
+    if settings.overlap == "true" and gathers:
+        raise value_error(
+            "weight_sync.sender",
+            settings.sender,
+            "gather uses the trainer's collectives, which training uses at the same time; "
+            "set weight_sync.overlap=false or auto",
+        )
+    if gathers and settings.receive_ahead:
+        raise value_error(
+            "weight_sync.receive_ahead",
+            settings.receive_ahead,
+            "gather uses the trainer's collectives; use weight_sync.sender=sharded",
+        )
+    if gathers and settings.mode == "delta":
+        raise value_error(
+            "weight_sync.mode",
+            settings.mode,
+            "each rank compares its own shard; use weight_sync.sender=sharded",
+        )
