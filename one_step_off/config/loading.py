@@ -28,7 +28,7 @@ from one_step_off.config.errors import (
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.data import join_files, split_files
 from one_step_off.config.text import did_you_mean, format_value
-from one_step_off.config.unknown_keys import PAGES, hint, leaves
+from one_step_off.config.unknown_keys import PAGES, REMOVED_KEYS, hint, leaves
 from one_step_off.config.yaml_io import (
     MERGE_TAG,
     YAML_ERRORS,
@@ -132,6 +132,8 @@ def find_key(dotted: str, value: Any = None) -> ConfigKey:
             f"{format_value(dotted)}: a section, not a key; "
             f"write {section}.KEY=VALUE (all keys: --help)"
         )
+    if dotted in REMOVED_KEYS:
+        raise UnknownKey(f"{dotted}: is no key any more; {REMOVED_KEYS[dotted]}")
     shown, suggestion = hint(dotted, value, KEYS, SECTIONS)
     raise UnknownKey(f"{format_value(shown)}: unknown key; {suggestion}{ALL_KEYS}")
 
