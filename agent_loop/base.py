@@ -22,6 +22,7 @@ from agent_loop.trajectory import (
     Limits,
     ScoreFunction,
     Trajectory,
+    warn_renamed,
 )
 from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.registry import Registry
@@ -98,6 +99,12 @@ class AgentLoop:
     needs_endpoint = False
     endpoint: Endpoint | None = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "hears" in vars(cls):  # the old name, for one release
+            warn_renamed("AgentLoop.hears", "AgentLoop.observation_role")
+            cls.observation_role = vars(cls)["hears"]
+
     def __init__(self, cfg: Config, tokenizer: Any) -> None:
         """
         Raises:
@@ -157,6 +164,11 @@ class AgentLoop:
             settings = settings | prompt.chat_template_kwargs
         messages = normalized_messages(messages, "messages")
         return self.turn_encoder.encode(messages, turn_ids, calls, settings)
+
+    def turn(self, messages: list[Message], said: np.ndarray) -> np.ndarray:
+        """Deprecated: `encode_messages`."""
+        warn_renamed("AgentLoop.turn", "AgentLoop.encode_messages")
+        return self.encode_messages(messages, said)
 
 
 class Loops:
