@@ -444,7 +444,7 @@ def test_what_goes_to_vllm_has_vllms_names() -> None:
 
 
 def test_config_and_data_packages_import_neither_torch_nor_ray() -> None:
-    modules = "config.loading config.validation data.samples algorithms.validation".split()
+    modules = "config.loading data.samples runtime.validation".split()
     imports = "; ".join(f"import one_step_off.{module}" for module in modules)
     code = (
         f"import sys; {imports}; print([m for m in ('torch', 'ray', 'vllm') if m in sys.modules])"
