@@ -1,8 +1,8 @@
 """From a YAML file and `key=value` arguments to a `Config` of the right types.
 
 Like the schema, this imports neither torch nor Ray nor vLLM. Every fault is a `ConfigError` of one
-line that names the key (or file), the value, and how to fix it. pydantic would replace `_convert` and
-`_check_bounds` alone, and each of its messages would have to be translated into such a line.
+line that names the key (or file), the value, and how to fix it. pydantic would replace `_convert`
+and `_check_bounds` alone, and each of its messages would have to be translated into such a line.
 """
 
 import contextlib
