@@ -55,7 +55,7 @@ def test_a_key_of_an_earlier_version_is_refused_with_what_replaces_it(key: str, 
         assert refusal_of(f"{key}={value}") == expected
     section, name = key.split(".")
     path = tmp_path / "old.yaml"
-    path.write_text(f"trainer: {{seed: 1}}\n{section}:\n  {name}: 2\n")
+    path.write_text(f"# of an earlier version\n{section}:\n  {name}: 2\n")
     assert refusal_of(f"config={path}") == f"{path}:3: {expected}"
 
 
