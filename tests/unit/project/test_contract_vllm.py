@@ -132,7 +132,7 @@ def test_pause_modes() -> None:
 
 def test_a_salt_is_hashed_into_the_first_block_of_a_prompt() -> None:
     """With kept KV caches it keeps requests of different versions apart. That the hashes follow
-    it is shown in tests/unit/rollout/test_prefix_scheduler.py."""
+    it is shown in tests/unit/engines/vllm/test_prefix_scheduler.py."""
     assert {"cache_salt"} <= constants("vllm.v1.core.kv_cache_utils")
 
 
