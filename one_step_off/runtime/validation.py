@@ -35,6 +35,7 @@ from one_step_off.config.supervised import (
 )
 from one_step_off.config.sync_schedule import check_staleness
 from one_step_off.config.teachers import check_teacher
+from one_step_off.engines.engine import check_name
 
 
 def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> None:
@@ -52,6 +53,7 @@ def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> 
         ConfigError: the first fault found.
     """
     check_types(cfg)
+    check_name(cfg.rollout.engine)
     if num_gpus is None:
         num_gpus = visible_gpu_count(cfg)
     device = resolved_device(cfg, num_gpus)
