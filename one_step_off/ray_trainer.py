@@ -27,6 +27,7 @@ from one_step_off.checkpoint.background_writes import BackgroundWrites, Contents
 from one_step_off.checkpoint.in_flight import samples_and_state
 from one_step_off.checkpoint.skipped_updates import SkippedUpdates
 from one_step_off.cluster.remote_calls import now
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.errors import first_cause
 from one_step_off.config.schema import Config
 from one_step_off.config.sync_schedule import (
@@ -90,7 +91,8 @@ class Pipeline:
 
     Attributes:
         batches: where the batches come from.
-        stopping: set from outside: the run saves and stops at the next step's beginning or end.
+        stopping: the run saves and stops at the next step's beginning or end; set from outside, or
+            since a callback has asked for it.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Pipeline:
         self.start = resumed.step if resumed else 0
         self.one_step_ahead = bool(cfg.pipeline.staleness)
         self.sync_overlap = SyncOverlap(cfg)
-        self.batches = batch_source(cfg, roles.rollout, stream, resumed, attempt)
+        self.batches = batch_source(cfg, roles.rollout, stream, resumed, attempt, tracker)
         self.kl_controller = make_kl_controller(cfg, resumed.kl_coef if resumed else None)
         self.trained_steps = self.start  # the trainer's weight version
         self.synced_version = -1  # the replicas' weight version
@@ -133,18 +135,10 @@ class Pipeline:
         self.writes = BackgroundWrites(tracker, cfg.trainer.step_timeout_s)
         self.skipped_updates = SkippedUpdates(cfg, tracker)
         self.stopping = False
-        for role in (roles.actor, roles.ref, roles.critic, roles.reward_model, roles.teacher):
-            if role is not None:
-                role.on_span = tracker.span
 
     async def fit(self) -> None:
         """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is
         raised."""
-        self.roles.sync.on_trace = self.tracker.trace
-        self.roles.sync.on_log = self.tracker.log
-        self.roles.rollout.on_trace = self.tracker.trace
-        self.roles.rollout.on_message = self.tracker.log
-        self.batches.activity.on_span = self.tracker.span
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as self.background:
@@ -218,6 +212,7 @@ class Pipeline:
                 await self._final_evaluation(total_steps)
         finally:
             self.tracker.step(batch, step, metrics)
+            self.stopping |= self.tracker.callbacks.stop_requested
 
     async def _train(self, batch: Batch) -> dict[str, float]:
         """Train on a batch; returns the metrics. Roles in different pools work at once, and roles
@@ -446,13 +441,18 @@ class Pipeline:
 
 
 def batch_source(
-    cfg: Config, rollout: RolloutGroup, stream: Any, resumed: Resumed | None, attempt: int
+    cfg: Config,
+    rollout: RolloutGroup,
+    stream: Any,
+    resumed: Resumed | None,
+    attempt: int,
+    events: RunEvents,
 ) -> BatchSource:
     """Whole batches, or a pool of prompts where a sync pauses requests."""
     first_step = resumed.step if resumed else 0
     restored = resumed.in_flight if resumed else InFlight()
     source = ScheduledSource if waits_for_requests(cfg) else PooledSource
-    return source(cfg, rollout, stream, first_step, attempt, restored)
+    return source(cfg, rollout, stream, first_step, attempt, restored, events)
 
 
 def count_faults(samples: list[Sample]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from one_step_off.cluster.remote_calls import now
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.schema import Config
 from one_step_off.data.episodes import check_episodes
 from one_step_off.data.samples import Batch, Sample
@@ -70,6 +71,7 @@ class BatchSource(ABC):
         first_step: that this run trains.
         attempt: of the trainer.
         restored: what a checkpoint held.
+        events: receives when the replicas worked.
         finished: step -> its complete batch, until it is handed out.
         next_step: whose batch comes next.
         handed_out: the last batch, as it was before training.
@@ -83,13 +85,14 @@ class BatchSource(ABC):
     first_step: int = 0
     attempt: int = 0
     restored: InFlight = field(default_factory=InFlight)
+    events: RunEvents = field(default_factory=RunEvents)
 
     def __post_init__(self) -> None:
         self.staleness = self.cfg.pipeline.staleness
         self.finished = {batch.step: batch for batch in self.restored.batches}
         self.next_step = self.first_step
         self.handed_out: FinishedBatch | None = None
-        self.activity = RolloutActivity()
+        self.activity = RolloutActivity(self.events)
         self.failure: NoReplica | None = None
 
     @property

@@ -7,13 +7,14 @@ from typing import Any
 
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.cluster.remote_calls import call_all, now, with_time_limit
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.schema import Config
 from one_step_off.data.episodes import segment_index
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.rollout.prompt_router import GenerationRequest, OnGroup, PromptRouter
 from one_step_off.rollout.replica_supervisor import ReplicaSupervisor
 from one_step_off.rollout.sampling import Sampling
-from one_step_off.rollout.timeline import ReplicaTimeline, Span
+from one_step_off.rollout.timeline import ReplicaTimeline
 
 STOP_S = 10.0  # for all engines to end in good order
 
@@ -25,8 +26,6 @@ class RolloutGroup:
     Attributes:
         train_sampling: how samples for training are generated.
         val_sampling: how samples for evaluation are generated.
-        on_trace: receives the spans of each generation call.
-        on_message: receives one line for the user.
         at_work: entered while the replicas generate, see `CoreSharing.at_work`.
         has_answered: whether all replicas have started once. Before, one that does not answer may
             be starting; from then on it hangs.
@@ -39,6 +38,7 @@ class RolloutGroup:
         seeded: bool,
         pool_lock: Any = None,
         respawn: Callable[[int], Any] | None = None,
+        events: RunEvents | None = None,
     ) -> None:
         """
         Args:
@@ -47,12 +47,13 @@ class RolloutGroup:
             pool_lock: held while the replicas work, if other roles share their devices; None: no
                 role does.
             respawn: see `ReplicaSupervisor`.
+            events: receives the spans of each generation call, and what happens to replicas.
         """
         self.cfg = cfg
         self.shares_pool = pool_lock is not None
         self.pool_lock = pool_lock or nullcontext()
-        self.supervisor = ReplicaSupervisor(replicas, cfg, respawn, self.shares_pool)
-        self.supervisor.on_message = lambda line: self.on_message(line)
+        self.supervisor = ReplicaSupervisor(replicas, cfg, respawn, self.shares_pool, events)
+        self.events = self.supervisor.events
         self.timeline = ReplicaTimeline()
         routing = cfg.rollout.routing
         static = routing == "static" or (routing == "auto" and seeded)
@@ -61,8 +62,6 @@ class RolloutGroup:
         )
         self.train_sampling = train_sampling(cfg, seeded)
         self.val_sampling = val_sampling(cfg, seeded)
-        self.on_trace: Callable[[list[Span]], None] = lambda spans: None
-        self.on_message: Callable[[str], None] = lambda line: None
         self.at_work: Callable[[], AbstractContextManager] = nullcontext
         self.has_answered = False
 
@@ -129,7 +128,8 @@ class RolloutGroup:
             with self.at_work():
                 samples = await with_time_limit(limit_s, f"{purpose}, rollout", work)
             seconds = now() - begin
-        self.on_trace(self.timeline.finish(purpose, evaluation=sampling is self.val_sampling))
+        is_evaluation = sampling is self.val_sampling
+        self.events.trace(self.timeline.finish(purpose, is_evaluation))
         position = {prompt.id: i for i, prompt in enumerate(prompts)}
         samples.sort(
             key=lambda sample: (position[sample.prompt_id], sample.index, segment_index(sample))

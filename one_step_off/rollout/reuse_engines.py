@@ -36,7 +36,7 @@ async def reuse_engines(group: RolloutGroup, former: RolloutGroup, attempt: int)
             group.supervisor.mark_failed(i, reason)
     group.has_answered = True
     kept = reasons.count("")
-    group.on_message(f"{kept} of {len(reasons)} replicas were kept")
+    group.events.log(f"{kept} of {len(reasons)} replicas were kept")
 
 
 async def _drop_work(former: RolloutGroup, i: int, attempt: int) -> str:

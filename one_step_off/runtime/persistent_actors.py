@@ -20,6 +20,7 @@ from agent_loop.tools import MCP_SCHEMAS
 from one_step_off.checkpoint import TRAINED_ROLES
 from one_step_off.cluster.placement import are_reserved, create_pools, spawn
 from one_step_off.cluster.remote_calls import call_all
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.schema import Config
 from one_step_off.config.sources import source_rewards
 from one_step_off.config.teachers import processes_per_slot
@@ -53,12 +54,19 @@ class PersistentActors:
         spares: role -> idle ranks for the next attempt, which have imported all and loaded nothing.
     """
 
-    def __init__(self, prepared: RunInputs, attempt: int = 0, trainers_only: bool = False) -> None:
+    def __init__(
+        self,
+        prepared: RunInputs,
+        attempt: int = 0,
+        trainers_only: bool = False,
+        events: RunEvents | None = None,
+    ) -> None:
         """Reserve the pools and create the processes; nothing is loaded yet.
 
         Args:
             attempt: the number of the attempt.
             trainers_only: create the pools, and no process.
+            events: receives what happens to replicas, in all attempts.
 
         Raises:
             ConfigError: the cluster has too little for a pool.
@@ -67,6 +75,7 @@ class PersistentActors:
         self.cfg = prepared.cfg
         self.device = prepared.device
         self.attempt = attempt
+        self.events = events
         self.sync_epoch = 0
         self.frozen_groups: dict[str, WorkerGroup] = {}
         self.spares: dict[str, list[Any]] = {}
@@ -203,7 +212,7 @@ class PersistentActors:
         pool = cfg.placement.roles["rollout"]
         shares_pool = self.slot_share(pool) < 1
         lock = self.pool_locks[pool] if shares_pool else None
-        return RolloutGroup(replicas, cfg, is_seeded, lock, self._restart_replica)
+        return RolloutGroup(replicas, cfg, is_seeded, lock, self._restart_replica, self.events)
 
     def _restart_replica(self, index: int) -> Any:
         """End what is left of a failed replica; returns a new one in its slot."""

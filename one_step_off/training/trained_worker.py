@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from one_step_off.algorithms import batching, core_algos
+from one_step_off.algorithms import batching, core_algos, schedule
 from one_step_off.data.episodes import episode_numbers
 from one_step_off.data.samples import Batch
 from one_step_off.data.staleness import assert_staleness
@@ -262,7 +262,7 @@ class TrainedWorker(CheckpointedWorker):
     def _learning_rate(self) -> float:
         """Of the next optimizer step."""
         role_config = self.role_config
-        return core_algos.learning_rate(
+        return schedule.learning_rate(
             self.optimizer_steps,
             self.decay.total,
             role_config.lr,

@@ -11,7 +11,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from one_step_off.algorithms import batching
-from one_step_off.cluster.remote_calls import OnSpan, call_all, call_each, now, observed
+from one_step_off.cluster.remote_calls import call_all, call_each, now, observed
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.data.batch_slices import ArraySlice, BatchOutline, SampleSlice
@@ -50,7 +51,6 @@ class WorkerGroup:
         has_answered: whether all ranks have answered once. Before, one that does not answer may be
             starting; from then on it hangs.
         colocated: the replicas in the same pool; None: they have devices of their own.
-        on_span: receives the begin and end of each call that uses the devices.
         at_work: entered while the ranks work, see `CoreSharing.at_work`.
         core_metrics: metrics of the cores that were used since the last call, for an update's.
     """
@@ -62,12 +62,14 @@ class WorkerGroup:
         cfg: Config,
         device_lock: asyncio.Lock | None = None,
         host: str = "",
+        events: RunEvents | None = None,
     ) -> None:
         """
         Args:
             ranks: the Ray actors, rank 0 first.
             device_lock: of the role's pool; None: the role has the pool alone.
             host: the address at which the ranks meet; empty: rank 0's address on the network.
+            events: receives the span of each call that uses the devices.
         """
         self.role = role
         self.ranks = ranks
@@ -78,7 +80,7 @@ class WorkerGroup:
         self.shares: list[BatchShare] = []  # of each rank; empty: not known, before `setup`
         self.has_answered = False
         self.colocated: Colocated | None = None
-        self.on_span: OnSpan = lambda *_: None
+        self.events = events or RunEvents()
         self.at_work: Callable[[], AbstractContextManager] = nullcontext
         self.core_metrics: Callable[[], dict[str, float]] = dict
 
@@ -132,7 +134,7 @@ class WorkerGroup:
             work = call_each(self.time_limit_s, what, self.ranks, method, arguments)
             with self.at_work():
                 answers = await with_memory_advice(self.cfg, self.role, work)
-            self.on_span(self.role, method, step, begin, now())
+            self.events.span(self.role, method, step, begin, now())
         return answers
 
     async def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:

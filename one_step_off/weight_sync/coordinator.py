@@ -34,6 +34,7 @@ from one_step_off.cluster.remote_calls import (
     call_each,
     store_once,
 )
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.data.samples import PolicyVersion
 from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync import base_model, report
@@ -77,6 +78,7 @@ class WeightSync:
         canary: list[np.ndarray],
         host: str,
         same_device: list[list[int]],
+        events: RunEvents | None = None,
     ) -> None:
         """Nothing is connected yet.
 
@@ -86,6 +88,7 @@ class WeightSync:
             canary: token ids of each sequence, int32 [tokens].
             host: the address at which senders and receivers listen; empty: each node's own.
             same_device: per rank of the actor the replicas on its device, which need no network.
+            events: receives the spans of each sync, and what a failed canary's diagnosis finds.
         """
         self.actor = actor
         self.rollout: Any = rollout
@@ -113,10 +116,7 @@ class WeightSync:
         self.ahead = AheadTransfer(self)
         """What the replicas receive while they still generate."""
         self.failed_syncs = FailedSyncs(actor, rollout, self.cfg.sender)
-        self.on_trace: Callable[[list[report.Span]], None] = lambda spans: None
-        """Receives the spans of each sync for the timeline."""
-        self.on_log: Callable[[str], None] = lambda line: None
-        """Receives what the user should read."""
+        self.events = events or RunEvents()
         self.at_work: Callable[[], AbstractContextManager] = nullcontext
         """Entered while the replicas receive weights, see `CoreSharing.at_work`."""
         rollout.restore = self.restore
@@ -463,7 +463,7 @@ class WeightSync:
         (_, version), _ = self.last_sent
         metrics = report.sync_metrics(sent, received, seconds, self.total_bytes)
         slowest = report.slowest_processes(sent, received)
-        self.on_trace(report.timeline_spans(slowest, version))
+        self.events.trace(report.timeline_spans(slowest, version))
         metrics["sync/ranks"] = report.phase_table(slowest)
         return metrics
 
@@ -488,13 +488,13 @@ class WeightSync:
     ) -> dict[str, float]:
         """The canary's metrics. Raises CanaryFailed: they differ; where, is in the log then."""
         try:
-            return self.canary_check.check(trainer, scores, what, self.on_log)
+            return self.canary_check.check(trainer, scores, what, self.events.log)
         except CanaryFailed:
             if not is_restore:  # for a restore the trainer may have newer weights by now
                 limit = self.canary_check.tolerance.largest
                 waits = self.canary_beside is not None  # a step trains beside it
                 failed = FailedCanary(what, self.canary, trainer, scores, limit, waits)
-                await failed.log_diagnosis(self.actor, actors, self.on_log)
+                await failed.log_diagnosis(self.actor, actors, self.events.log)
             raise
 
     async def abort(self, error: Exception) -> None:
