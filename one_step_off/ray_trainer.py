@@ -40,7 +40,7 @@ from one_step_off.data.episodes import one_per_episode
 from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample
 from one_step_off.data.staleness import age_shares, assert_staleness
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.rollout.batch_sources import BatchSource, InFlight
+from one_step_off.rollout.batch_sources import BatchSource, InFlight, own_source
 from one_step_off.rollout.pooled_batches import PooledSource
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
@@ -49,6 +49,7 @@ from one_step_off.training.reward_models import mix
 from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 from one_step_off.weight_sync.overlap import SyncOverlap
+from one_step_off.weight_sync.versions import VersionTable
 
 NO_SYNC = {"time/wait_trainer_s": 0.0, "time/sync_s": 0.0, "sync/bytes": 0.0}
 """The metrics of a step at which no weights are sent."""
@@ -127,8 +128,6 @@ class Pipeline:
         self.sync_overlap = SyncOverlap(cfg)
         self.batches = batch_source(cfg, roles.rollout, stream, resumed, attempt, tracker)
         self.kl_controller = make_kl_controller(cfg, resumed.kl_coef if resumed else None)
-        self.trained_steps = self.start  # the trainer's weight version
-        self.synced_version = -1  # the replicas' weight version
         self.expected_canary: Any = None  # the trainer's half of the next canary
         self.canary_metrics: dict[str, float] = {}
         self.evaluation: asyncio.Task | None = None
@@ -136,9 +135,15 @@ class Pipeline:
         self.skipped_updates = SkippedUpdates(cfg, tracker)
         self.stopping = False
 
+    @property
+    def versions(self) -> VersionTable:
+        """Which weights are where."""
+        return self.roles.sync.versions
+
     async def fit(self) -> None:
         """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is
         raised."""
+        self.versions.begin(self.attempt, self.start)
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as self.background:
@@ -201,7 +206,7 @@ class Pipeline:
         train_metrics |= self.batches.record(batch)
         metrics = batch_metrics | train_metrics | await verified
         metrics["time/step_s"] = now() - begin
-        self.trained_steps = step + 1
+        self.versions.step_ended(step)
         if self.batches.is_continuous:
             metrics["time/generate_s"] = generation_seconds(metrics)
         metrics |= self.sync_overlap.end_step(metrics)
@@ -301,7 +306,7 @@ class Pipeline:
         if self.cfg.trainer.val_before_train and not self.resumed:
             self._start_evaluation(0)
         if self.one_step_ahead and self.start < total_steps:
-            self.batches.launch(self.start, self.synced_version, self.background)
+            self.batches.launch(self.start, self.versions.synced, self.background)
 
     async def _sync_and_launch(self, step: int) -> dict[str, Any]:
         """What the replicas do at a step's beginning, beside the trainer where they overlap:
@@ -319,7 +324,7 @@ class Pipeline:
         if self._evaluation_due(step):
             self._start_evaluation(step)
         last_begun = last_begun_batch(self.cfg, step)
-        self.batches.launch(last_begun, self.synced_version, self.background)
+        self.batches.launch(last_begun, self.versions.synced, self.background)
         return metrics
 
     async def _verified(self, delivered: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
@@ -332,7 +337,7 @@ class Pipeline:
         if self.evaluation is not None:
             await self.evaluation
         metrics = {"time/wait_trainer_s": self.batches.idle_seconds()}
-        if self.synced_version == version:
+        if self.versions.synced == version:
             self.batches.activity.sync_ended()
             return NO_SYNC | metrics | self.canary_metrics
         begin = now()
@@ -343,7 +348,7 @@ class Pipeline:
         if self.batches.is_continuous and not metrics["time/wait_trainer_s"]:
             # They generate again while the canary is scored.
             metrics["time/rollout_paused_s"] = sync_metrics.get("sync/paused_s", 0.0)
-        self.synced_version = version
+        self.versions.sync_ended(version)
         self.canary_metrics = {
             name: value for name, value in sync_metrics.items() if name.startswith("canary/")
         }
@@ -417,8 +422,9 @@ class Pipeline:
 
     async def _save_before_failing(self) -> None:
         """No replica is left: save the steps that were trained, and what is complete."""
-        if self.checkpointer and self.trained_steps > self.start:
-            await self._save(self.trained_steps)
+        trained = self.versions.trained
+        if self.checkpointer and trained > self.start:
+            await self._save(trained)
             await self.writes.finished()
 
     async def _save(self, step: int) -> None:
@@ -448,10 +454,12 @@ def batch_source(
     attempt: int,
     events: RunEvents,
 ) -> BatchSource:
-    """Whole batches, or a pool of prompts where a sync pauses requests."""
+    """The user's own source; else whole batches, or a pool of prompts where a sync pauses
+    requests. Raises ConfigError: see `own_source`."""
     first_step = resumed.step if resumed else 0
     restored = resumed.in_flight if resumed else InFlight()
-    source = ScheduledSource if waits_for_requests(cfg) else PooledSource
+    source: type[BatchSource] = ScheduledSource if waits_for_requests(cfg) else PooledSource
+    source = own_source(cfg) or source
     return source(cfg, rollout, stream, first_step, attempt, restored, events)
 
 

@@ -1,5 +1,5 @@
-"""The learning rate, and the position of its decay, in a new run and in one that is resumed with other
-settings.
+"""The learning rate, and the position of its decay, in a new run and in one that is resumed with
+other settings.
 
 A decay (cosine, linear) runs from the end of the warm-up to the end of the run: it is complete at
 the step after the last one, so that the last step still learns. A run that is resumed with another

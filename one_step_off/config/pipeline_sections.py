@@ -18,6 +18,11 @@ class PipelineConfig:
         low=0,
         high=16,
     )
+    batch_source: str = config_key(
+        "auto",
+        "where the batches come from. auto: whole batches, or with weight_sync.in_flight = "
+        "recompute or keep a pool of prompts; or module:Class of your own",
+    )
     partial_rollout: Optional[bool] = config_key(
         None,
         "the old name of weight_sync.in_flight=recompute with pipeline.staleness = 1 + max_carry",

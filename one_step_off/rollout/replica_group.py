@@ -9,7 +9,7 @@ from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.cluster.remote_calls import call_all, now, with_time_limit
 from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.schema import Config
-from one_step_off.data.episodes import segment_index
+from one_step_off.data.episodes import in_batch_order
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.rollout.prompt_router import GenerationRequest, OnGroup, PromptRouter
 from one_step_off.rollout.replica_supervisor import ReplicaSupervisor
@@ -130,11 +130,7 @@ class RolloutGroup:
             seconds = now() - begin
         is_evaluation = sampling is self.val_sampling
         self.events.trace(self.timeline.finish(purpose, is_evaluation))
-        position = {prompt.id: i for i, prompt in enumerate(prompts)}
-        samples.sort(
-            key=lambda sample: (position[sample.prompt_id], sample.index, segment_index(sample))
-        )
-        return samples, seconds
+        return in_batch_order(samples, prompts), seconds
 
     async def sleep(self) -> None:
         """Free the devices for another role of their pool; the next sync wakes the replicas."""

@@ -16,10 +16,9 @@ from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.data.batch_slices import ArraySlice, BatchOutline, SampleSlice
-from one_step_off.data.episodes import episode_numbers
+from one_step_off.data.episodes import episodes_of
 from one_step_off.data.packing import PackedArrays, PackedSamples
 from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch, Sample
-from one_step_off.data.staleness import assert_staleness
 from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.device_memory import with_memory_advice
 from one_step_off.training.written_files import FileFacts
@@ -102,14 +101,9 @@ class WorkerGroup:
         Args:
             batch: of a step.
             prompts_per_mini_batch: of an update; 0: the whole batch is planned at once.
-
-        Raises:
-            StalenessError: ranks that see only their share could not all raise it.
         """
         if not self.shares or self.shares[0].count == 1:
             return [put_batch(batch)] * len(self.ranks)
-        if prompts_per_mini_batch:
-            assert_staleness(batch)
         references = put_slices(batch, self.shares[0], prompts_per_mini_batch)
         return [references[share.index] for share in self.shares]
 
@@ -285,7 +279,7 @@ def _sent_form(batch: Batch, samples: list[Sample], columns: dict[str, Any]) -> 
         prob_squares=None,
         teacher_log_probs=None,
         teacher_names=None,
-        episodes=episode_numbers(batch.samples),
+        episodes=episodes_of(batch),
         dropped=[],
         stored=NOT_STORED,
         **columns,

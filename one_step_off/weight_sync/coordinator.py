@@ -57,6 +57,7 @@ from one_step_off.weight_sync.sync_calls import (
     run_or_abort,
     transfer_limits,
 )
+from one_step_off.weight_sync.versions import VersionTable
 
 CONNECT_GRACE_S = 5.0
 """Each process enforces `connect_timeout` itself. The driver waits this many seconds longer, for a
@@ -109,8 +110,8 @@ class WeightSync:
         """What the replicas' workers keep of the model."""
         self.kept: ShardsOfReceivers | None = None
         """What all workers of the epoch keep; None: only whole tensors can be sent."""
-        self.last_sent: tuple[PolicyVersion, LogProbs] | None = None
-        """What replicas must hold, and the trainer's log-probs of the canary."""
+        self.versions = VersionTable()
+        """What was trained, what replicas must hold, and what they have received."""
         self.canary_beside: CanaryBeside | None = None
         """The canary of the last sync, where it is scored beside the first prompts."""
         self.ahead = AheadTransfer(self)
@@ -261,7 +262,7 @@ class WeightSync:
         begin = time.perf_counter()
         trainer_log_probs = await (expected or self.score_canary())
         canary_wait_s = time.perf_counter() - begin
-        self.last_sent = (stamp, trainer_log_probs)
+        self.versions.send(stamp, trainer_log_probs)
         self.rollout.syncing = True
         self.rollout.mark_stale()
         metrics: dict[str, Any] = {}
@@ -283,7 +284,7 @@ class WeightSync:
         sync. Returns whether the replica is still alive.
         """
         can_resend = self.cfg.keep_sent and self.cfg.sender == "sharded"
-        if self.last_sent is None or not can_resend:
+        if self.versions.sent is None or not can_resend:
             return True
         async with self.lock:
             metrics = await self._sync_replicas([number], is_restore=True)
@@ -313,7 +314,7 @@ class WeightSync:
     async def _sync_replicas(
         self, numbers: list[int], is_restore: bool, canary_later: bool = False
     ) -> dict[str, Any]:
-        """Bring `last_sent` to these replicas.
+        """Bring what was sent last to these replicas.
 
         Args:
             numbers: of the replicas.
@@ -326,7 +327,8 @@ class WeightSync:
         Raises:
             SyncError, ProcessDied: as `__call__`.
         """
-        stamp, trainer_log_probs = self.last_sent
+        stamp = self.versions.sent
+        trainer_log_probs = self.versions.canary
         # Looked up before the sync: after a failure, a restarted process may have taken the place
         # of a dead one.
         replicas = {number: self.rollout.replicas[number] for number in numbers}
@@ -460,7 +462,7 @@ class WeightSync:
     ) -> dict[str, Any]:
         """The metrics of a transfer; also passes its spans to the timeline. Arguments as
         `report.sync_metrics`."""
-        (_, version), _ = self.last_sent
+        _, version = self.versions.sent
         metrics = report.sync_metrics(sent, received, seconds, self.total_bytes)
         slowest = report.slowest_processes(sent, received)
         self.events.trace(report.timeline_spans(slowest, version))

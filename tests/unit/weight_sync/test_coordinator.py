@@ -103,7 +103,7 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
         del supervisor.restart_tasks[1]
 
     async def main():
-        sync.last_sent = ((0, 3), SCORES)
+        sync.versions.send((0, 3), SCORES)
         sync.connected_replicas = []
         supervisor.restart_tasks[1] = asyncio.create_task(come_back())
         await asyncio.sleep(0.01)
