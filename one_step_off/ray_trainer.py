@@ -23,7 +23,7 @@ from one_step_off.algorithms.batch_advantages import (
     set_baselines,
 )
 from one_step_off.checkpoint import Checkpointer
-from one_step_off.checkpoint.background_writes import BackgroundWrites, Contents
+from one_step_off.checkpoint.checkpointer import BackgroundWrites, Contents
 from one_step_off.checkpoint.in_flight import samples_and_state
 from one_step_off.checkpoint.skipped_updates import SkippedUpdates
 from one_step_off.cluster.remote_calls import now

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.checkpoint import Checkpointer
-from one_step_off.checkpoint.background_writes import BackgroundWrites
+from one_step_off.checkpoint.checkpointer import BackgroundWrites
 from one_step_off.cluster.errors import RoleError
 from one_step_off.cluster.remote_calls import now
 from one_step_off.config.errors import first_cause

@@ -7,8 +7,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from one_step_off.checkpoint.files import read_state
 from one_step_off.checkpoint.manifest import find_fault, parameter_shapes
-from one_step_off.checkpoint.state_files import read_state
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.free_folder import free_folder_setting
 from one_step_off.config.old_keys import replace_old_settings

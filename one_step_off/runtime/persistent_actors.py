@@ -29,8 +29,7 @@ from one_step_off.endpoint.usage import uses_endpoint
 from one_step_off.engines.engine_processes import kill_engines_of_run
 from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.replica import RolloutReplica
-from one_step_off.rollout.replica_group import RolloutGroup
-from one_step_off.rollout.reuse_engines import reuse_engines
+from one_step_off.rollout.replica_group import RolloutGroup, reuse_engines
 from one_step_off.rollout.sampling import engine_seed
 from one_step_off.runtime.prepare import RunInputs
 from one_step_off.runtime.process_env import engine_env, process_env

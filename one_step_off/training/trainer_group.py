@@ -15,9 +15,14 @@ from one_step_off.cluster.remote_calls import call_all, call_each, now, observed
 from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
-from one_step_off.data.batch_slices import ArraySlice, BatchOutline, SampleSlice
 from one_step_off.data.episodes import episodes_of
-from one_step_off.data.packing import PackedArrays, PackedSamples
+from one_step_off.data.packing import (
+    ArraySlice,
+    BatchOutline,
+    PackedArrays,
+    PackedSamples,
+    SampleSlice,
+)
 from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch, Sample
 from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.device_memory import with_memory_advice

@@ -12,10 +12,9 @@ import pytest
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.schema import Config
-from one_step_off.rollout import reuse_engines as take_over_module
+from one_step_off.rollout import replica_group
 from one_step_off.rollout.replica import RolloutReplica
-from one_step_off.rollout.replica_group import RolloutGroup
-from one_step_off.rollout.reuse_engines import reuse_engines
+from one_step_off.rollout.replica_group import RolloutGroup, reuse_engines
 from tests.unit.rollout.stand_ins import UNSEEDED, FakeScorer
 from tests.unit.stand_ins import ActorMethod, RecordedEvents, StandInActor, make_prompts
 
@@ -155,7 +154,7 @@ def group_of(
 
 
 def test_healthy_replicas_are_kept_and_the_others_are_started_again(monkeypatch):
-    monkeypatch.setattr(take_over_module, "DROP_S", 0.2)
+    monkeypatch.setattr(replica_group, "DROP_S", 0.2)
 
     async def main() -> None:
         dropped: list[int] = []

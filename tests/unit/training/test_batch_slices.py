@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from one_step_off.algorithms import batching
 from one_step_off.config.schema import Config
-from one_step_off.data.batch_slices import AbsentSample, BatchOutline, SampleSlice
+from one_step_off.data.packing import AbsentSample, BatchOutline, SampleSlice
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.data.staleness import StalenessError, assert_staleness
 from one_step_off.training import trainer_group
