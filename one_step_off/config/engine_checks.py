@@ -166,12 +166,6 @@ def check_weight_sync(cfg: Config) -> None:
             "gather uses the trainer's collectives, which training uses at the same time; "
             "set weight_sync.overlap=false or auto",
         )
-    if gathers and settings.receive_ahead:
-        raise key_error(
-            cfg,
-            "weight_sync.receive_ahead",
-            "gather uses the trainer's collectives; use weight_sync.sender=sharded",
-        )
     if gathers and settings.mode == "delta":
         raise key_error(
             cfg,

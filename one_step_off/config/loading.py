@@ -23,7 +23,7 @@ from one_step_off.config.errors import (
     UnknownKeys,
     located_config_error,
 )
-from one_step_off.config.old_keys import replace_old_keys
+from one_step_off.config.old_keys import REMOVED_KEYS, replace_old_keys
 from one_step_off.config.schema import Config
 from one_step_off.config.shipped import find_config_file, shipped_names
 from one_step_off.config.sources import join_files, split_files
@@ -121,6 +121,8 @@ def find_key(dotted: str, value: Any = None) -> ConfigKey:
     """
     if dotted in KEYS:
         return KEYS[dotted]
+    if dotted in REMOVED_KEYS:
+        raise UnknownKey(f"{dotted}: was removed; remove it: {REMOVED_KEYS[dotted]}")
     section, _, name = dotted.partition(".")
     if section in SECTIONS and not name:
         raise ConfigError(

@@ -15,6 +15,13 @@ IN_FLIGHT = "weight_sync.in_flight"
 PARTIAL_ROLLOUT = "pipeline.partial_rollout"
 MAX_CARRY = "pipeline.max_carry"
 
+REMOVED_KEYS = {
+    "weight_sync.receive_ahead": "weights travel while the replicas pause",
+    "weight_sync.receive_ahead_mb": "weights travel while the replicas pause",
+    "weight_sync.canary_overlap": "the canary is scored before the next prompts",
+}
+"""Keys that do no longer exist -> what a run does."""
+
 OLD_STALENESS = 1
 OLD_MAX_CARRY = 1
 OLD_OVERSAMPLE = 1.0

@@ -70,16 +70,6 @@ class WeightSyncConfig:
     bucket_mb: int = config_key(
         64, "size of a bucket, in MiB; sender and receiver reuse two each", low=1
     )
-    receive_ahead: bool = config_key(
-        False,
-        "replicas receive new weights into spare memory while they still generate",
-    )
-    receive_ahead_mb: int = config_key(
-        0,
-        "receive_ahead: most spare memory of a vLLM worker, in MiB; 0: as much as it keeps of the "
-        "model",
-        low=0,
-    )
     keep_sent: bool = config_key(
         True,
         "senders keep the last weights they sent in host memory, for replicas that are restarted",
@@ -89,11 +79,6 @@ class WeightSyncConfig:
         4,
         "the canary: sequences that engine and trainer both score after each sync, to compare",
         low=1,
-    )
-    canary_overlap: bool = config_key(
-        False,
-        "replicas score the canary beside the next prompts; their samples wait until it was "
-        "accepted",
     )
     canary_tolerance: Optional[float] = config_key(
         None,

@@ -10,9 +10,6 @@ from one_step_off.config.schema import Config
 LogProbs = list[np.ndarray]
 """float32 [tokens] of each sequence of the canary."""
 
-Scores = dict[int, LogProbs]
-"""By the number of the replica."""
-
 
 class Trainers(Protocol):
     """The part of the actor's `WorkerGroup` that a sync uses."""
@@ -51,17 +48,8 @@ class Replicas(Protocol):
         """No active replica holds verified weights from here on."""
         ...
 
-    def mark_unverified(self, number: int, replica: Any) -> None:
-        """This process may generate, but what it returns is held back: its canary is still being
-        scored."""
-        ...
-
     def mark_synced(self, number: int, replica: Any) -> None:
         """This process holds verified weights, unless it was replaced or has died since."""
-        ...
-
-    def refuse(self, error: Exception) -> None:
-        """A canary failed: whatever is held back is discarded, by raising this error."""
         ...
 
     def mark_failed(self, i: int, why: str) -> None:

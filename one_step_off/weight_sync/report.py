@@ -48,9 +48,6 @@ def sync_metrics(
     metrics |= _slowest_of_each_phase(RECEIVER_PHASES, workers)
     is_full = math.isnan(changed_words)
     metrics |= _wire_metrics(sent, workers, is_full)
-    if any("ahead" in worker for worker in workers):
-        metrics["sync/ahead_s"] = max(worker.get("ahead", 0.0) for worker in workers)
-        metrics["sync/spare_mb"] = max(worker["spare_bytes"] for worker in workers) / (1 << 20)
     paused = [worker["paused"] for worker in workers if "paused" in worker]
     if paused:
         metrics["sync/paused_s"] = max(paused)

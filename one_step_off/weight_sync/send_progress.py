@@ -36,7 +36,7 @@ class BucketOnWire:
 
 @dataclass
 class SendProgress:
-    """One sync of one sender, which may be sent in two parts."""
+    """One sync of one sender."""
 
     version: int
     kind: SendKind
@@ -49,6 +49,3 @@ class SendProgress:
     """For a part and for what is cut out of it."""
     checksums: Messages
     """Of each set of receivers int64 [buckets, 2]."""
-    kept_parts: list[torch.Tensor]
-    """Where a copy of what is sent goes, bucket by bucket; empty: none is kept."""
-    next_bucket: int = 0

@@ -67,9 +67,7 @@ class WeightSender(StreamPeer):
         # For all epochs: a receiver that is killed never releases what it has mapped on a GPU.
         self.shared_buffers: list[SharedBuffer] = []
         self.kept_parts: list[torch.Tensor] = []  # what was sent last, bucket by bucket
-        self.kept_next: list[torch.Tensor] = []  # of a sync that is sent ahead
         self.deltas_since_full: int | None = None  # None: receivers hold nothing of this epoch
-        self.sent_ahead: SendProgress | None = None  # a sync of which a part was sent
         self.packer = PiecePacker(self.name)
 
     def close(self) -> None:
@@ -101,7 +99,6 @@ class WeightSender(StreamPeer):
         """
         self.close()
         self.deltas_since_full = None
-        self.sent_ahead = None
         # A separate connection: a group that was abandoned may still hold an earlier epoch's.
         store = dist.PrefixStore(f"{epoch}", self.store.clone())
         self.abort_signals = [AbortSignal(store)]
@@ -120,7 +117,7 @@ class WeightSender(StreamPeer):
                 self._connect_transports(store, same_device, deadline)
                 self._measure_link()
                 # Now, because pinned memory takes long to allocate.
-                self._allocate_kept_parts(self.kept_parts)
+                self._allocate_kept_parts()
         except BaseException as error:
             self.give_up(error)
             raise
@@ -152,41 +149,17 @@ class WeightSender(StreamPeer):
                 do not wait for it any longer.
         """
         with self._giving_up_on_errors():
-            progress = self.sent_ahead
-            self.sent_ahead = None
-            if progress is None:
-                progress = self._begin_send(iter(tensors), version, sharded_only, self.kept_parts)
-            elif (progress.version, progress.sharded_only) != (version, sharded_only):
-                raise SyncError(f"{self.name}: a part of version {progress.version} was sent ahead")
-            self._send_buckets(progress, len(self.plan.buckets))
+            progress = self._begin_send(iter(tensors), version, sharded_only)
+            self._send_buckets(progress)
             self._end_send(progress)
         changed_words = math.nan
         if progress.kind is SendKind.DELTA:
             changed_words = float(self.record.changed_words)
         return self._report() | {"changed": changed_words}
 
-    def send_ahead(self, tensors: Iterable[torch.Tensor], version: int, limit_bytes: int) -> None:
-        """Send the first buckets of what receivers keep, while they still use their models. `send`
-        of the same version sends the rest; until then the tensors must not change.
-
-        Args:
-            tensors: as `send`.
-            version: as `send`.
-            limit_bytes: the memory of a receiver for it.
-
-        Raises:
-            SyncError: as `send`.
-        """
-        with self._giving_up_on_errors():
-            # The version before stays kept: a replica that is restarted meanwhile needs it.
-            self._allocate_kept_parts(self.kept_next)
-            progress = self._begin_send(iter(tensors), version, True, self.kept_next)
-            self._send_buckets(progress, progress.routes.leading_buckets(limit_bytes))
-            self.sent_ahead = progress
-
     @contextmanager
     def _giving_up_on_errors(self) -> Iterator[None]:
-        """Around a send, or a part of one: after an error the groups are closed."""
+        """Around a send: after an error the groups are closed."""
         try:
             if not self.transports:
                 raise SyncError(f"{self.name} is in no group; it must connect first")
@@ -194,7 +167,6 @@ class WeightSender(StreamPeer):
                 yield
         except BaseException as error:
             self.deltas_since_full = None  # what receivers hold is unknown
-            self.sent_ahead = None
             self.give_up(error)
             raise
 
@@ -276,13 +248,9 @@ class WeightSender(StreamPeer):
             self.deltas_since_full = 0
 
     def _begin_send(
-        self,
-        tensors: Iterator[torch.Tensor],
-        version: int,
-        sharded_only: bool,
-        kept_parts: list[torch.Tensor],
+        self, tensors: Iterator[torch.Tensor], version: int, sharded_only: bool
     ) -> SendProgress:
-        """Choose what to send, and send the header. `kept_parts`: where a copy of it goes."""
+        """Choose what to send, and send the header."""
         self._begin_sync()
         routes = self.shard_routes if sharded_only else self.whole_routes
         if routes is None:
@@ -290,8 +258,8 @@ class WeightSender(StreamPeer):
         kind = self._choose_kind(version)
         self._count_send(kind)
         sends_deltas = self.full_every > 0
-        self._allocate_kept_parts(self.kept_parts)
-        if kind is not SendKind.RESEND and kept_parts is self.kept_parts:
+        self._allocate_kept_parts()
+        if kind is not SendKind.RESEND:
             self.kept_version = None  # until all parts are kept
         if self.leader is not None:
             wants_data = kind is not SendKind.RESEND
@@ -311,36 +279,31 @@ class WeightSender(StreamPeer):
             messages_of_bucket=routes.messages_of_sender(self.index),
             buffers=itertools.cycle(zip(self.buffers, self.cut_buffers, strict=True)),
             checksums=self._zero_checksums(routes),
-            kept_parts=kept_parts,
         )
 
-    def _send_buckets(self, progress: SendProgress, stop: int) -> None:
-        """Send the next buckets, up to bucket `stop`."""
+    def _send_buckets(self, progress: SendProgress) -> None:
+        """Send all buckets."""
         on_wire: BucketOnWire | None = None
-        for index in range(progress.next_bucket, stop):
-            size = self.part_sizes[index]
+        for index, size in enumerate(self.part_sizes):
             if not size:  # the bucket holds nothing of this sender
                 continue
             self.bucket_number = index + 1
             part_buffer, cut_buffer = next(progress.buffers)
             part = part_buffer[:size]
-            if self._packs_into_kept_parts(progress):
-                part = progress.kept_parts[index]
+            if self._packs_into_kept_parts():
+                part = self.kept_parts[index]
             self._fill_part(index, part, progress)
             sent = self._prepare_messages(index, part, cut_buffer, progress)
             self._finish_bucket(on_wire)
             on_wire = BucketOnWire(index, self.wire_thread.submit(self._broadcast, *sent))
         self._finish_bucket(on_wire)
-        progress.next_bucket = stop
 
     def _end_send(self, progress: SendProgress) -> None:
         """Send the checksums of all buckets."""
         self.packer.tensor_in_work = None  # it may be a copy, whose memory is free now
         with self._phase("wire"):
             self._on_wire(self._broadcast, progress.checksums)
-        if progress.kept_parts:
-            if progress.kept_parts is self.kept_next:
-                self.kept_parts, self.kept_next = self.kept_next, self.kept_parts
+        if self.kept_parts:
             self.kept_version = progress.version
 
     def _zero_checksums(self, routes: Routes) -> Messages:
@@ -352,16 +315,16 @@ class WeightSender(StreamPeer):
             )
         return checksums
 
-    def _allocate_kept_parts(self, parts: list[torch.Tensor]) -> None:
+    def _allocate_kept_parts(self) -> None:
         """Host memory for what is sent, if it is needed and not there yet."""
-        if parts or not (self.full_every > 0 or self.keep_sent):
+        if self.kept_parts or not (self.full_every > 0 or self.keep_sent):
             return
         pinned = self.device.type == "cuda"
         for size in self.part_sizes:
             part = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
-            parts.append(part)
+            self.kept_parts.append(part)
 
-    def _packs_into_kept_parts(self, progress: SendProgress) -> bool:
+    def _packs_into_kept_parts(self) -> bool:
         """Whether parts are packed where they are kept, and sent from there.
 
         Not where deltas are made, which compare a part with the kept one. Not on GPUs, where parts
@@ -369,7 +332,7 @@ class WeightSender(StreamPeer):
         """
         makes_deltas = self.full_every > 0
         is_on_cpu = self.device.type == "cpu"
-        return bool(progress.kept_parts) and is_on_cpu and not (makes_deltas or self.shared_buffers)
+        return bool(self.kept_parts) and is_on_cpu and not (makes_deltas or self.shared_buffers)
 
     def _fill_part(self, index: int, part: torch.Tensor, progress: SendProgress) -> None:
         """Put this sender's part of one bucket into `part` (uint8 [n])."""
@@ -397,8 +360,8 @@ class WeightSender(StreamPeer):
         if kind is SendKind.DELTA:
             with self._phase("encode"):
                 payloads = self._encode_deltas(index, routed, messages)
-        if progress.kept_parts and kind is not SendKind.RESEND:
-            kept_part = progress.kept_parts[index]
+        if self.kept_parts and kind is not SendKind.RESEND:
+            kept_part = self.kept_parts[index]
             if part is not kept_part:
                 with self._phase("keep"):
                     kept_part.copy_(part, non_blocking=True)

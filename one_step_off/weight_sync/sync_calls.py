@@ -28,10 +28,6 @@ Abort = Callable[[Exception], Awaitable[None]]
 """Ends every wait of the sync's groups, because of an error."""
 
 
-MethodCall = tuple[Any, ...]
-"""The name of a method, and its arguments."""
-
-
 def transfer_limits(timeout_s: float, total_bytes: int) -> tuple[float, float]:
     """Seconds for the first process of a transfer to end, and for all others after that.
 

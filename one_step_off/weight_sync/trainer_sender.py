@@ -61,8 +61,6 @@ class WeightSenderMixin:
     """The latest version that every replica has, so that the weights may change; -1: none."""
     member: GroupMember | None = None
     """The link to the leader of this rank's sender group, if another rank leads it."""
-    given_ahead: tuple[int, dict[str, Any]] | None = None
-    """The version that this member has given its leader before the sync, and its report."""
     sync_failure = ""
     """Why no sync will release the weights any more."""
 
@@ -136,29 +134,7 @@ class WeightSenderMixin:
     @ray.method(concurrency_group="sync")
     def join_leader(self, epoch: int, address: Address) -> None:
         """Connect this member to the leader of its group. See `GroupMember.connect`."""
-        self.given_ahead = None
         self.member.connect(epoch, address)
-
-    @ray.method(concurrency_group="sync")
-    def send_ahead(self, version: int, limit_bytes: int) -> None:
-        """The first part of `send_weights`, as `WeightSender.send_ahead`. A member gives all its
-        pieces, and nothing later.
-
-        Raises:
-            SyncError: `version` is not the worker's; or as `send_weights`.
-        """
-        unpin()
-        if version != self.version:
-            raise SyncError(
-                f"trainer rank {self.rank} holds version {self.version}, asked to send {version}"
-            )
-        if self.member is not None:
-            self.given_ahead = (
-                version,
-                self.member.send(self.weight_tensors(), version, self.version),
-            )
-        else:
-            self.sender.send_ahead(self.weight_tensors(), version, limit_bytes)
 
     @ray.method(concurrency_group="sync")
     def send_weights(self, version: int, sharded_only: bool = False) -> dict[str, Any]:
@@ -171,10 +147,6 @@ class WeightSenderMixin:
         """
         unpin()
         if self.member is not None:
-            given_version, report = self.given_ahead or (None, {})
-            self.given_ahead = None
-            if given_version == version:
-                return report
             return self.member.send(self.weight_tensors(), version, self.version)
         is_sharded = self.cfg.weight_sync.sender == "sharded"
         is_kept = is_sharded and self.sender.kept_version == version

@@ -13,8 +13,6 @@ this worker keeps, straight into the parameters, and no layer is loaded again.
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,7 +30,6 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.utils.nccl import unpinned_nccl_env
 
-from one_step_off.cluster.bounded_waits import WorkerThread
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.engines.vllm.load_recording import NotInPlace
@@ -45,9 +42,6 @@ from one_step_off.weight_sync.weight_piece import WeightPiece
 
 MISSING_NAMES_SHOWN = 3
 
-AHEAD_LIMIT_FACTOR = 3
-"""Of weight_sync.timeout_s: a limit for a thread that hangs where it enforces nothing."""
-
 logger = init_logger("vllm.one_step_off")  # below "vllm", so that its messages are shown
 
 
@@ -59,8 +53,6 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
     """What this worker keeps of every tensor. None: not learned, or whole tensors must travel."""
     layout_is_proved = False
     """The last ordinary load has shown that `shard_layout` is right."""
-    ahead: Future[None] | None = None
-    """The thread that receives weights while this worker generates."""
     sharded_only = False
     """The update under way brings what this worker keeps, and nothing is loaded by name."""
 
@@ -116,8 +108,6 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         """
         plan = BucketPlan.build([_weight_pieces(sent) for sent in pieces], bucket_bytes)
         index = first_receiver + get_tensor_model_parallel_rank()
-        with suppress(Exception):  # it belongs to the groups before, which are closed now
-            self.finish_ahead()
         former = getattr(self, "receiver", None)
         if former is not None and former.plan.digest != plan.digest:
             # The trainers were restarted, and divide the model otherwise.
@@ -136,21 +126,6 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         # communicators if it is batch invariant, and the trainer does not.
         with unpinned_nccl_env():
             self.receiver.connect(**groups, kept=_shards_of_receivers(kept))
-
-    def receive_ahead(self, version: int, limit_bytes: int) -> None:
-        """Begin `WeightReceiver.receive_ahead` on a thread of its own; returns at once."""
-        self.receiver.layout = self.shard_layout if self.layout_is_proved else None
-        thread = WorkerThread("weight-ahead", self.receiver.prepare_thread)
-        self.ahead = thread.submit(self.receiver.receive_ahead, version, limit_bytes)
-        thread.stop()
-
-    def finish_ahead(self) -> None:
-        """Wait for the thread of `receive_ahead`, if there is one. Raises what it raised."""
-        ahead = self.ahead
-        self.ahead = None
-        if ahead is not None:
-            # Each of its waits has a limit of its own, and an abort ends them all.
-            ahead.result(AHEAD_LIMIT_FACTOR * self.receiver.timeout_s)
 
     def start_weight_update(self) -> None:
         """Bring the layers back to the form in which checkpoints load (on CPU they are packed for
@@ -316,11 +291,6 @@ class SyncWorkerExtension:
         """What this worker keeps of every tensor; see `OneStepOffTransferEngine.learn_shards`."""
         return self.weight_transfer_engine.learn_shards(shapes, expects_deltas)
 
-    def receive_ahead(self, version: int, limit_bytes: int) -> None:
-        """Begin to receive a version while this worker generates; see
-        `OneStepOffTransferEngine.receive_ahead`."""
-        self.weight_transfer_engine.receive_ahead(version, limit_bytes)
-
     def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the groups of a new epoch; see `init_transfer_engine`."""
         self.weight_transfer_engine.init_transfer_engine(**info)
@@ -332,7 +302,6 @@ class SyncWorkerExtension:
             version: of the weights.
             sharded_only: as `WeightReceiver.receive`.
         """
-        self.weight_transfer_engine.finish_ahead()
         self.weight_transfer_engine.sharded_only = sharded_only
         self.start_weight_update()
         self.update_weights({"version": version})

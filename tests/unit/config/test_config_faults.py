@@ -12,6 +12,9 @@ from tests.unit.config.config_helpers import SHARED, fault, write
 pytestmark = pytest.mark.filterwarnings("error")
 
 BAD = [
+    # keys that were removed
+    (["weight_sync.receive_ahead=true"], ["weight_sync.receive_ahead", "was removed; remove it"]),
+    (["weight_sync.canary_overlap=true"], ["weight_sync.canary_overlap", "was removed"]),
     # unknown keys
     (["actor.lrr=1"], ["actor.lrr", "did you mean actor.lr?"]),
     (["actr.lr=1"], ["actr.lr", "did you mean actor.lr?"]),
