@@ -284,7 +284,7 @@ BENCHMARKS = [
     benchmark(
         "weight_sync",
         *"--model tiny --ranks 2 --replicas 1 --repeats 1 --bucket-mb 1".split(),
-        *"--arms raw per-tensor gather sharded delta shared file vllm".split(),
+        *"--arms raw per-tensor sharded delta shared file vllm".split(),
         writes=(*RESULTS, "weight_sync.png"),
     ),
     benchmark(

@@ -8,7 +8,7 @@ silently train on wrong log-probs. So such settings are refused.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from one_step_off.config.errors import ConfigError, key_error
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.lengths import longest_sequence
 from one_step_off.config.schema import Config
 from one_step_off.config.text import did_you_mean, format_value
@@ -153,22 +153,3 @@ def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
             location = f"{section}.engine_kwargs.{format_value(name)}={format_value(value)}"
             fix = did_you_mean(name, known, "remove it")
             raise ConfigError(f"{location}: the installed vLLM has no such field; {fix}")
-
-
-def check_weight_sync(cfg: Config) -> None:
-    """Check the section weight_sync. Raises ConfigError."""
-    settings = cfg.weight_sync
-    gathers = settings.sender == "gather"
-    if settings.overlap == "true" and gathers:
-        raise key_error(
-            cfg,
-            "weight_sync.sender",
-            "gather uses the trainer's collectives, which training uses at the same time; "
-            "set weight_sync.overlap=false or auto",
-        )
-    if gathers and settings.mode == "delta":
-        raise key_error(
-            cfg,
-            "weight_sync.mode",
-            "each rank compares its own shard; use weight_sync.sender=sharded",
-        )

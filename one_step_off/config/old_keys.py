@@ -18,6 +18,7 @@ MAX_CARRY = "pipeline.max_carry"
 REMOVED_KEYS = {
     "weight_sync.receive_ahead": "weights travel while the replicas pause",
     "weight_sync.receive_ahead_mb": "weights travel while the replicas pause",
+    "weight_sync.sender": "each rank sends its own shard",
     "weight_sync.canary_overlap": "the canary is scored before the next prompts",
 }
 """Keys that do no longer exist -> what a run does."""

@@ -57,11 +57,6 @@ class WeightSyncConfig:
     full_every: int = config_key(
         50, "delta: number of syncs from one that sends all weights to the next", low=1
     )
-    sender: str = config_key(
-        "sharded",
-        "sharded: each rank sends its own shard; gather: rank 0 gathers and sends (for comparison)",
-        choices="sharded gather",
-    )
     max_senders: int = config_key(
         8,
         "most trainer ranks that send to replicas; more ranks give theirs to these; 0: all send",

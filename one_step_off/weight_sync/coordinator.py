@@ -101,7 +101,7 @@ class WeightSync:
         """What all workers of the epoch keep; None: only whole tensors can be sent."""
         self.last_sent: tuple[PolicyVersion, LogProbs] | None = None
         """What replicas must hold, and the trainer's log-probs of the canary."""
-        self.failed_syncs = FailedSyncs(actor, rollout, self.cfg.sender)
+        self.failed_syncs = FailedSyncs(actor, rollout)
         self.on_trace: Callable[[list[report.Span]], None] = lambda spans: None
         """Receives the spans of each sync for the timeline."""
         self.on_log: Callable[[str], None] = lambda line: None
@@ -117,7 +117,7 @@ class WeightSync:
         who = "weight sync, trainer rank"
         ranks = self.actor.ranks
         plans = await call_all(timeout_s, who, ranks, "weight_plan")
-        groups = await asyncio.to_thread(form_groups, plans, self.cfg.sender, self.cfg.max_senders)
+        groups = await asyncio.to_thread(form_groups, plans, self.cfg.max_senders)
         shared_groups = store_once(groups)
         pieces_for_rank = self._pieces_for_ranks(plans, groups)
         arguments = [
@@ -128,9 +128,6 @@ class WeightSync:
         self.senders = [ranks[group.leader] for group in groups]
         self.members = [(ranks[rank], group.leader) for group in groups for rank in group.members]
         sending_ranks = sorted(rank for group in groups for rank in group.ranks)
-        # With "gather" rank 0 sends, and all others must be called to give it their pieces.
-        if self.cfg.sender == "gather":
-            sending_ranks = list(range(len(ranks)))
         self.sending_ranks = [ranks[rank] for rank in sending_ranks]
         self.same_device = [self.same_device[group.leader] for group in groups]
         pieces_of_sender = [group.pieces for group in groups]
@@ -149,9 +146,7 @@ class WeightSync:
 
     def _pieces_for_ranks(self, plans: Pieces, groups: list[SenderGroup]) -> list[Any]:
         """Per rank the pieces that it must know beside its own and its group's: a leader those of
-        its members, and with weight_sync.sender=gather each rank all."""
-        if self.cfg.sender == "gather":
-            return [store_once(plans)] * len(plans)
+        its members."""
         pieces_for_rank: list[Any] = [[] for _ in plans]
         for group in groups:
             if group.members:
@@ -213,8 +208,7 @@ class WeightSync:
         If nothing was sent yet, or the senders keep nothing, the replica stays stale until the next
         sync. Returns whether the replica is still alive.
         """
-        can_resend = self.cfg.keep_sent and self.cfg.sender == "sharded"
-        if self.last_sent is None or not can_resend:
+        if self.last_sent is None or not self.cfg.keep_sent:
             return True
         async with self.lock:
             metrics = await self._sync_replicas([number], is_restore=True)

@@ -3,7 +3,7 @@ among them."""
 
 from typing import Any
 
-from one_step_off.cluster.errors import ProcessDied, TrainerDied
+from one_step_off.cluster.errors import TrainerDied
 from one_step_off.cluster.remote_calls import MAX_ATTEMPTS
 from one_step_off.data.samples import PolicyVersion
 from one_step_off.weight_sync.participants import Replicas, Trainers
@@ -17,11 +17,10 @@ class FailedSyncs:
         in_a_row: replica -> syncs of all replicas that it failed in a row.
     """
 
-    def __init__(self, actor: Trainers, rollout: Replicas, sender: str) -> None:
-        """`actor`, `rollout`: those that sync. `sender`: weight_sync.sender."""
+    def __init__(self, actor: Trainers, rollout: Replicas) -> None:
+        """`actor`, `rollout`: those that sync."""
         self.actor = actor
         self.rollout = rollout
-        self.sender = sender
         self.in_a_row: dict[int, int] = {}
 
     def passed(self, number: int) -> None:
@@ -41,19 +40,16 @@ class FailedSyncs:
 
         Raises:
             TrainerDied: a trainer is gone or hangs.
-            ProcessDied: a replica is, and cannot be restarted by itself.
             The failure itself: all processes are alive.
         """
         _, version = stamp
         what = f"weight sync of version {version}"
         ranks = {f"trainer rank {i}": rank for i, rank in enumerate(self.actor.ranks)}
-        dead_ranks, dead_replicas = await find_failed(broken, ranks, replicas, self.sender)
+        dead_ranks, dead_replicas = await find_failed(broken, ranks, replicas)
         if dead_ranks:
             raise TrainerDied(f"{what}: {'; '.join(dead_ranks.values())}") from broken.error
         if not dead_replicas:
             raise broken.error
-        if self.sender == "gather":
-            raise ProcessDied(f"{what}: {'; '.join(dead_replicas.values())}") from broken.error
         for number, reason in dead_replicas.items():
             self.restart_replica(number, reason, what, is_restore)
 

@@ -37,20 +37,16 @@ class SenderGroup:
         return self.ranks[1:]
 
 
-def form_groups(pieces: Pieces, mode: str, max_senders: int) -> list[SenderGroup]:
+def form_groups(pieces: Pieces, max_senders: int) -> list[SenderGroup]:
     """The senders and their groups, in the order of their ranks. Ranks without pieces are in none.
 
     Args:
         pieces: per rank the pieces that it owns.
-        mode: weight_sync.sender. "sharded": each rank sends what it owns, by itself or by its
-            group's leader; "gather": rank 0 sends all tensors, whole.
         max_senders: weight_sync.max_senders; 0: as many as there are ranks.
 
     Raises:
         SyncError: as `pieces_by_tensor`.
     """
-    if mode == "gather":
-        return [SenderGroup((0,), _whole_tensors(pieces))]
     owners = [rank for rank, owned in enumerate(pieces) if owned]
     if max_senders == 0 or len(owners) <= max_senders:
         return [SenderGroup((rank,), pieces[rank]) for rank in owners]
@@ -66,15 +62,6 @@ def form_groups(pieces: Pieces, mode: str, max_senders: int) -> list[SenderGroup
     for group, (start, stop) in enumerate(itertools.pairwise(borders)):
         groups.append(SenderGroup(tuple(owners[start:stop]), pieces_of_group[group]))
     return groups
-
-
-def _whole_tensors(pieces: Pieces) -> list[WeightPiece]:
-    whole = []
-    for parts in pieces_by_tensor(pieces):
-        _, piece = parts[0]
-        rows = piece.shape[0] if piece.shape else 1
-        whole.append(replace(piece, start=0, stop=rows, dim=0))
-    return whole
 
 
 def _join_neighbors(

@@ -114,7 +114,7 @@ async def run_or_abort(
 
 
 async def find_failed(
-    broken: BrokenSync, ranks: dict[str, Any], replicas: dict[int, Any], sender: str
+    broken: BrokenSync, ranks: dict[str, Any], replicas: dict[int, Any]
 ) -> tuple[dict[str, str], dict[int, str]]:
     """The processes that are gone or hang after a broken sync.
 
@@ -122,7 +122,6 @@ async def find_failed(
         broken: the failure.
         ranks: name -> Ray actor, of the trainers.
         replicas: number -> Ray actor, of those in the sync.
-        sender: weight_sync.sender.
 
     Returns:
         Name -> reason of trainers, and number -> reason of replicas.
@@ -136,9 +135,7 @@ async def find_failed(
         reason = f"{call.who}: it hangs, and did not end {limit_s:g} s after an abort"
         if call.replica is not None:
             dead_replicas.setdefault(call.replica, reason)
-        elif sender != "gather":
-            # The ranks of a gathering trainer wait for the first one, which failed: they do not
-            # hang by themselves.
+        else:
             dead_ranks.setdefault(call.who, reason)
     return dead_ranks, dead_replicas
 

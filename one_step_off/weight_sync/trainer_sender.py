@@ -51,8 +51,6 @@ class WeightSenderMixin:
     device: str
     version: int
     weight_tensors: Callable[[], Iterator[torch.Tensor]]
-    gathered: Callable[..., Iterator[tuple[str, torch.Tensor]]]
-
     weight_plan: Callable[[], list[WeightPiece]]
 
     threads = {"control": 1, "sync": 1, "saving": 1}
@@ -78,8 +76,7 @@ class WeightSenderMixin:
 
         Args:
             groups: of `form_groups`.
-            pieces: of the members of this rank's group, if it leads one of several ranks; with
-                weight_sync.sender=gather those of every rank.
+            pieces: of the members of this rank's group, if it leads one of several ranks.
             bucket_bytes: weight_sync.bucket_mb.
             host: the address at which to listen; empty: this node's address on the network.
             timeout_s: weight_sync.timeout_s.
@@ -87,8 +84,6 @@ class WeightSenderMixin:
         Returns:
             The addresses of the sender, or None on a rank that sends nothing to receivers.
         """
-        if self.cfg.weight_sync.sender == "gather":
-            self.pieces = pieces
         self.release_changed = threading.Condition()
         places = [index for index, group in enumerate(groups) if self.rank in group.ranks]
         if not places:
@@ -107,7 +102,7 @@ class WeightSenderMixin:
         sync_cfg = self.cfg.weight_sync
         self.sender = WeightSender(plan, index, device, host, timeout_s)
         self.sender.full_every = sync_cfg.full_every if sync_cfg.mode == "delta" else 0
-        self.sender.keep_sent = sync_cfg.sender == "sharded" and self._may_send_again()
+        self.sender.keep_sent = self._may_send_again()
         if not group.members:
             return SenderAddress(self.sender.address)
         self.sender.leader = GroupLeader(plan, index, group, pieces, device, host)
@@ -138,8 +133,7 @@ class WeightSenderMixin:
 
     @ray.method(concurrency_group="sync")
     def send_weights(self, version: int, sharded_only: bool = False) -> dict[str, Any]:
-        """As `WeightSender.send`; a member gives its pieces to its leader (no collective). With
-        weight_sync.sender=gather every rank is called, and gives rank 0 its pieces (collective).
+        """As `WeightSender.send`; a member gives its pieces to its leader.
 
         Raises:
             SyncError: `version` is neither the worker's nor kept by the sender; or as
@@ -148,21 +142,11 @@ class WeightSenderMixin:
         unpin()
         if self.member is not None:
             return self.member.send(self.weight_tensors(), version, self.version)
-        is_sharded = self.cfg.weight_sync.sender == "sharded"
-        is_kept = is_sharded and self.sender.kept_version == version
-        if version != self.version and not is_kept:
+        if version not in (self.version, self.sender.kept_version):
             raise SyncError(
                 f"trainer rank {self.rank} holds version {self.version}, asked to send {version}"
             )
-        if is_sharded:
-            return self.sender.send(self.weight_tensors(), version, sharded_only)
-        gathered = self.gathered(self.pieces, self.device)
-        if self.rank == 0:
-            tensors = (tensor for _, tensor in gathered)
-            return self.sender.send(tensors, version, sharded_only)
-        for _ in gathered:  # the collectives; nothing is yielded on this rank
-            pass
-        return {"bytes": 0.0, "changed": 0.0, "bucket_wire": [], "spans": []}
+        return self.sender.send(self.weight_tensors(), version, sharded_only)
 
     @ray.method(concurrency_group="control")
     def release(self, version: int) -> None:

@@ -49,7 +49,6 @@ def test_gpus_compute_in_bfloat16():
 def test_valid_combinations():
     validate(good(*ADAPTER), 0)
     validate(good(*ADAPTER, "weight_sync.overlap=true", "model.lora_rank=512"), 0)
-    validate(good(*ADAPTER, "weight_sync.overlap=false", "weight_sync.sender=gather"), 0)
     validate(good(*ADAPTER, *SHARED, "pipeline.staleness=0"), 0)
     validate(good("model.lora_rank=8", "weight_sync.mode=delta"), 0)
 

@@ -34,7 +34,7 @@ class GroupedStream:
     ) -> None:
         """`sender_attributes`: full_every and keep_sent of every leader."""
         self.pieces = pieces
-        self.groups = form_groups(pieces, "sharded", max_senders)
+        self.groups = form_groups(pieces, max_senders)
         self.plan = BucketPlan.build([group.pieces for group in self.groups], bucket_bytes)
         self.senders: list[WeightSender] = []
         self.members: dict[int, GroupMember] = {}
