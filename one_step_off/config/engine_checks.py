@@ -8,8 +8,10 @@ silently train on wrong log-probs. So such settings are refused.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from one_step_off.config.errors import ConfigError
+from one_step_off.config.device_shares import shared_devices
+from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.lengths import longest_sequence
+from one_step_off.config.registry import import_object
 from one_step_off.config.schema import Config
 from one_step_off.config.text import did_you_mean, format_value
 
@@ -153,3 +155,28 @@ def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
             location = f"{section}.engine_kwargs.{format_value(name)}={format_value(value)}"
             fix = did_you_mean(name, known, "remove it")
             raise ConfigError(f"{location}: the installed vLLM has no such field; {fix}")
+
+
+TRANSPORTS = ("auto", "collective", "shared_folder")
+
+
+def check_weight_sync(cfg: Config, device: str) -> None:
+    """Check the section weight_sync. Raises ConfigError."""
+    settings = cfg.weight_sync
+    transport = settings.transport
+    if transport not in TRANSPORTS and ":" not in transport:
+        otherwise = f"use module:Class or one of {', '.join(TRANSPORTS)}"
+        fix = did_you_mean(transport, TRANSPORTS, otherwise)
+        raise ConfigError(f"weight_sync.transport={transport!r}: unknown; {fix}")
+    if ":" in transport:
+        import_object("weight_sync.transport", transport)
+    if transport == "shared_folder" and settings.mode == "delta":
+        raise key_error(cfg, "weight_sync.mode", "shared_folder sends all weights; use mode=full")
+    roles = cfg.placement.roles
+    is_one_device = roles["rollout"] == roles["actor"] or shared_devices(cfg) > 0
+    if transport == "collective" and device != "cpu" and is_one_device:
+        raise key_error(
+            cfg,
+            "weight_sync.transport",
+            "NCCL refuses two processes on one GPU; use auto, or separate GPUs",
+        )

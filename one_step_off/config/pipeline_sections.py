@@ -65,6 +65,14 @@ class WeightSyncConfig:
     bucket_mb: int = config_key(
         64, "size of a bucket, in MiB; sender and receiver reuse two each", low=1
     )
+    transport: str = config_key(
+        "auto",
+        "auto: NCCL or gloo, and shared memory on one device; collective: NCCL or gloo; "
+        "shared_folder: files; or your own as module:Class",
+    )
+    folder: str = config_key(
+        "", "shared_folder: where the files are, for this run alone; empty: in trainer.output_dir"
+    )
     keep_sent: bool = config_key(
         True,
         "senders keep the last weights they sent in host memory, for replicas that are restarted",

@@ -9,7 +9,7 @@ the files show is checked when the run is prepared.
 from one_step_off.config.agent_checks import check_external_agents
 from one_step_off.config.allocator import check_allocator
 from one_step_off.config.data_checks import check_agent, check_data, check_output
-from one_step_off.config.engine_checks import check_engine, check_sampling
+from one_step_off.config.engine_checks import check_engine, check_sampling, check_weight_sync
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.lora_checks import check_adapter_sync
 from one_step_off.config.model_checks import check_model
@@ -44,6 +44,7 @@ def check_after_algorithm(cfg: Config, device: str) -> None:
     check_external_agents(cfg)
     check_output(cfg)
     check_staleness(cfg)
+    check_weight_sync(cfg, device)
     check_adapter_sync(cfg, device)
     check_allocator(cfg, device)
     check_warm_up(cfg, device)

@@ -49,6 +49,7 @@ from one_step_off.weight_sync.sync_calls import (
     run_or_abort,
     transfer_limits,
 )
+from one_step_off.weight_sync.transports.transport import transport_settings
 
 CONNECT_GRACE_S = 5.0
 """Each process enforces `connect_timeout` itself. The driver waits this many seconds longer, for a
@@ -84,8 +85,10 @@ class WeightSync:
         self.rollout: Any = rollout
         self.canary = canary
         self.host = host
-        self.same_device = same_device
         self.cfg = actor.cfg.weight_sync
+        self.same_device = same_device
+        if self.cfg.transport != "auto":
+            self.same_device = [[] for _ in same_device]
         self.canary_check = Canary(self.cfg.canary_tolerance, actor.cfg.model.dtype)
         self.lock = asyncio.Lock()
         """Held by one sync at a time: of all replicas, or of one restarted replica."""
@@ -141,6 +144,7 @@ class WeightSync:
             "addresses": [addresses[group.leader].store for group in groups],
             "host": self.host,
             "timeout_s": timeout_s,
+            "transport": transport_settings(self.actor.cfg),
             "pieces": [[astuple(piece) for piece in sent] for sent in pieces_of_sender],
         }
 

@@ -11,14 +11,15 @@ import torch.distributed as dist
 
 from one_step_off.cluster.bounded_waits import AbortSignal
 from one_step_off.cluster.errors import SyncError
-from one_step_off.distributed_util import DedicatedGroup, connect_store, connect_timeout
+from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts, checksum
 from one_step_off.weight_sync.in_place_writer import InPlaceWriter, Layout
 from one_step_off.weight_sync.launch_order import Step, receive_steps
 from one_step_off.weight_sync.mirror import Mirror
 from one_step_off.weight_sync.routes import ALL_RECEIVERS, Routes, ShardsOfReceivers
-from one_step_off.weight_sync.shared_memory import SharedMemoryReceiver
 from one_step_off.weight_sync.stream_peer import MEASURED_TRANSFERS, StreamPeer
+from one_step_off.weight_sync.transports.same_device import SharedMemoryReceiver, map_sender
+from one_step_off.weight_sync.transports.transport import ReceiveEnd, Transport
 
 RECEIVE_BUFFERS = 2
 """One is filled while the other is loaded."""
@@ -44,14 +45,20 @@ class WeightReceiver(StreamPeer):
     in_place_writer: InPlaceWriter | None = None
 
     def __init__(
-        self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
+        self,
+        plan: BucketPlan,
+        index: int,
+        device: torch.device,
+        host: str,
+        timeout_s: float,
+        transport: Transport | None = None,
     ) -> None:
         """As `StreamPeer`."""
-        super().__init__(plan, index, device, host, timeout_s)
+        super().__init__(plan, index, device, host, timeout_s, transport)
         self.buffers: list[torch.Tensor] = []
         self.whole_routes = Routes(plan, 0)
         self.shard_routes: Routes | None = None
-        self.transport_of_stream: dict[int, Any] = {}
+        self.end_of_stream: dict[int, ReceiveEnd] = {}
         self.join_buffer = torch.zeros(0, dtype=torch.uint8)
         self.uses_network = False
         self.wire_seconds_per_byte = 0.0  # of the bare link; 0: not measured
@@ -70,7 +77,7 @@ class WeightReceiver(StreamPeer):
 
         Args:
             epoch: counts the groups.
-            addresses: (host, port) of each sender's store.
+            addresses: of each sender's store.
             receivers: how many there are.
             same_device: per sender the receivers on its device; empty: none.
             kept: as `WeightSender.connect`.
@@ -134,7 +141,7 @@ class WeightReceiver(StreamPeer):
         """Around a sync: after an error the groups are closed, and what was received is
         forgotten."""
         try:
-            if not self.transports:
+            if not self.ends:
                 raise SyncError(f"{self.name} is in no group; it must connect first")
             yield
         except BaseException as error:
@@ -155,7 +162,8 @@ class WeightReceiver(StreamPeer):
         deadline: float,
     ) -> None:
         """Connect to one sender. `same_device`: the receivers on its device."""
-        sender_store = self._call_until(deadline, connect_store, *address, self.timeout_s)
+        connect_store = self.transport.connect_store
+        sender_store = self._call_until(deadline, connect_store, address, self.timeout_s)
         store = dist.PrefixStore(f"{epoch}", sender_store)
         self.abort_signals.append(AbortSignal(store))
         self._check_abort_signals()
@@ -164,27 +172,25 @@ class WeightReceiver(StreamPeer):
             members = list(routes.sets[number])
             if number == ALL_RECEIVERS:
                 members = [receiver for receiver in members if receiver not in same_device]
+            stream = self._stream(sender, epoch, store, tuple(members), number)
             if self.index in members:
-                rank = 1 + members.index(self.index)
-                transport = self._join_group(store, rank, len(members) + 1, deadline, number)
+                open_end = self.transport.open_receiver
             elif number == ALL_RECEIVERS:
-                transport = self._call_until(
-                    deadline, SharedMemoryReceiver, store, self.index, self.device, self.timeout_s
-                )
+                open_end = map_sender
             else:
                 continue
-            self.transports.append(transport)
-            self.transport_of_stream[routes.stream_number(sender, number)] = transport
+            end = self._open_end(deadline, open_end, stream, self.index)
+            self.end_of_stream[routes.stream_number(sender, number)] = end
 
     def close(self) -> None:
         """Leave all groups; peers that wait for this receiver fail."""
         super().close()
         # Not cleared: a thread that was abandoned may come back late and look here.
-        self.transport_of_stream = {}
+        self.end_of_stream = {}
 
     def _is_remote(self, sender: int) -> bool:
         """Whether a sender's data comes over the network."""
-        return isinstance(self.transport_of_stream[sender], DedicatedGroup)
+        return not isinstance(self.end_of_stream[sender], SharedMemoryReceiver)
 
     def _prepare_buffers(self) -> None:
         self.uses_network = any(self._is_remote(sender) for sender in range(self.plan.senders))
@@ -313,7 +319,7 @@ class WeightReceiver(StreamPeer):
     def _release(self, messages: Parts) -> None:
         """The senders may overwrite these messages."""
         for stream in messages:
-            self.transport_of_stream[stream].release()
+            self.end_of_stream[stream].release()
 
     def _receive_headers(self, version: int, sharded_only: bool) -> bool:
         """Whether messages may be deltas and so announce their size, after checking every sender's
@@ -377,18 +383,17 @@ class WeightReceiver(StreamPeer):
             Stream -> its message: `targets`, or a view of its buffer if the sender is on the same
             device.
         """
-        # A thread that was abandoned and comes back late must not touch the transports of another
-        # epoch.
-        transports = self.transport_of_stream
+        # A thread that was abandoned and comes back late must not touch the ends of another epoch.
+        end_of_stream = self.end_of_stream
         messages = {}
         for step, stream in receive_steps(targets, self.is_ordered):
-            transport = transports[stream]
+            end = end_of_stream[stream]
             if step is Step.ANNOUNCE:
-                transport.announce()
+                end.announce()
             elif step is Step.LAUNCH:
-                transport.start_receive(targets[stream])
+                end.start_receive(targets[stream])
             else:
-                messages[stream] = transport.finish_receive(targets[stream])
+                messages[stream] = end.finish_receive(targets[stream])
         return messages
 
     def _receive_numbers(self, streams: Iterable[int], count: int) -> Parts:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from one_step_off.cluster.bounded_waits import AbortSignal
 from one_step_off.cluster.errors import SyncError
-from one_step_off.distributed_util import DedicatedGroup, connect_timeout, open_store
+from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync import delta
 from one_step_off.weight_sync.bucket_plan import BucketPlan, checksum
 from one_step_off.weight_sync.launch_order import Step, send_steps
@@ -25,8 +25,9 @@ from one_step_off.weight_sync.send_progress import (
 )
 from one_step_off.weight_sync.sender_group_ends import GroupLeader, PiecePacker
 from one_step_off.weight_sync.sender_groups import Section
-from one_step_off.weight_sync.shared_memory import SharedBuffer, SharedMemorySender
 from one_step_off.weight_sync.stream_peer import MEASURED_TRANSFERS, StreamPeer
+from one_step_off.weight_sync.transports.same_device import SharedBuffer, SharedMemorySender
+from one_step_off.weight_sync.transports.transport import SendEnd, Transport
 
 SEND_BUFFERS = 2
 """The next bucket is packed while one is on the wire."""
@@ -49,20 +50,24 @@ class WeightSender(StreamPeer):
     """Collects the other ranks' pieces, where this one leads a sender group."""
 
     def __init__(
-        self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
+        self,
+        plan: BucketPlan,
+        index: int,
+        device: torch.device,
+        host: str,
+        timeout_s: float,
+        transport: Transport | None = None,
     ) -> None:
-        """As `StreamPeer`; also opens the store at which receivers meet, at `address` (host,
-        port)."""
-        super().__init__(plan, index, device, host, timeout_s)
-        self.transports_of_set: dict[int, list[Any]] = {}
+        """As `StreamPeer`; also opens the store at which receivers meet, at `address`."""
+        super().__init__(plan, index, device, host, timeout_s, transport)
+        self.ends_of_set: dict[int, list[SendEnd]] = {}
         self.whole_routes = Routes(plan, 0)
         self.shard_routes: Routes | None = None  # None: what receivers keep is not known
         self.cut_buffers: list[torch.Tensor] = []  # messages, where they are no whole parts
         self.slots_of_bucket = [bucket.slots_of(index) for bucket in plan.buckets]
         self.part_sizes = [bucket.part_bytes[index] for bucket in plan.buckets]
-        self.store = open_store(host, timeout_s)
+        self.store, self.address = self.transport.open_store(host, index, timeout_s)
         self.abort_store = self.store.clone()  # for `abort`, while a send waits in the other one
-        self.address = (host, self.store.port)
         self.buffers: list[torch.Tensor] = []
         # For all epochs: a receiver that is killed never releases what it has mapped on a GPU.
         self.shared_buffers: list[SharedBuffer] = []
@@ -114,7 +119,7 @@ class WeightSender(StreamPeer):
                     # Before the deadline of the receivers: this one can name a missing member.
                     members_deadline = time.monotonic() + self.timeout_s
                     self.leader.links.accept(epoch, members_deadline, self._check_abort_signals)
-                self._connect_transports(store, same_device, deadline)
+                self._open_streams(epoch, store, same_device, deadline)
                 self._measure_link()
                 # Now, because pinned memory takes long to allocate.
                 self._allocate_kept_parts()
@@ -161,7 +166,7 @@ class WeightSender(StreamPeer):
     def _giving_up_on_errors(self) -> Iterator[None]:
         """Around a send: after an error the groups are closed."""
         try:
-            if not self.transports:
+            if not self.ends:
                 raise SyncError(f"{self.name} is in no group; it must connect first")
             with torch.cuda.stream(self.stream) if self.stream else nullcontext():
                 yield
@@ -185,23 +190,23 @@ class WeightSender(StreamPeer):
                 for _ in range(SEND_BUFFERS)
             ]
 
-    def _connect_transports(
-        self, store: dist.Store, same_device: Sequence[int], deadline: float
+    def _open_streams(
+        self, epoch: int, store: dist.Store, same_device: Sequence[int], deadline: float
     ) -> None:
-        """Open the shared-memory transport for receivers on the same device, and a group for each
-        set of remote ones."""
-        self.transports_of_set = {}
+        """Open the stream in shared memory to receivers on the same device, and one to each set of
+        remote ones."""
+        self.ends_of_set = {}
         routes = self.shard_routes or self.whole_routes
         for number in routes.sets_of_sender(self.index):
             receivers = routes.sets[number]
-            self.transports_of_set[number] = []
+            self.ends_of_set[number] = []
             if number == ALL_RECEIVERS:
                 self._open_buffers(store, same_device)
                 receivers = [r for r in receivers if r not in same_device]
             if receivers:
-                group = self._join_group(store, 0, len(receivers) + 1, deadline, number)
-                self.transports.append(group)
-                self.transports_of_set[number].append(group)
+                stream = self._stream(self.index, epoch, store, tuple(receivers), number)
+                end = self._open_end(deadline, self.transport.open_sender, stream)
+                self.ends_of_set[number].append(end)
 
     def _open_buffers(self, store: dist.Store, same_device: Sequence[int]) -> None:
         """Allocate the buffers of this sender's parts, shared with receivers on the same device."""
@@ -211,8 +216,8 @@ class WeightSender(StreamPeer):
                 self.shared_buffers = [SharedBuffer(size, self.device) for size in buffer_sizes]
             self.buffers = [buffer.tensor for buffer in self.shared_buffers]
             shared = SharedMemorySender(store, self.shared_buffers, list(same_device))
-            self.transports.append(shared)
-            self.transports_of_set[ALL_RECEIVERS].append(shared)
+            self.ends.append(shared)
+            self.ends_of_set[ALL_RECEIVERS].append(shared)
         elif not self.buffers:
             # Zeros and not empty, so that the pages are touched before the first sync.
             self.buffers = [
@@ -224,9 +229,9 @@ class WeightSender(StreamPeer):
         if not self.part_sizes[0]:
             return
         remote = [
-            transport
-            for transport in self.transports_of_set[ALL_RECEIVERS]
-            if isinstance(transport, DedicatedGroup)
+            end
+            for end in self.ends_of_set[ALL_RECEIVERS]
+            if not isinstance(end, SharedMemorySender)
         ]
         for _ in range(MEASURED_TRANSFERS if remote else 0):
             first = {ALL_RECEIVERS: self.buffers[0][: self.part_sizes[0]]}
@@ -428,7 +433,7 @@ class WeightSender(StreamPeer):
             self.stream.synchronize()  # what packed them
         begin = time.perf_counter()
         for message_of_set in messages:
-            self._send_messages(message_of_set, self.transports_of_set)
+            self._send_messages(message_of_set, self.ends_of_set)
         seconds = time.perf_counter() - begin
         for message_of_set in messages:
             for message in message_of_set.values():
@@ -437,17 +442,17 @@ class WeightSender(StreamPeer):
         self.record.add_wire_span(seconds)
         return seconds
 
-    def _send_messages(self, messages: Messages, transports: dict[int, list[Any]]) -> None:
+    def _send_messages(self, messages: Messages, ends_of_set: dict[int, list[SendEnd]]) -> None:
         """On the wire's thread: send one message to each of these sets of receivers, given by
-        turns. `transports`: of each set."""
+        turns."""
         for step, number in send_steps(messages, self.is_ordered):
-            for transport in transports[number]:
+            for end in ends_of_set[number]:
                 if step is Step.AWAIT_RECEIVERS:
-                    transport.await_receivers()
+                    end.await_receivers()
                 elif step is Step.LAUNCH:
-                    transport.start_send(messages[number])
+                    end.start_send(messages[number])
                 else:
-                    transport.wait(self.timeout_s)
+                    end.wait(self.timeout_s)
 
     def _finish_bucket(self, on_wire: BucketOnWire | None) -> None:
         """Wait until the bucket on the wire has reached every receiver."""

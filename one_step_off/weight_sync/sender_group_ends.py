@@ -176,7 +176,7 @@ class GroupMember:
         self.phase = "connect"
         self.bucket_number = 0
 
-    def connect(self, epoch: int, address: member_link.Address) -> None:
+    def connect(self, epoch: int, address: member_link.LeaderAddress) -> None:
         """Join the leader in a new epoch; an earlier epoch's link is closed.
 
         Raises:

@@ -22,12 +22,17 @@ from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.network import reachable_host
 from one_step_off.config.schema import Config
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
-from one_step_off.weight_sync.member_link import Address
+from one_step_off.weight_sync.member_link import LeaderAddress
 from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.sender import WeightSender
 from one_step_off.weight_sync.sender_group_ends import GroupLeader, GroupMember
 from one_step_off.weight_sync.sender_groups import SenderGroup
 from one_step_off.weight_sync.sync_calls import transfer_limits
+from one_step_off.weight_sync.transports.transport import (
+    Address,
+    load_transport,
+    transport_settings,
+)
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 
@@ -35,9 +40,9 @@ from one_step_off.weight_sync.weight_piece import WeightPiece
 class SenderAddress:
     """Where a sender can be reached."""
 
-    store: tuple[str, int]
-    """Host and port, for receivers."""
-    for_members: Address | None = None
+    store: Address
+    """Of its store, for receivers."""
+    for_members: LeaderAddress | None = None
     """For the members of its group; None: it has none."""
 
 
@@ -100,7 +105,8 @@ class WeightSenderMixin:
             return None
         host = reachable_host(host)
         sync_cfg = self.cfg.weight_sync
-        self.sender = WeightSender(plan, index, device, host, timeout_s)
+        transport = load_transport(*transport_settings(self.cfg))
+        self.sender = WeightSender(plan, index, device, host, timeout_s, transport)
         self.sender.full_every = sync_cfg.full_every if sync_cfg.mode == "delta" else 0
         self.sender.keep_sent = self._may_send_again()
         if not group.members:
@@ -127,7 +133,7 @@ class WeightSenderMixin:
         self.sender.connect(epoch, receivers, same_device, kept)
 
     @ray.method(concurrency_group="sync")
-    def join_leader(self, epoch: int, address: Address) -> None:
+    def join_leader(self, epoch: int, address: LeaderAddress) -> None:
         """Connect this member to the leader of its group. See `GroupMember.connect`."""
         self.member.connect(epoch, address)
 

@@ -38,6 +38,7 @@ from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.shard_blocks import plain_shards, shards_from_plain
+from one_step_off.weight_sync.transports.transport import load_transport
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 MISSING_NAMES_SHOWN = 3
@@ -90,6 +91,7 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         host: str,
         timeout_s: float,
         kept: dict[str, Any] | None = None,
+        transport: tuple[str, str] = ("auto", ""),
         **groups: Any,
     ) -> None:
         """Build the plan and join the senders' groups; an earlier epoch's are closed.
@@ -104,6 +106,7 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
             timeout_s: weight_sync.timeout_s.
             kept: "blocks" of each kind of receivers, as `plain_shards` makes them, and
                 "kind_of_receiver"; None: only whole tensors travel.
+            transport: the arguments of `load_transport`.
             groups: for `WeightReceiver.connect`.
         """
         plan = BucketPlan.build([_weight_pieces(sent) for sent in pieces], bucket_bytes)
@@ -116,7 +119,9 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
             former = None
         if former is None:  # one for all epochs: it has a thread and buffers
             device = torch.device(self.device)
-            self.receiver = WeightReceiver(plan, index, device, host, timeout_s)
+            self.receiver = WeightReceiver(
+                plan, index, device, host, timeout_s, load_transport(*transport)
+            )
         if not hasattr(self, "expected_names"):
             # The names that vLLM's own loader checks: every sync must load every parameter. Taken
             # from the whole model: after a failed update, a tied head has a name of its own.
