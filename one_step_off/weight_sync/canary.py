@@ -21,7 +21,7 @@ from one_step_off.cluster.errors import CanaryFailed
 from one_step_off.cluster.remote_calls import LIVENESS_TIMEOUT_S
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import PolicyVersion
-from one_step_off.weight_sync.participants import LogProbs, Trainers
+from one_step_off.weight_sync.sync_calls import LogProbs, Trainers
 
 DEFAULT_TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}
 """By model.dtype: the largest difference in nats that a model without experts was seen to have, and

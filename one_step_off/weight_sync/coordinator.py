@@ -33,17 +33,19 @@ from one_step_off.cluster.remote_calls import (
 )
 from one_step_off.data.samples import PolicyVersion
 from one_step_off.distributed_util import connect_timeout
-from one_step_off.weight_sync import base_model, report
+from one_step_off.weight_sync import base_weights, report
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.canary import Canary, FailedCanary, canary_limit_s, canary_name
-from one_step_off.weight_sync.failed_syncs import FailedSyncs
-from one_step_off.weight_sync.participants import LogProbs, Replicas, Trainers
 from one_step_off.weight_sync.replica_layouts import ReplicaLayouts, plain_shards_of_receivers
 from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.sender_groups import SenderGroup, form_groups
 from one_step_off.weight_sync.sync_calls import (
     BrokenSync,
+    FailedSyncs,
+    LogProbs,
+    Replicas,
     SyncCall,
+    Trainers,
     await_quietly,
     begin_on_replicas,
     run_or_abort,
@@ -136,7 +138,7 @@ class WeightSync:
         pieces_of_sender = [group.pieces for group in groups]
         self.layouts = ReplicaLayouts(pieces_of_sender, timeout_s)
         if self.cfg.lora == "adapter":
-            self.layouts.base = await base_model.ask_trainers(ranks, timeout_s)
+            self.layouts.base = await base_weights.ask_trainers(ranks, timeout_s)
         self.total_bytes = BucketPlan.build(pieces_of_sender, bucket_bytes).total_bytes
         self.member_addresses = [address and address.for_members for address in addresses]
         self.connect_info = {

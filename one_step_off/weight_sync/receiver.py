@@ -13,9 +13,9 @@ from one_step_off.cluster.bounded_waits import AbortSignal
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts, checksum
+from one_step_off.weight_sync.delta import Mirror
 from one_step_off.weight_sync.in_place_writer import InPlaceWriter, Layout
 from one_step_off.weight_sync.launch_order import Step, receive_steps
-from one_step_off.weight_sync.mirror import Mirror
 from one_step_off.weight_sync.routes import ALL_RECEIVERS, Routes, ShardsOfReceivers
 from one_step_off.weight_sync.stream_peer import MEASURED_TRANSFERS, StreamPeer
 from one_step_off.weight_sync.transports.same_device import SharedMemoryReceiver, map_sender

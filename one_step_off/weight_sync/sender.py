@@ -4,7 +4,10 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -17,17 +20,51 @@ from one_step_off.weight_sync import delta
 from one_step_off.weight_sync.bucket_plan import BucketPlan, checksum
 from one_step_off.weight_sync.launch_order import Step, send_steps
 from one_step_off.weight_sync.routes import ALL_RECEIVERS, Message, Routes, ShardsOfReceivers
-from one_step_off.weight_sync.send_progress import (
-    BucketOnWire,
-    Messages,
-    SendKind,
-    SendProgress,
-)
-from one_step_off.weight_sync.sender_group_ends import GroupLeader, PiecePacker
-from one_step_off.weight_sync.sender_groups import Section
+from one_step_off.weight_sync.sender_groups import GroupLeader, PiecePacker, Section
 from one_step_off.weight_sync.stream_peer import MEASURED_TRANSFERS, StreamPeer
 from one_step_off.weight_sync.transports.same_device import SharedBuffer, SharedMemorySender
 from one_step_off.weight_sync.transports.transport import SendEnd, Transport
+
+Messages = dict[int, torch.Tensor]
+"""Set of receivers -> what goes to it."""
+
+
+class SendKind(Enum):
+    """What one sync sends."""
+
+    FULL = "full"
+    """All bytes of the model."""
+    DELTA = "delta"
+    """What changed since the last sync of the same epoch."""
+    RESEND = "resend"
+    """All bytes of the version that was sent last, from the sender's copy in host memory."""
+
+
+@dataclass
+class BucketOnWire:
+    """A bucket that the wire's thread is sending."""
+
+    index: int
+    seconds: Future[float]
+    """The time on the wire, when it has reached every receiver."""
+
+
+@dataclass
+class SendProgress:
+    """One sync of one sender."""
+
+    version: int
+    kind: SendKind
+    routes: Routes
+    sharded_only: bool
+    tensors: Iterator[torch.Tensor]
+    """The data of the pieces that are still to be packed."""
+    messages_of_bucket: list[list[Message]]
+    buffers: "itertools.cycle[tuple[torch.Tensor, torch.Tensor]]"
+    """For a part and for what is cut out of it."""
+    checksums: Messages
+    """Of each set of receivers int64 [buckets, 2]."""
+
 
 SEND_BUFFERS = 2
 """The next bucket is packed while one is on the wire."""

@@ -50,7 +50,7 @@ from one_step_off.cluster.errors import GIVEN_UP, SyncError
 from one_step_off.distributed_util import free_device_bytes
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.launch_order import IS_ORDERED
-from one_step_off.weight_sync.transfer_record import TransferRecord
+from one_step_off.weight_sync.report import TransferRecord
 from one_step_off.weight_sync.transports.collective import Collective
 from one_step_off.weight_sync.transports.transport import (
     ReceiveEnd,

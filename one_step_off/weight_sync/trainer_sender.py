@@ -25,8 +25,7 @@ from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.member_link import LeaderAddress
 from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.sender import WeightSender
-from one_step_off.weight_sync.sender_group_ends import GroupLeader, GroupMember
-from one_step_off.weight_sync.sender_groups import SenderGroup
+from one_step_off.weight_sync.sender_groups import GroupLeader, GroupMember, SenderGroup
 from one_step_off.weight_sync.sync_calls import transfer_limits
 from one_step_off.weight_sync.transports.transport import (
     Address,

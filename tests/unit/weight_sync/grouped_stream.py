@@ -11,8 +11,7 @@ import torch
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.sender import WeightSender
-from one_step_off.weight_sync.sender_group_ends import GroupLeader, GroupMember
-from one_step_off.weight_sync.sender_groups import form_groups
+from one_step_off.weight_sync.sender_groups import GroupLeader, GroupMember, form_groups
 from one_step_off.weight_sync.weight_piece import WeightPiece
 from tests.unit.weight_sync.weight_stream import CPU, HOST, Job, Weights, copy_into, run_together
 
