@@ -197,16 +197,6 @@ class RolloutReplica(UsageProbe, CoreUser):
         await self.call_workers("connect_sync", info | replica_info)
 
     @_part_of_sync
-    async def receive_ahead(self, version: int, limit_bytes: int) -> None:
-        """Begin to receive weights while the engine generates; `sync` puts them to use.
-
-        Args:
-            version: of the weights.
-            limit_bytes: the spare memory of each worker.
-        """
-        await self.call_workers("receive_ahead", version, limit_bytes)
-
-    @_part_of_sync
     async def sync(self, stamp: PolicyVersion, sharded_only: bool = False) -> list[dict[str, Any]]:
         """Receive the weights `stamp`: pause, stream, verify, resume with empty caches.
 

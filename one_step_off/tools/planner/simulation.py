@@ -209,8 +209,6 @@ def simulate(
     shared: bool = False,
     idle_cores: bool = False,
     in_flight: str = "wait",
-    canary_overlap: bool = False,
-    receive_ahead: bool = False,
 ) -> dict[str, Any]:
     """Simulate a run. The same arguments give the same figures.
 
@@ -226,7 +224,6 @@ def simulate(
         shared: one replica and one rank work at once on one device.
         idle_cores: as placement.share_idle_cores; all replicas and ranks have as many cores.
         in_flight: see weight_sync.in_flight; recompute and keep take the same time here.
-        canary_overlap, receive_ahead: see these keys of weight_sync.
 
     Returns:
         What `Tracker.summary` reports: median/time/step_s and the other medians in seconds,
@@ -235,16 +232,15 @@ def simulate(
     Raises:
         StalenessError: a token was trained on that other weights made.
     """
-    sync_settings = (in_flight, canary_overlap, receive_ahead)
     if overlap == "auto" and shared:
         overlap = "true"
     if overlap == "auto" and staleness and rollout:
-        rest = (static, steps, seed, shared, idle_cores, *sync_settings)
+        rest = (static, steps, seed, shared, idle_cores, in_flight)
         without = simulate(work, rollout, trainer, staleness, "false", *rest)
         if not _chooses_overlap(without):
             return without
         overlap = "true"
-    cfg = _run_config(work, rollout, staleness, overlap, static, sync_settings)
+    cfg = _run_config(work, rollout, staleness, overlap, static, in_flight)
     device = _common_device(rollout, trainer, shared, idle_cores)
     return _in_simulated_time(_run(work, cfg, rollout, trainer, steps, seed, device))
 
@@ -300,15 +296,11 @@ def _run_config(
     staleness: int,
     overlap: str,
     static: bool,
-    sync_settings: tuple[str, bool, bool],
+    in_flight: str,
 ) -> Config:
-    """The config of the simulated run. Arguments: of `simulate`; `sync_settings`: in_flight,
-    canary_overlap and receive_ahead."""
-    in_flight, canary_overlap, receive_ahead = sync_settings
+    """The config of the simulated run. Arguments: of `simulate`."""
     cfg = Config()
     cfg.weight_sync.in_flight = in_flight
-    cfg.weight_sync.canary_overlap = canary_overlap
-    cfg.weight_sync.receive_ahead = receive_ahead
     cfg.pipeline.staleness = staleness
     cfg.weight_sync.overlap = overlap if rollout > 0 else "false"
     cfg.data.train_batch_size = work.prompts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +23,6 @@ from one_step_off.tools.planner.work import Work
 
 KEYS = ("model.path=a/b", "data.train_files=c/d", "trainer.total_steps=1", "model.lora_rank=8")
 ADAPTER = "weight_sync.lora=adapter"
-BESIDE = "weight_sync.canary_overlap=true"
-AHEAD = "weight_sync.receive_ahead=true"
 ROW = {
     "time/sync_s": 3.0,
     "time/canary_s": 1.0,
@@ -37,9 +34,8 @@ ROW = {
     "sync/verify_s": 0.1,
     "sync/load_s": 0.8,
     "sync/finish_s": 0.1,
-    "sync/in_place": 1.0,
 }
-SYNC = MeasuredSync(3.0, 0.5, 0.5, wire_s=0.6, bytes_s=1.6, full_bytes=400e6)
+SYNC = MeasuredSync(3.0, 0.5, 0.5, bytes_s=1.6, full_bytes=400e6)
 WORK = Work(
     8,
     np.full((3, 4), 100),
@@ -51,7 +47,6 @@ WORK = Work(
     3.0,
     0.5,
     replica_canary_s=0.5,
-    ahead_s=0.6,
 )
 
 
@@ -76,23 +71,13 @@ def adapters_of_4_mb(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sync_has_its_parts() -> None:
-    assert measured_sync.measured_sync([ROW, ROW], config()) == SYNC
-
-
-def test_a_run_with_its_canary_beside_prompts_measured_both_halves() -> None:
-    row = ROW | {"time/sync_s": 2.5, "time/canary_s": 0.4, "time/canary_overlapped_s": 0.7}
-    found = measured_sync.measured_sync([row], config(BESIDE))
-    assert (found.sync_s, found.canary_s, found.replica_canary_s) == pytest.approx((3.2, 0.4, 0.7))
+    assert measured_sync.measured_sync([ROW, ROW]) == SYNC
 
 
 def test_a_run_without_parts_has_a_whole_sync() -> None:
     row = {"time/sync_s": 3.0, "time/canary_s": 1.0}
-    found = measured_sync.measured_sync([row], config())
-    assert (found.canary_s, found.replica_canary_s, found.wire_s, found.bytes_s) == (0.5, 0.5, 0, 0)
-
-
-def test_whole_tensors_are_not_received_ahead() -> None:
-    assert measured_sync.measured_sync([ROW | {"sync/in_place": 0.0}], config()).wire_s == 0.0
+    found = measured_sync.measured_sync([row])
+    assert (found.canary_s, found.replica_canary_s, found.bytes_s) == (0.5, 0.5, 0)
 
 
 def test_adapters_alone_count_their_own_bytes(tmp_path, adapters_of_4_mb) -> None:
@@ -141,37 +126,8 @@ def test_a_model_without_shapes_is_one_line(tmp_path) -> None:
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("megabytes", "ahead_s"), [(0, 0.6), (1000, 0.6), (100, 0.157)])
-def test_spare_memory_bounds_what_comes_ahead(tmp_path, megabytes: int, ahead_s: float) -> None:
-    cfg = config(AHEAD, f"weight_sync.receive_ahead_mb={megabytes}")
-    work, lines = with_settings_of_plan(WORK, write_run(tmp_path), cfg)
-    assert work.ahead_s == pytest.approx(ahead_s, rel=1e-2)
-    assert work.sync_s == WORK.sync_s
-    assert f"{work.ahead_s:.3g} s of the sync, the wait for the wire" in lines[0]
-
-
-def test_where_nothing_is_known_of_the_wire_it_is_said(tmp_path) -> None:
-    work, lines = with_settings_of_plan(
-        replace(WORK, ahead_s=0.0), write_run(tmp_path), config(AHEAD)
-    )
-    assert work.ahead_s == 0.0
-    assert "shows no wait for the wire" in lines[0]
-
-
-def test_the_canary_of_plan_and_run_is_said(tmp_path) -> None:
-    _, lines = with_settings_of_plan(WORK, write_run(tmp_path), config(BESIDE))
-    assert len(lines) == 1
-    assert "score the canary of 0.5 s beside the next prompts" in lines[0]
-    row = ROW | {"time/canary_overlapped_s": 0.5}
-    _, lines = with_settings_of_plan(WORK, write_run(tmp_path, BESIDE, row=row), config())
-    assert len(lines) == 1
-    assert "the run scored the canary beside its prompts" in lines[0]
-
-
-def test_given_times_hide_nothing_and_say_so() -> None:
+def test_given_times_say_what_is_assumed() -> None:
     assert assumptions_of_given_times(config()) == []
-    (line,) = assumptions_of_given_times(config(BESIDE, AHEAD))
-    assert "without weight_sync.canary_overlap and weight_sync.receive_ahead;" in line
     (line,) = assumptions_of_given_times(config(ADAPTER))
     assert "GEN and SYNC are taken as those of adapters alone" in line
 

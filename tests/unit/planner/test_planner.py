@@ -178,8 +178,7 @@ SYNC_PARTS = {
 
 def write_run(folder: Path, prompts: int, *keys: str) -> None:
     """A synchronous run of 6 steps, as long as constants say: all responses of 50 tokens, prompts
-    of 30. A sync of 2 s, of which the wire takes 0.8 and the canary 0.5. With
-    weight_sync.canary_overlap it has the replicas' half beside the prompts."""
+    of 30. A sync of 2 s, of which the wire takes 0.8 and the canary 0.5."""
     folder.mkdir(parents=True)
     cfg = load_config(
         [*GPUS, f"data.train_batch_size={prompts}", f"actor.ppo_mini_batch_size={prompts}", *keys]
@@ -198,9 +197,6 @@ def write_run(folder: Path, prompts: int, *keys: str) -> None:
     }
     row |= times | {"actor/tokens_total": 80.0 * samples, "time/sync_s": 2.0, "time/canary_s": 0.5}
     row |= SYNC_PARTS
-    if cfg.weight_sync.canary_overlap:
-        row |= {"time/sync_s": 1.75, "time/canary_s": 0.25, "time/canary_overlapped_s": 0.25}
-        row["time/wait_rollout_s"] -= 0.25
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": i} | row) + "\n" for i in range(6))
     )
@@ -251,8 +247,7 @@ def test_without_either_it_runs_the_config_twice_synchronously(monkeypatch, caps
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(planner, "validate", lambda *_: None)
-    keys = ["trainer.test_freq=5", "data.val_files=x/y", "weight_sync.canary_overlap=true"]
-    assert main([*GPUS, *keys]) == 0
+    assert main([*GPUS, "trainer.test_freq=5", "data.val_files=x/y"]) == 0
     assert (
         [cfg.data.train_batch_size for cfg in asked]
         == [cfg.actor.ppo_mini_batch_size for cfg in asked]
@@ -261,7 +256,6 @@ def test_without_either_it_runs_the_config_twice_synchronously(monkeypatch, caps
     for cfg in asked:
         own = cfg.trainer
         assert cfg.pipeline.staleness == 0
-        assert not cfg.weight_sync.canary_overlap
         assert own.total_steps == calibration.STEPS
         assert own.resume == "never"
         assert (own.test_freq, own.save_freq, own.save_hf_model, cfg.data.val_files) == (
@@ -386,40 +380,6 @@ def steps_of_plan(capsys, folder: Path, *keys: str) -> tuple[dict[tuple[str, str
     return rows_of(out), out
 
 
-def test_canary_and_early_transfer_of_the_plan_shorten_what_is_exposed(tmp_path, capsys) -> None:
-    """By 2 + 6 GPUs generation takes 1.8 s, and training 3.4 s."""
-    folder = tmp_path / "whole"
-    write_run(folder, 8)
-    plain, out = steps_of_plan(capsys, folder)
-    assert "of which the trainer checks it for 0.25 s and the replicas for 0.25 s" in out
-    assert f"measured: {folder}, model.path=a/b, on 2 + 6 GPUs (rollout + trainer)" in out
-    assert "weight_sync." not in out
-    beside, out = steps_of_plan(capsys, folder, "weight_sync.canary_overlap=true")
-    assert "score the canary of 0.25 s beside the next prompts" in out
-    split = "2 + 6"
-    saved_s = plain[split, "synchronous"] - beside[split, "synchronous"]
-    assert saved_s == pytest.approx(0.25, abs=0.01)
-    ahead, out = steps_of_plan(capsys, folder, "weight_sync.receive_ahead=true")
-    assert "0.8 s of the sync, the wait for the wire" in out
-    assert ahead[split, "synchronous"] == plain[split, "synchronous"]
-    # One replica generates for longer than seven ranks train.
-    slow_generation = ["data.train_batch_size=32", "actor.ppo_mini_batch_size=8"]
-    plain, _ = steps_of_plan(capsys, folder, *slow_generation)
-    keys = ["weight_sync.receive_ahead=true", "weight_sync.canary_overlap=true"]
-    both, _ = steps_of_plan(capsys, folder, *slow_generation, *keys)
-    saved_s = plain["1 + 7", "one step off"] - both["1 + 7", "one step off"]
-    assert saved_s == pytest.approx(0.8 + 0.25, abs=0.02)
-
-
-def test_a_run_with_its_canary_beside_prompts_plans_the_same(tmp_path, capsys) -> None:
-    write_run(tmp_path / "alone", 8)
-    write_run(tmp_path / "beside", 8, "weight_sync.canary_overlap=true")
-    steps, _ = steps_of_plan(capsys, tmp_path / "alone")
-    same, out = steps_of_plan(capsys, tmp_path / "beside")
-    assert same == steps
-    assert "the run scored the canary beside its prompts: 0.25 s" in out
-
-
 def test_adapters_alone_are_planned_from_a_run_that_sent_the_model(
     tmp_path, capsys, monkeypatch
 ) -> None:
@@ -431,15 +391,3 @@ def test_adapters_alone_are_planned_from_a_run_that_sent_the_model(
     assert "10 MB are sent, 1,000 MB in the run" in out
     saved_s = merged["2 + 6", "synchronous"] - alone["2 + 6", "synchronous"]
     assert saved_s == pytest.approx(0.99, abs=0.01)
-
-
-def test_on_a_cpu_the_canary_takes_time_of_the_prompts(tmp_path) -> None:
-    write_run(tmp_path / "gpu", 8)
-    write_run(tmp_path / "cpu", 8, "placement.device=cpu")
-    assert calibration.by_runs([str(tmp_path / "gpu")]).canary_slowdown == 1.0
-    assert calibration.by_runs([str(tmp_path / "cpu")]).canary_slowdown == 2.0
-
-
-def test_given_times_say_that_they_hide_nothing(capsys) -> None:
-    assert main([*GPUS, "weight_sync.canary_overlap=true", "--times", "60,70,5"]) == 0
-    assert "--times gives no parts of the sync" in capsys.readouterr().out

@@ -93,102 +93,14 @@ def test_one_step_off_takes_the_longer_phase_and_what_is_exposed(
     assert found["median/time/train_s"] == pytest.approx(train, abs=canary + 1e-9)
 
 
-@pytest.mark.parametrize("overlap", ["true", "false"])
-def test_a_canary_beside_the_prompts_is_not_waited_for(overlap: str) -> None:
-    """Where generation is the longer phase, the replicas' half of the canary is hidden."""
-    work = replace(ALIKE, replica_canary_s=0.5, train_token_s=1e-6, train_fixed_s=0.5)
-    generate, train = parts(work, 2, 3)
-    assert generate > train + work.sync_s
-    found = simulate(work, 2, 3, overlap=overlap, canary_overlap=True)
-    assert found[STEP] == pytest.approx(work.transfer_s + generate)
-    exposed = simulate(work, 2, 3, overlap=overlap)
-    assert exposed[STEP] == pytest.approx(work.transfer_s + 0.5 + generate)
-
-
-@pytest.mark.parametrize("overlap", ["true", "false"])
-def test_an_engine_that_divides_its_time_hides_no_canary(overlap: str) -> None:
-    """Canary and prompts take as long beside each other as one after the other."""
-    work = replace(ALIKE, replica_canary_s=0.5, train_token_s=1e-6, train_fixed_s=0.2)
-    work = replace(work, canary_slowdown=2.0)
-    generate, train = parts(work, 2, 3)
-    assert generate > train + 2 * 0.5 + work.canary_s
-    found = simulate(work, 2, 3, overlap=overlap, canary_overlap=True)
-    assert found[STEP] == pytest.approx(work.transfer_s + 0.5 + generate)
-    assert found["median/time/generate_s"] == pytest.approx(0.5 + generate)
-
-
-def test_training_hides_a_canary_beside_the_prompts() -> None:
-    """Without overlap too: only the optimizer's step would wait for it."""
-    work = replace(ALIKE, replica_canary_s=0.5, train_fixed_s=9.0)
-    _, train = parts(work, 2, 3)
-    found = simulate(work, 2, 3, overlap="false", canary_overlap=True)
-    assert found[STEP] == pytest.approx(train + work.transfer_s + work.canary_s)
-
-
-def test_a_canary_beside_the_prompts_of_two_steps_is_hidden_once() -> None:
-    """At staleness 2 every second step has a sync."""
-    work = replace(ALIKE, replica_canary_s=0.5, train_token_s=1e-6, train_fixed_s=0.5)
-    hidden = simulate(work, 2, 3, 2, "true", steps=17, canary_overlap=True)
-    exposed = simulate(work, 2, 3, 2, "true", steps=17)
-    saved_s = 32 / exposed["samples_per_s"] - 32 / hidden["samples_per_s"]
-    assert saved_s == pytest.approx(0.25, rel=0.15)
-
-
-def test_samples_wait_for_a_canary_that_is_longer_than_their_generation() -> None:
-    work = replace(ALIKE, sync_s=41.0, replica_canary_s=40.0, train_fixed_s=30.0)
-    generate, _ = parts(work, 2, 3)
-    assert generate < 40
-    found = simulate(work, 2, 3, overlap="true", canary_overlap=True)
-    assert found["median/time/generate_s"] == pytest.approx(40.0)
-    # And so does the optimizer's step that would change the weights: the step is no shorter.
-    assert found[STEP] == pytest.approx(work.sync_s)
-
-
-def test_a_synchronous_step_hides_the_canary_behind_generation() -> None:
-    work = replace(ALIKE, replica_canary_s=0.5)
-    hidden = simulate(work, 4, 2, staleness=0, canary_overlap=True)
-    exposed = simulate(work, 4, 2, staleness=0)
-    assert exposed[STEP] - hidden[STEP] == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("overlap", ["true", "false"])
-def test_weights_received_ahead_leave_the_rest_of_the_transfer(overlap: str) -> None:
-    """Generation is the longer phase, so the replicas have received what they can before they
-    pause."""
-    work = replace(ALIKE, ahead_s=0.6, train_token_s=1e-6, train_fixed_s=0.5)
-    generate, train = parts(work, 2, 3)
-    assert generate > train + work.sync_s
-    found = simulate(work, 2, 3, overlap=overlap, receive_ahead=True)
-    assert found[STEP] == pytest.approx(work.transfer_s - 0.6 + generate)
-    assert simulate(work, 2, 3, overlap=overlap)[STEP] == pytest.approx(work.transfer_s + generate)
-
-
-def test_nothing_is_received_ahead_where_the_replicas_wait_for_the_trainer() -> None:
-    work = replace(ALIKE, ahead_s=0.6, train_fixed_s=9.0)
-    for staleness in (0, 1):
-        ahead = simulate(work, 2, 3, staleness, "false", receive_ahead=True)
-        assert ahead[STEP] == simulate(work, 2, 3, staleness, "false")[STEP]
-
-
-def test_what_is_still_on_the_way_at_the_pause_is_waited_for() -> None:
-    """Training ends 0.2 s before generation: that much is hidden, of the canary or of the wire."""
-    generate, _ = parts(ALIKE, 2, 3)
-    work = replace(
-        ALIKE, canary_s=0.0, ahead_s=0.6, train_token_s=0.0, train_fixed_s=generate - 0.2
-    )
-    found = simulate(work, 2, 3, overlap="false", receive_ahead=True)
-    assert found[STEP] == pytest.approx(work.sync_s - 0.2 + generate)
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_paused_requests_continue_while_the_canary_is_scored(beside: bool) -> None:
+def test_paused_requests_continue_while_the_canary_is_scored() -> None:
     """They pause for the transfer alone, and what is complete is held back until the acceptance."""
     work = replace(
         ALIKE, decode_s=0.0, sequence_s=1e-3, train_fixed_s=0.1, train_token_s=0.0, sync_s=2.0
     )
     work = replace(work, replica_canary_s=0.8)
     generate, _ = parts(work, 1, 1)
-    found = simulate(work, 1, 1, 2, "false", steps=41, in_flight="keep", canary_overlap=beside)
+    found = simulate(work, 1, 1, 2, "false", steps=41, in_flight="keep")
     step = 32 / found["samples_per_s"]
     assert step == pytest.approx(generate + work.transfer_s, rel=0.06)
 

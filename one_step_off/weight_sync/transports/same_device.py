@@ -1,5 +1,5 @@
-"""The shared-memory transport of the weight stream, between processes on the same device: receivers
-map the sender's buckets, and nothing is copied.
+"""Streams between processes on the same device: receivers map the sender's buckets, and nothing is
+copied. With weight_sync.transport=auto the sender uses them beside the transport.
 
 On CPUs a bucket is shared memory, on a GPU it is passed by CUDA IPC. A message says which bucket is
 full, and an answer that it may be overwritten. Both travel through the sender's store. A receiver
@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from one_step_off.cluster.bounded_waits import AbortSignal, wait_for_keys
 from one_step_off.cluster.errors import SyncError
 from one_step_off.config.allocator import expandable_segments
+from one_step_off.weight_sync.transports.transport import Stream
 
 HANDLES_KEY = "buffers"
 """The store's key with the handles of the sender's buffers."""
@@ -212,3 +213,8 @@ class SharedMemoryReceiver:
     def close(self) -> None:
         """No connection to break."""
         self.abort_signal.close()
+
+
+def map_sender(stream: Stream, receiver: int) -> SharedMemoryReceiver:
+    """Map the buffers of a sender on this device. `stream`: its stream to its other receivers."""
+    return SharedMemoryReceiver(stream.store, receiver, stream.device, stream.timeout_s)
