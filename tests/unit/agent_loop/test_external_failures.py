@@ -21,8 +21,7 @@ from agent_loop import external, host_client
 from agent_loop.episode import RewardMissing
 from agent_loop.external import AgentFailed
 from agent_loop.host.output import Log
-from agent_loop.host.process_agents import Agent, ProcessAgents
-from agent_loop.host.process_tree import is_running
+from agent_loop.host.process_agents import Agent, ProcessAgents, is_running
 from one_step_off.rewards.reward import RewardError
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling

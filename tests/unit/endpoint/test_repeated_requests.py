@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 
 from one_step_off.endpoint import replica_server
-from one_step_off.endpoint.answers import Answer, json_answer
-from one_step_off.endpoint.idempotency_cache import MAX_KEPT, Attempt, IdempotencyCache, KeptAnswer
+from one_step_off.endpoint.episodes import MAX_KEPT, Attempt, IdempotencyCache, KeptAnswer
+from one_step_off.endpoint.http_messages import Answer, json_answer
 from tests.unit.endpoint.stand_ins import CHAT, Endpoint, endpoint
 
 RETRY = {"x_stainless_retry_count": "1"}

@@ -1,22 +1,35 @@
-"""The newest answers of an episode, for clients that repeat a request.
+"""The episodes of one replica: their keys, which ones are open, and their newest answers.
 
-A client that repeats a request because it has not received the answer gets the answer that was made
-for it. So nothing is sampled twice, and the policy is trained on what the agent has seen. A client
-that asks the same again gets another answer, and so does one that repeats a request that was
-refused: no answer was made for it, and those of equal requests belong to others.
+An episode's key is "ose-REPLICA-RANDOM". Its last characters are a signature. So the gateway
+refuses a forged key without asking a replica, and a replica that was restarted tells a key of its
+predecessor from a forged one. The signature opens nothing: a request needs the key of an open
+episode. A second kind of key, the service key, is for agents that ask for work.
 """
 
 import asyncio
+import base64
 import hashlib
+import hmac
 import itertools
+import re
+import secrets
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from agent_loop.episode import Episode
-from one_step_off.endpoint.answers import Answer
+import numpy as np
 
+from agent_loop.episode import Episode
+from agent_loop.trajectory import Generate, Generated, Limits
+from one_step_off.data.samples import Prompt
+from one_step_off.endpoint.http_messages import Answer, episode_over, replica_gone, unknown_key
+
+SERVICE_PREFIX = "ose-fleet-"
+RANDOM_BYTES = 18
+SIGNATURE_BYTES = 6
+_EPISODE_KEY = re.compile(r"ose-(0|[1-9][0-9]{0,5})-([A-Za-z0-9_-]{24})([A-Za-z0-9_-]{8})")
 MAX_KEPT = 8
+
 MAX_KEPT_BYTES = 1 << 18
 """Bytes of an episode's delivered answers, without the newest."""
 
@@ -24,8 +37,55 @@ MAX_REFUSED = 1024
 """Refused requests of an episode that are remembered."""
 
 MAX_DIGITS = 9  # of a number of retries; Python refuses to read very long ones
-
 COUNTED_RETRIES = "x-stainless-retry-count"
+
+MAX_CLOSED = 1 << 14
+"""Closed episodes whose reason is remembered."""
+
+REASONS = {
+    "turns": "agent.max_turns is reached",
+    "time": "agent.timeout_s is over",
+    "engine": "the engine failed",
+    "attempt": "the run has returned to its last checkpoint",
+    "ended": "it has ended",
+}
+
+
+def make_service_key() -> str:
+    """A new key for `GET /v1/episodes/next`."""
+    return SERVICE_PREFIX + secrets.token_urlsafe(24)
+
+
+class EpisodeKeys:
+    """Makes and checks the keys of a run's episodes. What it signs with comes from the service key,
+    so that a restarted process, or attempt, knows the keys of its predecessor."""
+
+    def __init__(self, service_key: str) -> None:
+        self.service_key = service_key
+        self._secret = hashlib.sha256(b"episode keys of " + service_key.encode()).digest()
+
+    def make(self, replica_index: int) -> str:
+        """A new key of an episode on that replica."""
+        random = secrets.token_urlsafe(RANDOM_BYTES)
+        return f"ose-{replica_index}-{random}{self._signature(str(replica_index), random)}"
+
+    def replica_index(self, key: str) -> int | None:
+        """The replica of a key that `make` made; None: it is another text."""
+        match = _EPISODE_KEY.fullmatch(key)
+        if match is None:
+            return None
+        index, random, signature = match.groups()
+        if not hmac.compare_digest(signature, self._signature(index, random)):
+            return None
+        return int(index)
+
+    def is_service_key(self, key: str) -> bool:
+        """Whether this is the service key of the run."""
+        return hmac.compare_digest(key.encode(errors="replace"), self.service_key.encode())
+
+    def _signature(self, index: str, random: str) -> str:
+        digest = hmac.digest(self._secret, f"{index}-{random}".encode(), "sha256")
+        return base64.urlsafe_b64encode(digest[:SIGNATURE_BYTES]).decode()
 
 
 @dataclass(frozen=True)
@@ -112,7 +172,13 @@ class KeptAnswer:
 
 
 class IdempotencyCache:
-    """The answers of one episode, oldest first."""
+    """The newest answers of one episode, oldest first, for clients that repeat a request.
+
+    A client that repeats a request because it has not received the answer gets the answer that was
+    made for it. So nothing is sampled twice, and the policy is trained on what the agent has seen.
+    A client that asks the same again gets another answer, and so does one that repeats a request
+    that was refused: no answer was made for it, and those of equal requests belong to others.
+    """
 
     def __init__(self) -> None:
         self._answers: list[KeptAnswer] = []
@@ -192,3 +258,105 @@ def request_digest(path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         digest.update(part)
     digest.update(body)
     return digest.digest()
+
+
+class OpenEpisode:
+    """An episode whose key is valid, and its requests.
+
+    Attributes:
+        answers: its newest answers.
+        taken: set when an agent that asked for work has received it.
+        ended: set when it takes no more requests.
+        asked: whether an agent has sent a request for the policy.
+        engine_error: what the engine raised.
+    """
+
+    def __init__(self, episode: Episode) -> None:
+        self.episode = episode
+        self.answers = IdempotencyCache()
+        self.taken = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.asked = False
+        self.engine_error: Exception | None = None
+        self._generate = episode.generate
+        episode.generate = self._watched_generate
+
+    async def _watched_generate(
+        self, ids: np.ndarray, max_tokens: int, stop: Sequence[str] = ()
+    ) -> Generated:
+        try:
+            return await self._generate(ids, max_tokens, tuple(stop))
+        except Exception as error:
+            self.engine_error = error
+            raise
+
+    def end(self, reason: str) -> None:
+        """Take no more requests, and cancel those in progress."""
+        self.episode.end(reason)
+        self.ended.set()
+        for answer in self.answers.in_progress:
+            answer.making.cancel()
+
+
+class OpenEpisodes:
+    """All episodes of one replica."""
+
+    def __init__(self, keys: EpisodeKeys, replica_index: int) -> None:
+        self.keys = keys
+        self.replica_index = replica_index
+        self._open: dict[str, OpenEpisode] = {}
+        self._reasons: dict[str, str] = {}  # key of a closed episode -> why it is over
+        self._has_forgotten = False
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(
+        self, prompt: Prompt, generate: Generate, limits: Limits, max_sequence: int
+    ) -> OpenEpisode:
+        """A new episode, whose key is valid from now on."""
+        key = self.keys.make(self.replica_index)
+        episode = OpenEpisode(Episode(key, prompt, generate, limits, max_sequence))
+        self._open[key] = episode
+        return episode
+
+    def close(self, key: str, reason: str) -> None:
+        """End an episode. Its key is refused from now on; the reason is remembered for a while."""
+        open_episode = self._open.pop(key, None)
+        if open_episode is None:
+            return
+        open_episode.end(reason)
+        self._reasons[key] = open_episode.episode.over
+        if len(self._reasons) > MAX_CLOSED:
+            del self._reasons[next(iter(self._reasons))]
+            self._has_forgotten = True
+
+    def close_all(self, reason: str) -> list[str]:
+        """End all episodes, as `close`. Returns their keys."""
+        keys = list(self._open)
+        for key in keys:
+            self.close(key, reason)
+        return keys
+
+    def of(self, episode: Episode) -> OpenEpisode:
+        """The record of an episode. Raises KeyError: it is closed."""
+        return self._open[episode.key]
+
+    def find(self, key: str, path: str) -> OpenEpisode:
+        """The open episode of a key.
+
+        Raises:
+            Refused: 401: there was none. 410: it is over.
+        """
+        open_episode = self._open.get(key)
+        if open_episode is not None:
+            return open_episode
+        if key in self._reasons:
+            reason = self._reasons[key]
+            message = f"this episode is over: {REASONS.get(reason, reason)}"
+            raise episode_over(path, reason, message)
+        if self.keys.replica_index(key) != self.replica_index:
+            raise unknown_key(path, bool(key))
+        if self._has_forgotten:
+            raise episode_over(path, "ended", "this episode ended long ago")
+        raise replica_gone(path)
