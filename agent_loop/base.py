@@ -47,7 +47,7 @@ LOOPS = Registry("agent.loop", "module:Class")
 
 CURRENT_PROMPT: ContextVar[Prompt | None] = ContextVar("CURRENT_PROMPT", default=None)
 """The row of the running trajectory, whose settings the chat template receives in every turn. A
-loop serves many rows at once, and `encode_messages` is not told which."""
+loop serves many rows at once, and `encode_messages` does not receive it."""
 
 
 class Endpoint(Protocol):

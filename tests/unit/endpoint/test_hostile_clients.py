@@ -262,7 +262,7 @@ def test_a_client_that_does_not_read_holds_neither_the_episode_nor_memory():
             async with asyncio.timeout(5.0):
                 while own.answers.busy:
                     await asyncio.sleep(0.01)
-            assert episode.turns == 0, "nobody has received it"
+            assert episode.turns == 0, "no client has received it"
             writer.transport.abort()
             await assert_served(running)
 

@@ -73,7 +73,7 @@ def test_a_turn_goes_on_when_its_client_has_gone_and_is_given_to_it_later(ends_w
                 async with asyncio.timeout(5):
                     while not episode.turns_done:
                         await asyncio.sleep(0.002)
-                assert episode.turns == 0, "nobody has seen it"
+                assert episode.turns == 0, "no client has seen it"
                 again = await running.post(episode.key)
             else:
                 asking = asyncio.create_task(running.post(episode.key))

@@ -1,4 +1,4 @@
-"""What an agent with a key may do, and what nobody may do without one."""
+"""What an agent with a key may do, and what no client may do without one."""
 
 from __future__ import annotations
 
