@@ -1,9 +1,9 @@
 """The episodes of one replica: their keys, which ones are open, and their newest answers.
 
 An episode's key is "ose-REPLICA-RANDOM". Its last characters are a signature. So the gateway
-refuses a forged key without asking a replica, and a replica that was restarted distinguishes a key of
-its predecessor from a forged one. The signature opens nothing: a request needs the key of an open
-episode. A second kind of key, the service key, is for agents that ask for work.
+refuses a forged key without asking a replica, and a replica that was restarted can answer a key of
+its predecessor otherwise than a forged one. The signature opens nothing: a request needs the key of
+an open episode. A second kind of key, the service key, is for agents that ask for work.
 """
 
 import asyncio

@@ -216,7 +216,7 @@ def simulate(
     """Simulate a run. The same arguments give the same figures.
 
     Args:
-        rollout: replicas on devices of their own; 0: colocated, each device does one after the other.
+        rollout: replicas on devices of their own; 0: colocated, each device alternates.
         trainer: ranks.
         staleness: see pipeline.staleness. 1: one step off; 0: synchronous.
         overlap: "true", "false" or "auto", see weight_sync.overlap. The figures of "auto" are those
