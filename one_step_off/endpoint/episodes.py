@@ -28,9 +28,9 @@ SERVICE_PREFIX = "ose-fleet-"
 RANDOM_BYTES = 18
 SIGNATURE_BYTES = 6
 _EPISODE_KEY = re.compile(r"ose-(0|[1-9][0-9]{0,5})-([A-Za-z0-9_-]{24})([A-Za-z0-9_-]{8})")
-MAX_KEPT = 8
+MAX_CACHED = 8
 
-MAX_KEPT_BYTES = 1 << 18
+MAX_CACHED_BYTES = 1 << 18
 """Bytes of an episode's delivered answers, without the newest."""
 
 MAX_REFUSED = 1024
@@ -117,7 +117,7 @@ class Attempt:
 
 
 @dataclass(eq=False)
-class KeptAnswer:
+class CachedAnswer:
     """An answer that is being made, or was made.
 
     Attributes:
@@ -181,10 +181,10 @@ class IdempotencyCache:
     """
 
     def __init__(self) -> None:
-        self._answers: list[KeptAnswer] = []
+        self._answers: list[CachedAnswer] = []
         self._refused: deque[tuple[bytes, int]] = deque(maxlen=MAX_REFUSED)
 
-    def take(self, attempt: Attempt) -> KeptAnswer | None:
+    def take(self, attempt: Attempt) -> CachedAnswer | None:
         """The answer that a request should get; None: a new one."""
         same = [answer for answer in self._answers if answer.digest == attempt.digest]
         same = [answer for answer in same if not answer.refused]
@@ -202,8 +202,8 @@ class IdempotencyCache:
         taken.retries = max(taken.retries, attempt.retries)
         return taken
 
-    def find(self, number: str) -> KeptAnswer | None:
-        """The delivered answer of this number; None: it is kept no longer."""
+    def find(self, number: str) -> CachedAnswer | None:
+        """The delivered answer of this number; None: it is cached no longer."""
         found = [one for one in self._answers if str(one.number) == number and one.delivered]
         return found[0] if found else None
 
@@ -220,27 +220,27 @@ class IdempotencyCache:
         self._refused.remove(former)
         return True
 
-    def add(self, answer: KeptAnswer) -> None:
+    def add(self, answer: CachedAnswer) -> None:
         """Keep one more. What is finished and has no client goes, oldest first, where there are too
         many, or delivered ones are too large together."""
-        for old in self._answers[: 1 - MAX_KEPT]:
+        for old in self._answers[: 1 - MAX_CACHED]:
             if old.idle:
                 self._answers.remove(old)
         delivered = [old for old in self._answers if old.delivered and old.idle]
         size = sum(old.size for old in delivered)
         for old in delivered[:-1]:
-            if size > MAX_KEPT_BYTES:
+            if size > MAX_CACHED_BYTES:
                 size -= old.size
                 self._answers.remove(old)
         self._answers.append(answer)
 
     @property
-    def in_progress(self) -> list[KeptAnswer]:
+    def in_progress(self) -> list[CachedAnswer]:
         """Those that are being made."""
         return [answer for answer in self._answers if not answer.making.done()]
 
     @property
-    def unfinished(self) -> list[KeptAnswer]:
+    def unfinished(self) -> list[CachedAnswer]:
         """Those that are being made, or sent for the first time."""
         return [answer for answer in self._answers if not answer.finished]
 

@@ -47,7 +47,7 @@ GATEWAY = "x-ose-gateway"
 """Header of the gateway's requests: the service key."""
 
 ANSWER = "x-ose-answer"
-"""Header of the answers that the gateway gets: the number of a kept answer."""
+"""Header of the answers that the gateway gets: the number of a cached answer."""
 
 _EPISODE_PATH = re.compile(r"/v1/episodes/([A-Za-z0-9_-]{1,80})(?:/(reward|end|return|lost))?")
 _EPISODE_METHODS = {"": "GET", "reward": "POST", "end": "POST", "return": "POST", "lost": "POST"}

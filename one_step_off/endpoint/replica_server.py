@@ -21,8 +21,8 @@ from one_step_off.data.samples import Prompt
 from one_step_off.endpoint.episodes import (
     REASONS,
     Attempt,
+    CachedAnswer,
     EpisodeKeys,
-    KeptAnswer,
     OpenEpisode,
     OpenEpisodes,
 )
@@ -246,35 +246,35 @@ class ReplicaServer:
         async with self._server.body(request, key=route.key) as body:
             read = partial(Attempt.of, route.path, body, request.headers)
             attempt = await in_thread(read) if len(body) > SMALL_BODY else read()
-            kept = asking.answers.take(attempt)
-            if kept is None:
-                kept = self._begin(asking, route.path, body, attempt)
-            kept.clients += 1
+            cached = asking.answers.take(attempt)
+            if cached is None:
+                cached = self._begin(asking, route.path, body, attempt)
+            cached.clients += 1
             try:
-                done, _ = await asyncio.wait([kept.making], timeout=KEEP_ALIVE_S)
+                done, _ = await asyncio.wait([cached.making], timeout=KEEP_ALIVE_S)
                 if not done and await in_thread(is_streamed, body):
-                    return await self._stream(request, route.path, asking, kept)
-                await asyncio.wait([kept.making])
-                answer = _answer_of(asking, kept, route.path)
+                    return await self._stream(request, route.path, asking, cached)
+                await asyncio.wait([cached.making])
+                answer = _answer_of(asking, cached, route.path)
                 headers = dict(NO_RETRY) if answer.status >= 400 else {}
                 if self._from_gateway(request):
-                    headers[ANSWER] = str(kept.number)
+                    headers[ANSWER] = str(cached.number)
                 response, sent = await self._server.send(request, answer, headers)
-                _mark_sent(kept, answer, sent)
+                _mark_sent(cached, answer, sent)
                 return response
             finally:
-                kept.clients -= 1
+                cached.clients -= 1
 
-    def _begin(self, asking: OpenEpisode, path: str, body: bytes, attempt: Attempt) -> KeptAnswer:
+    def _begin(self, asking: OpenEpisode, path: str, body: bytes, attempt: Attempt) -> CachedAnswer:
         """Begin to make an answer. Raises Refused: too many are being made."""
         if len(asking.answers.in_progress) >= MAX_AT_ONCE:
             asking.answers.refuse(attempt)
             message = f"{MAX_AT_ONCE} requests of this episode are in progress; wait for one"
             raise Refused(429, "too_many_requests", message, path, RETRY_SOON)
         making = asyncio.create_task(self._make(asking, path, body))
-        kept = KeptAnswer(attempt.digest, making, retries=attempt.retries)
-        asking.answers.add(kept)
-        return kept
+        cached = CachedAnswer(attempt.digest, making, retries=attempt.retries)
+        asking.answers.add(cached)
+        return cached
 
     async def _make(self, asking: OpenEpisode, path: str, body: bytes) -> Answer:
         """The answer to a request, or an error as one."""
@@ -300,23 +300,23 @@ class ReplicaServer:
         return answer
 
     async def _stream(
-        self, request: web.BaseRequest, path: str, asking: OpenEpisode, kept: KeptAnswer
+        self, request: web.BaseRequest, path: str, asking: OpenEpisode, cached: CachedAnswer
     ) -> web.StreamResponse:
         """Send comments until the answer is there, then its events. The status is sent by then, so
         that an error is an event, too."""
         head = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         if self._from_gateway(request):
-            head[ANSWER] = str(kept.number)
+            head[ANSWER] = str(cached.number)
         response = web.StreamResponse(headers=head)
         response.enable_chunked_encoding()
         sent = await self._server.write(request, response.prepare(request))
         done: set[asyncio.Future] = set()
         while sent and not done:
             sent = await self._server.write(request, response.write(b": keep-alive\n\n"))
-            done, _ = await asyncio.wait([kept.making], timeout=KEEP_ALIVE_S)
+            done, _ = await asyncio.wait([cached.making], timeout=KEEP_ALIVE_S)
         if not sent:
             return response
-        answer = _answer_of(asking, kept, path)
+        answer = _answer_of(asking, cached, path)
         body = b"".join(answer.chunks)
         if answer.status >= 400:
             body = error_event(path, body)
@@ -325,7 +325,7 @@ class ReplicaServer:
             await response.write(body)
             await response.write_eof()
 
-        _mark_sent(kept, answer, await self._server.write(request, write()))
+        _mark_sent(cached, answer, await self._server.write(request, write()))
         return response
 
     # --- episodes ---------------------------------------------------------------------------------
@@ -438,10 +438,10 @@ class ReplicaServer:
         """The agent has not taken an answer that the gateway has taken."""
         self._check_service_key(Route(route.name, route.path, request.headers.get("x-api-key", "")))
         losing = self._authenticate(request, route)
-        kept = losing.answers.find(request.query.get("answer", ""))
-        if kept is not None:
-            kept.lose(losing.episode)
-        return await self._reply(request, {"lost": kept is not None})
+        cached = losing.answers.find(request.query.get("answer", ""))
+        if cached is not None:
+            cached.lose(losing.episode)
+        return await self._reply(request, {"lost": cached is not None})
 
     async def _return(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """The gateway could not give an episode to the agent that had asked for work."""
@@ -460,10 +460,10 @@ class ReplicaServer:
             raise unknown_key(route.path, bool(route.key))
 
 
-def _answer_of(asking: OpenEpisode, kept: KeptAnswer, path: str) -> Answer:
+def _answer_of(asking: OpenEpisode, cached: CachedAnswer, path: str) -> Answer:
     """What was made. Where the episode ended meanwhile: that it is over."""
-    if not kept.making.cancelled():
-        return kept.making.result()
+    if not cached.making.cancelled():
+        return cached.making.result()
     reason = asking.episode.over or "ended"
     message = f"this episode is over: {REASONS.get(reason, reason)}"
     return episode_over(path, reason, message).answer
@@ -476,10 +476,10 @@ def _refuse_after_end(episode: Episode, path: str) -> None:
         raise episode_over(path, episode.over, message)
 
 
-def _mark_sent(kept: KeptAnswer, answer: Answer, sent: bool) -> None:
+def _mark_sent(cached: CachedAnswer, answer: Answer, sent: bool) -> None:
     """Record whether the client has received an answer."""
     if sent:
-        kept.delivered = True
+        cached.delivered = True
         for turn in answer.turns:
             turn.delivered = True
 
