@@ -16,13 +16,13 @@ from agent_loop.processes import run_to_completion
 from one_step_off import checkpoint
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
-from one_step_off.config.engine_checks import check_engine_names
 from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.lengths import longest_sequence
 from one_step_off.config.lora_checks import sends_adapters
-from one_step_off.config.optimizer_checks import own_optimizers
 from one_step_off.config.placement import resolved_device
+from one_step_off.config.roles import own_optimizers
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.rollout import check_engine_names
 from one_step_off.data import run_data
 from one_step_off.data.teacher_rows import check_teacher_sources
 from one_step_off.engines.vllm.chat.parsers import check_parsers
@@ -219,7 +219,9 @@ def check_models_and_engine(cfg: Config) -> Any:
     if cfg.rollout.engine_kwargs or cfg.teacher.engine_kwargs:
         from vllm import AsyncEngineArgs  # imported late: it takes ten seconds
 
-        check_engine_names(cfg, [field.name for field in fields(AsyncEngineArgs)])
+        names = [field.name for field in fields(AsyncEngineArgs)]
+        check_engine_names("rollout.engine_kwargs", cfg.rollout.engine_kwargs, names)
+        check_engine_names("teacher.engine_kwargs", cfg.teacher.engine_kwargs, names)
     check_weights(cfg)
     if sends_adapters(cfg):
         check_engine_can_hold(cfg)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from one_step_off.config.device_shares import device_share
 from one_step_off.config.lengths import longest_sequence
+from one_step_off.config.placement import device_share
 from one_step_off.config.schema import Config
 from one_step_off.engines.vllm import lora_engine
 
