@@ -13,7 +13,7 @@ from agent_loop.episode import Episode
 from agent_loop.trajectory import Generated
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
-from one_step_off.tools.trial_episode import serving_without_engine
+from one_step_off.engines.vllm.chat.trial_serving import serving_without_engine
 
 PROMPT = Prompt((0, 7), np.array([3, 4], np.int32), "q", "156")
 
