@@ -440,7 +440,7 @@ WITHOUT = [
     ),
     CommandWithoutCase(
         "two runs of ten steps; plan_runs reads two such runs, and "
-        "tests/unit/planner/test_planner.py makes a calibration fail",
+        "tests/unit/tools/planner/test_planner.py makes a calibration fail",
         "one_step_off.plan",
         alone=True,
     ),

@@ -130,7 +130,7 @@ class RolloutReplica(UsageProbe, CoreUser):
 
     def _create_endpoint(self) -> Any:
         # An HTTP server is slow to import, and most runs need none.
-        from one_step_off.endpoint.guarded_server import limits_for
+        from one_step_off.endpoint.http_server import limits_for
         from one_step_off.endpoint.replica_server import ReplicaServer
 
         data = self.cfg.data

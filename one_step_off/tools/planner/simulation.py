@@ -9,6 +9,7 @@ durations are, see `work.Work`.
 import asyncio
 import heapq
 import io
+import selectors
 import tempfile
 from collections import deque
 from collections.abc import Coroutine
@@ -26,12 +27,12 @@ from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, WorkerGroups
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.sampling import Sampling
-from one_step_off.tools.planner.shared_device import (
+from one_step_off.tools.planner.simulated_trainer import (
     SharedDevice,
+    SimulatedSync,
+    SimulatedTrainer,
     divided_cores,
 )
-from one_step_off.tools.planner.simulated_clock import simulated_loop
-from one_step_off.tools.planner.simulated_trainer import SimulatedSync, SimulatedTrainer
 from one_step_off.tools.planner.work import Work
 from one_step_off.weight_sync.overlap import DECIDING_STEPS, StepPhases, should_overlap
 
@@ -213,7 +214,7 @@ def simulate(
     """Simulate a run. The same arguments give the same figures.
 
     Args:
-        rollout: replicas on devices of their own; 0: colocated, each device does both in turn.
+        rollout: replicas on devices of their own; 0: colocated, each device alternates.
         trainer: ranks.
         staleness: see pipeline.staleness. 1: one step off; 0: synchronous.
         overlap: "true", "false" or "auto", see weight_sync.overlap. The figures of "auto" are those
@@ -310,3 +311,28 @@ def _run_config(
     cfg.rollout.heartbeat_timeout_s = NO_TIME_LIMIT_S
     cfg.trainer.step_timeout_s = NO_TIME_LIMIT_S
     return cfg
+
+
+class SimulatedClock(selectors.DefaultSelector):
+    """Adds to `seconds` what an event loop would have waited for."""
+
+    seconds = 0.0
+
+    def select(self, timeout: float | None = None) -> list:
+        """Return at once; nothing outside of the simulation calls.
+
+        Raises:
+            RuntimeError: there is no timer, so nothing would ever happen again.
+        """
+        if timeout is None:
+            raise RuntimeError("the simulation waits for an event that no task will cause")
+        self.seconds += max(0.0, timeout)
+        return super().select(0)
+
+
+def simulated_loop() -> asyncio.AbstractEventLoop:
+    """An event loop whose time, from 0, jumps to the next timer when no task is ready."""
+    clock = SimulatedClock()
+    loop = asyncio.SelectorEventLoop(clock)
+    loop.time = lambda: clock.seconds
+    return loop

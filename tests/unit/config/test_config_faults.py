@@ -18,7 +18,7 @@ BAD = [
         ["weight_sync.receive_ahead", "is no key any more; remove it"],
     ),
     (["weight_sync.sender=gather"], ["weight_sync.sender", "each rank sends its own shard"]),
-    (["weight_sync.canary_overlap=true"], ["weight_sync.canary_overlap", "was removed"]),
+    (["weight_sync.canary_overlap=true"], ["weight_sync.canary_overlap", "is no key any more"]),
     # unknown keys
     (["actor.lrr=1"], ["actor.lrr", "did you mean actor.lr?"]),
     (["actr.lr=1"], ["actr.lr", "did you mean actor.lr?"]),

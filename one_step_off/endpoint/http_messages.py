@@ -1,20 +1,212 @@
-"""Server-sent events: a whole answer as the stream that its API would send.
+"""The HTTP messages of the endpoint: routes of requests, answers, errors, and answers as events.
 
-Streams are written from whole answers, so that both say the same, and all that the policy writes
-is parsed once. Their JSON is ASCII: many clients end a line at every character at which Python's
-`splitlines` does.
+An answer is whole before its first byte is sent. So an agent never holds half of a turn, a weight
+sync in mid-turn only makes it wait, and a request that a client repeats gets the answer that was
+made for it. Streams are written from whole answers, so that both say the same, and all that the
+policy writes is parsed once.
+
+The SDKs of OpenAI and Anthropic repeat a request after 408, 409, 429 and every status from 500
+on. So what no repetition helps against has another status, or has the header
+"x-should-retry: false". The JSON of events is ASCII: many clients end a line at every character at
+which Python's `splitlines` does.
 """
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from aiohttp import web
+
+from agent_loop.episode import Turn
+
+NO_RETRY = {"x-should-retry": "false"}
+RETRY_SOON = {"Retry-After": "1"}
+STATUS_OVER = 410
+
+POLICY_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/inference/v1/generate",
+    }
+)
+"""Answered by `Serving.answer`."""
+
+MODELS = "/v1/models"
+NEXT = "/v1/episodes/next"
+
+INTERNAL = ("return", "lost")
+"""Names of the routes that only the gateway may use."""
+
+GATEWAY = "x-ose-gateway"
+"""Header of the gateway's requests: the service key."""
+
+ANSWER = "x-ose-answer"
+"""Header of the answers that the gateway gets: the number of a cached answer."""
+
+_EPISODE_PATH = re.compile(r"/v1/episodes/([A-Za-z0-9_-]{1,80})(?:/(reward|end|return|lost))?")
+_EPISODE_METHODS = {"": "GET", "reward": "POST", "end": "POST", "return": "POST", "lost": "POST"}
+KEY_CHARS = 200
 
 PIECE_CHARS = 2048
 """Characters of a text in one event: some clients read lines of at most 64 KiB."""
 
 DONE = b"data: [DONE]\n\n"
+
 Content = dict[str, Any]
 """The JSON of an answer, or of a part of it."""
+
+
+@dataclass
+class Answer:
+    """One HTTP response.
+
+    Attributes:
+        status: of HTTP.
+        content_type: "application/json" or "text/event-stream".
+        chunks: the body, in the pieces in which it is sent.
+        turns: of the policy, that it holds. The server marks them as delivered once the client has
+            received the whole body.
+    """
+
+    status: int
+    content_type: str
+    chunks: list[bytes]
+    turns: list[Turn] = field(default_factory=list)
+
+
+def json_answer(status: int, content: Any) -> Answer:
+    """An answer in JSON."""
+    return Answer(status, "application/json", [json.dumps(content).encode()])
+
+
+def error_answer(path: str, status: int, code: str, message: str, reason: str = "") -> Answer:
+    """An error in the form of the API that `path` belongs to.
+
+    Args:
+        code: its name, for programs: as "episode_over".
+        message: one line, for people.
+        reason: which of several causes it has, as "turns"; "": it has one.
+    """
+    if path.startswith("/v1/messages"):
+        error: dict[str, Any] = {"type": code, "message": message}
+        if reason:
+            error["code"] = reason
+        return json_answer(status, {"type": "error", "error": error})
+    error = {"message": message, "type": code, "param": None, "code": reason or code}
+    return json_answer(status, {"error": error})
+
+
+class Refused(Exception):
+    """A request gets an error.
+
+    Attributes:
+        answer: the error.
+        headers: of the answer.
+        close: whether the connection ends with it: the rest of the request is unread.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        path: str = "",
+        headers: Mapping[str, str] | None = None,
+        close: bool = False,
+        reason: str = "",
+    ) -> None:
+        """
+        Args:
+            code: its name, for programs.
+            message: one line, for people.
+            path: of the request; the error has the form of its API.
+            reason: of an episode that is over.
+        """
+        super().__init__(message)
+        self.answer: Answer = error_answer(path, status, code, message, reason)
+        self.headers = dict(headers or {})
+        self.close = close
+
+
+def unknown_key(path: str, has_key: bool) -> Refused:
+    """No key, or one that the run has not given out."""
+    problem = "this key is not known" if has_key else "no key"
+    message = (
+        f"{problem}: send the episode's key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+    )
+    # The body is left unread: a client without a key cannot make the server read one.
+    return Refused(401, "unknown_key", message, path, close=True)
+
+
+def episode_over(path: str, reason: str, message: str) -> Refused:
+    """The episode takes no more requests."""
+    return Refused(STATUS_OVER, "episode_over", message, path, NO_RETRY, close=True, reason=reason)
+
+
+def replica_gone(path: str) -> Refused:
+    """The process that knew the episode has ended, and the episode with it."""
+    message = (
+        "this episode is over: its replica was restarted; the run repeats its prompt with another "
+        "episode"
+    )
+    return episode_over(path, "replica", message)
+
+
+@dataclass(frozen=True)
+class Route:
+    """What a request asks for.
+
+    Attributes:
+        name: one of "policy", "models", "next", "state", "reward", "end", "return",
+            "lost".
+        path: without the query.
+        key: of the episode, or the service key; "": none was sent.
+    """
+
+    name: str
+    path: str
+    key: str
+
+
+def route_of(request: web.BaseRequest) -> Route:
+    """The route of a request.
+
+    Raises:
+        Refused: 404: there is no such path. 405: not with this method.
+    """
+    # The path is compared as it was sent: with no decoding there is nothing to traverse.
+    path = request.raw_path.partition("?")[0]
+    if path in POLICY_PATHS:
+        name, method, key = "policy", "POST", sent_key(request)
+    elif path in (MODELS, NEXT):
+        name, method, key = path.rpartition("/")[2], "GET", sent_key(request)
+    else:
+        match = _EPISODE_PATH.fullmatch(path)
+        if match is None:
+            message = f"{path[:100]!r}: there is no such path"
+            if path.startswith("/v1/v1/"):
+                message += "; the base URL has /v1 already, and Anthropic's has none"
+            raise Refused(404, "not_found", message, path)
+        key, action = match[1], match[2] or ""
+        name, method = action or "state", _EPISODE_METHODS[action]
+    if request.method != method:
+        message = f"{request.method[:20]} {path[:40]}: this path takes {method}"
+        raise Refused(405, "method_not_allowed", message, path, headers={"Allow": method})
+    return Route(name, path, key)
+
+
+def sent_key(request: web.BaseRequest) -> str:
+    """The key in "Authorization: Bearer KEY", or in "x-api-key"; "": there is none."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()[:KEY_CHARS]
+    return request.headers.get("x-api-key", "").strip()[:KEY_CHARS]
 
 
 def is_streamed(body: bytes) -> bool:

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.data.staleness import StalenessError
-from one_step_off.tools.planner.simulated_clock import simulated_loop
 from one_step_off.tools.planner.simulated_trainer import SimulatedSync
-from one_step_off.tools.planner.simulation import simulate
+from one_step_off.tools.planner.simulation import simulate, simulated_loop
 from one_step_off.tools.planner.work import Work
 from one_step_off.weight_sync.versions import VersionTable
 

@@ -1,27 +1,38 @@
 """An HTTP server that hostile clients can neither stop nor fill: the gateway's and the replicas'.
 
 Connections, heads, bodies and answers all have limits in number, bytes and seconds. A connection is
-a stranger's until it has sent a valid key, and again when that key has ended. Where there are too
-many, the oldest one of them is closed, so that they cannot keep agents out; then one without a
-request in progress, of the key that has most. No key has more than its share.
+unauthenticated until it has sent a valid key, and again when that key has ended. Where there are
+too many, the oldest unauthenticated one is closed, so that these cannot keep agents out; then one
+without a request in progress, of the key that has most. No key has more than its share.
+
+aiohttp limits the size of heads and the time of idle connections. The other limits are here:
+neither aiohttp nor uvicorn has limits per key, or in seconds for a head, a body or an answer.
 """
 
 import asyncio
 import contextlib
+import contextvars
 import json
 import logging
+import os
 import resource
+import shutil
 import socket
+import tempfile
+import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
+from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.user_code import describe_error, format_traceback, log_traceback
-from one_step_off.endpoint.answers import Answer
-from one_step_off.endpoint.refusals import NO_RETRY, RETRY_SOON, Refused
+from one_step_off.endpoint.http_messages import NO_RETRY, RETRY_SOON, Answer, Refused
 
 MIB = 1 << 20
 BACKLOG = 4096
@@ -34,6 +45,7 @@ SWEEP_S = 1.0
 CONNECTIONS_PER_EPISODE = 4
 SHARE_OF_KEY = 4
 """A key has at most one in so many of the connections."""
+
 CLOSE_S = 2.0
 """Seconds for the requests in progress at the end of the server."""
 OVERLOADED = (
@@ -47,6 +59,22 @@ QUIET.setLevel(logging.CRITICAL + 1)
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
+MAX_PATH_CHARS = 100
+"""The kernel's limit for the path of a local socket is 107."""
+
+LEND_TIMEOUT_S = 10.0
+FORMER_ENDS_S = 3.0
+RETRY_S = 0.1
+MAX_WAIT_S = 60.0
+DEFAULT_WAIT_S = 30.0
+MAX_TIMER_S = 1e6
+
+THREADS = ThreadPoolExecutor(2, "endpoint")
+"""For work on requests that would block the event loop: a replica that does not answer is killed.
+They are few, because what they do in Python makes the event loop wait."""
+
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True)
 class HttpLimits:
@@ -55,7 +83,7 @@ class HttpLimits:
     Attributes:
         connections: at once; fewer where the process may open fewer files.
         connections_per_key: at once.
-        stranger_s: for a new connection to send the head of a request with a valid key.
+        authenticate_s: for a new connection to send the head of a request with a valid key.
         keep_alive_s: until a connection without a request is closed.
         head_bytes: of the request line, and of each header.
         body_bytes: of one request.
@@ -67,7 +95,7 @@ class HttpLimits:
 
     connections: int = 4096
     connections_per_key: int = 64
-    stranger_s: float = 10.0
+    authenticate_s: float = 10.0
     keep_alive_s: float = 60.0
     head_bytes: int = 8190
     body_bytes: int = 32 * MIB
@@ -137,7 +165,7 @@ class GuardedServer(web.Server):
     async def listen(self, listening: socket.socket) -> None:
         """Accept connections."""
         self._listener = await self._loop.create_server(self, sock=listening, backlog=BACKLOG)
-        self._sweeper = asyncio.create_task(self._close_slow_strangers())
+        self._sweeper = asyncio.create_task(self._close_unauthenticated())
 
     async def stop(self) -> None:
         """Close the port and all connections."""
@@ -198,11 +226,11 @@ class GuardedServer(web.Server):
         own = self.by_key
         return max(idle, key=lambda one: len(own.get(self._keys.get(one, ""), ())), default=None)
 
-    def admit(self, request: web.BaseRequest, key: str = "") -> None:
-        """The request has a valid key: its connection is a stranger's no longer.
+    def authenticate(self, request: web.BaseRequest, key: str = "") -> None:
+        """The request has a valid key: its connection is authenticated.
 
         Args:
-            key: whose share of the connections it counts to; "": nobody's.
+            key: whose share of the connections it counts to; "": of no key.
 
         Raises:
             Refused: the key has too many connections, all with requests.
@@ -229,10 +257,10 @@ class GuardedServer(web.Server):
             self._disown(handler)
             self.unauthenticated[handler] = self._loop.time()
 
-    async def _close_slow_strangers(self) -> None:
+    async def _close_unauthenticated(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            latest = self._loop.time() - self.limits.stranger_s
+            latest = self._loop.time() - self.limits.authenticate_s
             slow = [handler for handler, opened in self.unauthenticated.items() if opened < latest]
             for handler in slow:
                 self._abort(handler)
@@ -271,7 +299,7 @@ class GuardedServer(web.Server):
         """The body of a request; it counts as memory in use during the block.
 
         Args:
-            key: whose share of the memory it counts to; "": nobody's.
+            key: whose share of the memory it counts to; "": of no key.
 
         Raises:
             Refused: it is compressed, too large, too slow, or malformed; or those of all requests,
@@ -420,3 +448,118 @@ def url_host(host: str) -> str:
 def _too_large(request: web.BaseRequest, most: int) -> Refused:
     message = f"the body is larger than {most // MIB} MiB"
     return Refused(413, "too_large", message, request.path, close=True)
+
+
+class InheritedSocket:
+    """The gateway's port, kept open by the driver, which lends it to the gateway's process.
+
+    So the port stays the same, and open, when that process is killed: clients that connect
+    meanwhile wait for its successor, and no other program can take the port. A thread lends it to
+    processes of this user.
+
+    Attributes:
+        host, port: where it listens.
+        path: the local socket at which `borrow_port` gets it.
+    """
+
+    def __init__(self, host: str, port: int, preferred_port: int = 0) -> None:
+        """
+        Args:
+            port: 0: a free one.
+            preferred_port: of the previous attempt, to use instead of any free one. It is
+                waited for if it is in use.
+
+        Raises:
+            ConfigError: this machine cannot listen there.
+        """
+        self.host = host
+        self._listening = _listen(host, port, preferred_port)
+        self.port = self._listening.getsockname()[1]
+        # Removed after the run, even after a kill. The variable outlives an earlier run's folder.
+        run_folder = os.environ.get(RUN_FOLDER_VARIABLE, "")
+        parent = run_folder if os.path.isdir(run_folder) else None
+        folder = tempfile.mkdtemp(prefix="ose_", dir=parent)  # only this user may enter
+        if len(folder) > MAX_PATH_CHARS - len("/port"):
+            os.rmdir(folder)
+            folder = tempfile.mkdtemp(prefix="ose_", dir="/tmp")
+        self._folder = folder
+        self.path = os.path.join(folder, "port")
+        self._lender = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._lender.bind(self.path)
+        self._lender.listen()
+        threading.Thread(target=self._lend, name="endpoint port", daemon=True).start()
+
+    def _lend(self) -> None:
+        while True:
+            try:
+                borrower, _ = self._lender.accept()
+            except OSError:  # closed
+                return
+            with borrower, contextlib.suppress(OSError):
+                socket.send_fds(borrower, [b"."], [self._listening.fileno()])
+
+    def close(self) -> None:
+        """Close the port."""
+        with contextlib.suppress(OSError):
+            self._lender.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
+        self._lender.close()
+        self._listening.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def borrow_port(path: str) -> socket.socket:
+    """The listening socket of the `InheritedSocket` at this path. Raises OSError: it is closed."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lender:
+        lender.settimeout(LEND_TIMEOUT_S)
+        lender.connect(path)
+        _, descriptors, _, _ = socket.recv_fds(lender, 1, 1)
+    if not descriptors:
+        raise OSError(f"{path}: the port is closed")
+    listening = socket.socket(fileno=descriptors[0])
+    listening.setblocking(False)
+    return listening
+
+
+def _listen(host: str, port: int, preferred_port: int) -> socket.socket:
+    """A socket that listens. Raises ConfigError."""
+    wanted = port or preferred_port
+    if wanted and wanted == preferred_port:
+        # The processes of the previous attempt may not have ended yet.
+        deadline = time.monotonic() + FORMER_ENDS_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                return open_listener(host, wanted)
+            time.sleep(RETRY_S)
+    try:
+        return open_listener(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"agent.endpoint_host={host} agent.endpoint_port={port}: {error.strerror or error}; "
+            "name an address of this machine and a free port, or 0"
+        ) from error
+
+
+async def in_thread(function: Callable[..., Result], *arguments: object) -> Result:
+    """What a function returns. It runs in one of `THREADS`, with the caller's context variables."""
+    run = contextvars.copy_context().run
+    return await asyncio.get_running_loop().run_in_executor(THREADS, run, function, *arguments)
+
+
+def seconds_to_wait(request: web.BaseRequest) -> float:
+    """`wait` of a request's query. Raises Refused: it is no number of seconds."""
+    text = request.query.get("wait", str(DEFAULT_WAIT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise Refused(400, "bad_request", f"wait={text[:40]!r}: send seconds, 0 to {MAX_WAIT_S:g}")
+    return min(seconds, MAX_WAIT_S)
+
+
+async def happens(event: asyncio.Event, seconds: float) -> bool:
+    """Whether an event is set within that time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(min(seconds, MAX_TIMER_S)):
+            await event.wait()
+    return event.is_set()

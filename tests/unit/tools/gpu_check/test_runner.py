@@ -16,8 +16,8 @@ import pytest
 from one_step_off.tools.gpu_check.runner import Runner
 from one_step_off.tools.gpu_check.table import CHECKS
 
-ROOT = Path(__file__).parents[3]
-COMMAND = (sys.executable, "-m", "tests.unit.gpu_check.command")
+ROOT = Path(__file__).parents[4]
+COMMAND = (sys.executable, "-m", "tests.unit.tools.gpu_check.command")
 TIMEOUT_S = 60
 
 

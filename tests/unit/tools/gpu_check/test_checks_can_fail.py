@@ -24,12 +24,11 @@ from one_step_off.tools.gpu_check.checks import (
     packing,
     runs,
     speed,
-    streams,
     weights,
 )
 from one_step_off.tools.gpu_check.peers import Failed, all_results, run_peers
 from one_step_off.weight_sync.bucket_plan import BucketPlan
-from tests.unit.gpu_check.peer_functions import dies, hangs, raises
+from tests.unit.tools.gpu_check.peer_functions import dies, hangs, raises
 
 CPU = torch.device("cpu")
 
@@ -339,12 +338,12 @@ def test_new_weights_that_change_nothing_or_not_everything() -> None:
 
 
 def test_streams_that_all_wait_and_waits_that_are_not_seen() -> None:
-    assert streams._figures(["-.", "X-"], ["-X", "X-"])["waiting pairs, one kernel spins"] == 1
+    assert devices._figures(["-.", "X-"], ["-X", "X-"])["waiting pairs, one kernel spins"] == 1
     with pytest.raises(CheckFailed, match="nothing can overlap"):
-        streams._figures(["-X", "X-"], ["-X", "X-"])
-    streams._require_seen(True)
+        devices._figures(["-X", "X-"], ["-X", "X-"])
+    devices._require_seen(True)
     with pytest.raises(CheckFailed, match="this check is blind"):
-        streams._require_seen(False)
+        devices._require_seen(False)
 
 
 def test_a_failed_peer_is_no_result() -> None:
