@@ -117,13 +117,6 @@ def _check_roles_beside_rollout(cfg: Config) -> None:
             f"{sharing}, but one step off needs both at once; "
             "set pipeline.staleness=0 or give them separate pools",
         )
-    if cfg.trainer.warm_spares:
-        raise key_error(
-            cfg,
-            "trainer.warm_spares",
-            f"{sharing}, so a trainer's death restarts the engines too, and a spare saves nothing; "
-            "set it to false or give them separate pools",
-        )
     if cfg.rollout.tensor_parallel_size > 1:
         raise key_error(
             cfg,

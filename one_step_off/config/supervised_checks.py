@@ -25,10 +25,6 @@ def check_supervised_keys(cfg: Config) -> None:
             "counts supervised steps before RL; main_sft makes trainer.total_steps of them: "
             "set it to 0",
         )
-    if cfg.trainer.warm_spares:
-        raise key_error(
-            cfg, "trainer.warm_spares", "supervised runs have no spare processes; set it to false"
-        )
     if cfg.trainer.keep_best:
         raise key_error(
             cfg, "trainer.keep_best", "main_sft keeps the newest checkpoints; set it to null"

@@ -4,10 +4,9 @@
 attempt: weight versions count trainer steps, so after a restart the same version may name other
 weights."""
 
-import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,6 @@ from one_step_off.runtime.prepare import ResumePoint, RunInputs, load_resume_poi
 
 # `RunProcesses`, `Pipeline` and `Resumed` are imported where they are used: they bring torch, Ray
 # and transformers, which take seconds, and the first line of output shall not wait for them.
-
-
-SPARES_POLL_S = 0.2
 
 
 class AttemptFailed(Exception):
@@ -198,8 +194,7 @@ async def run_attempt(
         tracker.report_usage({"restarts/engines_kept": float(state.engines_kept)}, "")
         if processes.endpoint:
             processes.endpoint.report_to(tracker.log, tracker.report_usage)
-        async with _spares_after_first_step(prepared, processes, tracker):
-            await train_model(prepared, state, processes, tracker, loop_runner)
+        await train_model(prepared, state, processes, tracker, loop_runner)
     except Exception as error:
         tracker.restart_begin = tracker.restart_begin or time.perf_counter()
         has_new_step = len(tracker.steps) > tracker.steps_before
@@ -212,31 +207,6 @@ async def run_attempt(
     finally:
         if processes:
             await processes.end()
-
-
-@contextlib.asynccontextmanager
-async def _spares_after_first_step(
-    prepared: RunInputs, processes: Any, tracker: Tracker
-) -> AsyncIterator[None]:
-    """Inside it, `trainer.warm_spares` are started once a step has ended: their imports take
-    seconds of a core, which would delay the start."""
-    if not prepared.cfg.trainer.warm_spares or prepared.is_supervised:
-        yield
-        return
-
-    async def start_after_step() -> None:
-        while len(tracker.steps) <= tracker.steps_before:
-            await asyncio.sleep(SPARES_POLL_S)
-        processes.start_spares()
-
-    starting = asyncio.create_task(start_after_step())
-    try:
-        yield
-    finally:
-        starting.cancel()
-        (failure,) = await asyncio.gather(starting, return_exceptions=True)
-        if isinstance(failure, Exception):
-            tracker.log(f"trainer.warm_spares: they could not be started: {failure}")
 
 
 def create_processes(prepared: RunInputs, state: RunState) -> Any:

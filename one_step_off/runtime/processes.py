@@ -110,29 +110,12 @@ class RunProcesses:
         """
         former = self.engines.frozen_groups.pop(name, None)
         if former is None:
-            ranks = self.engines.spares.pop(name, None) or self._spawn_ranks(role, cfg)
-            return self._group_of(role, cfg, ranks)
+            return self._group_of(role, cfg, self._spawn_ranks(role, cfg))
         self.kept_roles.add(name)
         group = self._group_of(role, cfg, former.ranks)
         group.shares = former.shares
         group.has_answered = former.has_answered
         return group
-
-    def start_spares(self) -> None:
-        """Start idle ranks of the roles that learn, for the next attempt, if it can keep these
-        engines. The other roles live on beside the engines."""
-        if not self.engines.can_be_kept:
-            return
-        for role in TRAINED_ROLES:
-            if role in self.groups and role not in self.engines.spares:
-                self.engines.spares[role] = self._spawn_ranks(role, self.cfg)
-
-    async def _drop_dead_spares(self) -> None:
-        """An attempt with a dead rank would fail at once."""
-        spares = self.engines.spares
-        dead = await not_alive(_by_name(spares))
-        for role in {_role_of(name) for name in dead}:
-            self.engines.drop_spares(role)
 
     def _spawn_ranks(self, role: str, cfg: Config) -> list[Any]:
         if role_settings(cfg, role).backend == "vllm":
@@ -320,7 +303,6 @@ class RunProcesses:
         failed_roles = {_role_of(name) for name in failed}
         for role in self.groups.keys() - TRAINED_ROLES - failed_roles:
             self.engines.frozen_groups[role] = self.groups.pop(role)
-        await self._drop_dead_spares()
         self.hands_over = True
         self.engines.sync_epoch = self.roles.sync.epoch
         return self.engines
@@ -355,20 +337,16 @@ class RunProcesses:
 
 def ranks_by_name(groups: dict[str, WorkerGroup]) -> dict[str, Any]:
     """ "ROLE RANK" -> the Ray actor, for the ranks of all roles."""
-    return _by_name({role: group.ranks for role, group in groups.items()})
+    named = {}
+    for role, group in groups.items():
+        for index, rank in enumerate(group.ranks):
+            named[f"{role} {index}"] = rank
+    return named
 
 
 def answering_ranks(groups: dict[str, WorkerGroup]) -> dict[str, Any]:
     """As `ranks_by_name`, of the groups whose ranks have all answered once."""
     return ranks_by_name({role: group for role, group in groups.items() if group.has_answered})
-
-
-def _by_name(ranks_of_role: dict[str, list[Any]]) -> dict[str, Any]:
-    named = {}
-    for role, ranks in ranks_of_role.items():
-        for index, rank in enumerate(ranks):
-            named[f"{role} {index}"] = rank
-    return named
 
 
 def _role_of(name: str) -> str:

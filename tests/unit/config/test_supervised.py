@@ -117,7 +117,6 @@ def test_a_rate_that_supervised_steps_do_not_read_is_named(monkeypatch, capsys):
     [
         (["trainer.sft_steps=5"], r"trainer.sft_steps=5: .*set it to 0"),
         (["trainer.keep_best=val/reward"], "trainer.keep_best=val/reward: .*set it to null"),
-        (["trainer.warm_spares=true"], "trainer.warm_spares=true: .*set it to false"),
         (["data.val_sets={a: generator:products}"], "data.val_sets=a: .*sft.val_files"),
         (["sft.train_files=/no/such.jsonl"], "sft.train_files=/no/such.jsonl: no such file"),
         (["data.train_files=/no/such.jsonl"], "data.train_files=/no/such.jsonl: no such file"),

@@ -15,7 +15,6 @@ from one_step_off.cluster.errors import ProcessDied, SyncError
 from one_step_off.config.schema import Config
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime import attempts, processes
-from one_step_off.runtime import persistent_actors as engines_module
 from one_step_off.runtime.persistent_actors import PersistentActors
 from one_step_off.runtime.prepare import RunInputs
 from one_step_off.runtime.processes import RunProcesses
@@ -42,7 +41,6 @@ def team(
     run.engines = object.__new__(PersistentActors)
     run.engines.rollout = SimpleNamespace(shares_pool=shares_pool, active=list(active))
     run.engines.frozen_groups = {}
-    run.engines.spares = {}
     run.engines.pools = {}
     run.roles = SimpleNamespace(sync=SimpleNamespace(epoch=6))
     run.groups = {role: SimpleNamespace(ranks=[StandInActor(alive=a)]) for role, a in ranks.items()}
@@ -89,44 +87,6 @@ def test_pools_with_a_failed_node_are_not_kept(monkeypatch):
     assert asyncio.run(run.hand_over_engines()) is None
     states["b"] = "CREATED"
     assert asyncio.run(run.hand_over_engines()) is run.engines
-
-
-def test_living_spares_take_the_place_of_the_ranks(monkeypatch):
-    monkeypatch.setattr(remote_calls, "LIVENESS_TIMEOUT_S", 0.1)
-    run = team(actor=GONE, critic=WELL)
-    actor_spare, dead_spare, living_spare = [
-        StandInActor(alive=alive) for alive in (WELL, GONE, WELL)
-    ]
-    run.engines.spares = {"actor": [actor_spare], "critic": [living_spare, dead_spare]}
-    killed: list[Any] = []
-    monkeypatch.setattr(engines_module, "kill_all", killed.extend)
-    engines = asyncio.run(run.hand_over_engines())
-    assert engines.spares == {"actor": [actor_spare]}, "an attempt with a dead rank fails"
-    assert killed == [living_spare, dead_spare]
-
-    run._group_of = lambda role, cfg, ranks: ranks
-    run._spawn_ranks = lambda role, cfg: f"new {role}"
-    cfg = Config()
-    assert run._create_group("actor", "actor", cfg) == [actor_spare]
-    assert run._create_group("actor", "actor", cfg) == "new actor", "a spare serves once"
-    assert run._create_group("critic", "critic", cfg) == "new critic"
-
-
-@pytest.mark.parametrize("run", [team(shares_pool=True, actor=WELL), team(active=(), actor=WELL)])
-def test_there_are_no_spares_where_engines_cannot_be_kept(run):
-    run._spawn_ranks = None  # so a call fails
-    run.start_spares()
-    assert run.engines.spares == {}
-
-
-def test_each_role_that_learns_has_spares():
-    run = team(actor=WELL, critic=WELL, ref=WELL)
-    run.cfg = Config()
-    run._spawn_ranks = lambda role, cfg: [f"spare {role}"]
-    run.start_spares()
-    assert run.engines.spares == {"actor": ["spare actor"], "critic": ["spare critic"]}
-    run._spawn_ranks = None
-    run.start_spares()  # those that there are stay
 
 
 class Attempt:

@@ -53,19 +53,6 @@ def test_on_separate_devices_all_weights_go_over_the_network() -> None:
     assert run._replicas_on_device_of_rank() == [[], []]
 
 
-def test_spares_have_a_part_of_their_slots() -> None:
-    """Of the trainers' pool alone: a replica books its whole device."""
-    keys = [
-        "placement.pools={rollout: [1], actor: [1]}",
-        "placement.roles={rollout: rollout, actor: actor, critic: actor, ref: actor}",
-    ]
-    without = processes(*keys).engines
-    with_spares = processes(*keys, "trainer.warm_spares=true").engines
-    assert without.slot_share("actor") == pytest.approx(1 / 3)
-    assert with_spares.slot_share("actor") == pytest.approx(1 / 5)
-    assert without.slot_share("rollout") == with_spares.slot_share("rollout") == 1.0
-
-
 def test_a_restarted_engine_gets_the_kv_cache_of_the_first_start() -> None:
     run = processes(HALVES, "rollout.engine_kwargs={max_num_seqs: 8}").engines
     assert run._replica_cfg(0) is run.cfg, "the first start measures"
