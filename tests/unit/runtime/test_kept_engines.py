@@ -102,7 +102,7 @@ class Attempt:
         self.endpoint = None
         ahead = SimpleNamespace(warning=lambda: "warning: of the sync")
         self.roles = SimpleNamespace(
-            rollout=SimpleNamespace(on_message=None, active=[], has_answered=True),
+            rollout=SimpleNamespace(on_message=None, replicas=[], active=[], has_answered=True),
             sync=SimpleNamespace(ahead=ahead),
         )
         self.engines = kept or SimpleNamespace(end=self.end_engines, name=f"of {attempt}")
@@ -130,22 +130,25 @@ def run(monkeypatch, tmp_path, outcomes: list, max_restarts: int = 5) -> tuple[A
     cfg = Config()
     cfg.trainer.output_dir = str(tmp_path)
     cfg.trainer.max_restarts = max_restarts
+    cfg.trainer.save_hf_model = False
     stream = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
     prepared = RunInputs(cfg, "cpu", SimpleNamespace(stream=stream), [], None, {}, [])
     tracker = Tracker(str(tmp_path), 10, io.StringIO())
     remaining = iter(outcomes)
 
-    async def train(prepared, state, processes, tracker, loop_runner):
-        state.pipeline = SimpleNamespace(stopping=False)
+    async def fit():
         steps, error = next(remaining)
         tracker.steps = [{"step": step} for step in range(steps)]
         if error is not None:
             raise error
 
+    async def create_pipeline(*_: Any) -> Any:
+        return SimpleNamespace(stopping=False, fit=fit)
+
     for name in ("started", "ended"):
         monkeypatch.setattr(Attempt, name, [])
     monkeypatch.setattr(processes, "RunProcesses", Attempt)
-    monkeypatch.setattr(attempts, "train_model", train)
+    monkeypatch.setattr(attempts, "create_pipeline", create_pipeline)
     monkeypatch.setattr(attempts, "log_pools", lambda *_: None)
     monkeypatch.setattr(attempts, "open_files", lambda *_: tracker.start(0))
     raised = None
