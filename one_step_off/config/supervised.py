@@ -96,7 +96,6 @@ def supervised_config(cfg: Config) -> Config:
         )
     supervised.placement.pools = {pool: cfg.placement.pools[pool]}
     supervised.placement.roles = {"actor": pool}
-    supervised.placement.share_idle_cores = False
     for name in ("train_files", "val_files"):
         files = supervised_files(cfg, name)
         setattr(supervised.sft, name, files)

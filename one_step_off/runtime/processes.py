@@ -1,11 +1,9 @@
 """All processes of a run, created in the pools of their roles and grouped for the pipeline."""
 
 import asyncio
-import functools
 from typing import Any
 
 from one_step_off.checkpoint import TRAINED_ROLES, loaded_roles
-from one_step_off.cluster.core_sharing import ROLLOUT, TRAINER, CoreSharing
 from one_step_off.cluster.errors import (
     CanaryFailed,
     PhaseTimeout,
@@ -21,7 +19,6 @@ from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.engines.vllm.teacher_engine import TeacherEngine
 from one_step_off.ray_trainer import WorkerGroups
-from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.runtime.persistent_actors import PersistentActors, kill_all
 from one_step_off.runtime.prepare import RunInputs
@@ -184,21 +181,7 @@ class RunProcesses:
             models["teacher"] = teachers_of(self.cfg, self.groups, self.prepared.data)
         if self.cfg.reward_model.url:
             models["reward_model"] = RemoteRewardModel(self.cfg, self.prepared.data.find)
-        self._share_idle_cores(rollout, sync)
         return WorkerGroups(actor, rollout, sync, **models)
-
-    def _share_idle_cores(self, rollout: RolloutGroup, sync: WeightSync) -> None:
-        """Let each side tell when it works, if the other then has cores to leave or to take."""
-        slots = [slot for slots in self.pools.values() for slot in slots]
-        if not any(slot.guest_cores for slot in slots):
-            return
-        ranks = [rank for group in self.groups.values() for rank in group.ranks]
-        sharing = CoreSharing({ROLLOUT: lambda: rollout.replicas, TRAINER: lambda: ranks})
-        rollout.at_work = functools.partial(sharing.at_work, ROLLOUT)
-        sync.at_work = functools.partial(sharing.at_work, ROLLOUT)
-        for group in self.groups.values():
-            group.at_work = functools.partial(sharing.at_work, TRAINER)
-        self.groups["actor"].core_metrics = sharing.take_metrics
 
     def _replicas_on_device_of_rank(self) -> list[list[int]]:
         """Per rank of the actor the replicas on its device: in its process slot, or on CPUs

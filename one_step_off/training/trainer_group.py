@@ -3,8 +3,7 @@
 import asyncio
 import operator
 import os
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -51,8 +50,6 @@ class WorkerGroup:
             starting; from then on it hangs.
         colocated: the replicas in the same pool; None: they have devices of their own.
         on_span: receives the begin and end of each call that uses the devices.
-        at_work: entered while the ranks work, see `CoreSharing.at_work`.
-        core_metrics: metrics of the cores that were used since the last call, for an update's.
     """
 
     def __init__(
@@ -79,8 +76,6 @@ class WorkerGroup:
         self.has_answered = False
         self.colocated: Colocated | None = None
         self.on_span: OnSpan = lambda *_: None
-        self.at_work: Callable[[], AbstractContextManager] = nullcontext
-        self.core_metrics: Callable[[], dict[str, float]] = dict
 
     async def setup(self) -> None:
         """Form the role's process group and load the model on every rank."""
@@ -130,8 +125,7 @@ class WorkerGroup:
             what = f"step {step}, {self.role}"
             arguments = [(batch, *args) for batch in batch_for_ranks]
             work = call_each(self.time_limit_s, what, self.ranks, method, arguments)
-            with self.at_work():
-                answers = await with_memory_advice(self.cfg, self.role, work)
+            answers = await with_memory_advice(self.cfg, self.role, work)
             self.on_span(self.role, method, step, begin, now())
         return answers
 
@@ -145,7 +139,7 @@ class WorkerGroup:
         mini_batch = getattr(role_settings(self.cfg, self.role), "ppo_mini_batch_size", 0)
         stored = self._batch_for_ranks(batch, mini_batch)
         answers = await self._on_devices(batch.step, "update", stored, learn, profile)
-        return answers[0] | self.core_metrics()  # the same on every rank
+        return answers[0]  # the same on every rank
 
     async def log_prob(self, batch: Batch) -> list[np.ndarray]:
         """Log-probs (nats) of all response tokens at the current weights: one float32 [R] per
@@ -174,8 +168,7 @@ class WorkerGroup:
         answers = call_all(self.time_limit_s, what, self.ranks, "score", sequences)
 
         async def first_report() -> list[np.ndarray]:
-            with self.at_work():
-                return next(scores for scores in await answers if scores)
+            return next(scores for scores in await answers if scores)
 
         return observed(first_report())
 

@@ -22,7 +22,6 @@ and what they return is held back until their canary was accepted (`verified`).
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from typing import Any
 
@@ -117,8 +116,6 @@ class WeightSync:
         """Receives the spans of each sync for the timeline."""
         self.on_log: Callable[[str], None] = lambda line: None
         """Receives what the user should read."""
-        self.at_work: Callable[[], AbstractContextManager] = nullcontext
-        """Entered while the replicas receive weights, see `CoreSharing.at_work`."""
         rollout.restore = self.restore
 
     async def connect(self) -> None:
@@ -195,8 +192,7 @@ class WeightSync:
             ProcessDied: a trainer is gone or hangs.
             NoReplica: all replicas are gone or hang.
         """
-        with self.at_work():
-            metrics = await self._sync(stamp, expected)
+        metrics = await self._sync(stamp, expected)
         _, version = stamp
         await self.release(version)
         return metrics
@@ -209,8 +205,7 @@ class WeightSync:
 
         Arguments, metrics and errors are those of a call, without the canary's.
         """
-        with self.at_work():
-            return await self._sync(stamp, expected, canary_later=True)
+        return await self._sync(stamp, expected, canary_later=True)
 
     async def verified(self) -> dict[str, Any]:
         """Wait until the canary of the weights that `deliver` brought was accepted, and let the

@@ -44,7 +44,6 @@ CALIBRATION_KEYS = (
     "weight_sync.in_flight=wait",
     # Beside prompts it takes longer than alone.
     "weight_sync.canary_overlap=false",
-    "placement.share_idle_cores=false",
     "rollout.oversample=null",
     "trainer.total_epochs=null",
     "trainer.save_hf_model=false",
@@ -206,8 +205,6 @@ def _measured(folder: Path, cfg: Config) -> Measured:
     if cfg.pipeline.staleness:
         raise ValueError(f"it has pipeline.staleness={cfg.pipeline.staleness}, not 0")
     rows = rows_of_run(folder)
-    if "time/trainer_all_cores_s" in rows[0]:
-        raise ValueError("its phases had each other's cores, see placement.share_idle_cores=false")
     generate_s = median(rows, "time/wait_rollout_s")
     if cfg.weight_sync.canary_overlap:
         # They generated beside the canary, before the trainer waited for them.
