@@ -18,9 +18,11 @@ from one_step_off.config.device_shares import (
 )
 from one_step_off.config.errors import ConfigError, key_error, refuse_here
 from one_step_off.config.placement import MODEL_PARALLEL
+from one_step_off.config.role_sections import BACK_ENDS
 from one_step_off.config.roles import data_parallel_size, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.text import did_you_mean, format_value
+from one_step_off.config.user_code import is_user_spec
 
 ROLES = ("rollout", "actor", "ref", "critic", "reward_model", "teacher")
 MAX_PROCESSES_PER_NODE = 1024
@@ -134,8 +136,9 @@ def check_layouts(cfg: Config, device: str) -> None:
         if role == "rollout":
             continue
         settings = role_settings(cfg, role)
-        if settings.backend == "vllm":
+        if role == "teacher" and settings.backend == "vllm":
             continue  # `check_teacher` checks it
+        _check_back_end(role, settings.backend)
         ranks = devices_of_pool(cfg, pool)
         sizes = {}
         for dimension in MODEL_PARALLEL:
@@ -144,10 +147,20 @@ def check_layouts(cfg: Config, device: str) -> None:
         _check_stages(role, settings)
         if settings.backend == "fsdp":
             _check_fsdp_layout(cfg, role, settings, sizes, ranks, device)
-        else:
+        elif settings.backend == "megatron":
             _check_megatron_packages(role, device)
             _check_megatron_layout(role, sizes, ranks)
             _check_megatron_settings(cfg, role, settings)
+
+
+def _check_back_end(role: str, back_end: str) -> None:
+    """A user's own is imported when the run is prepared."""
+    if back_end in BACK_ENDS or is_user_spec(back_end):
+        return
+    known = (*BACK_ENDS, "vllm") if role == "teacher" else BACK_ENDS
+    otherwise = f"must be one of {', '.join(known)}, or your own as module:TABLE"
+    fix = did_you_mean(back_end, known, otherwise)
+    raise ConfigError(f"{role}.backend={format_value(back_end)}: no such back end; {fix}")
 
 
 def _check_stages(role: str, settings: Any) -> None:

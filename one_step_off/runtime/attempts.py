@@ -214,13 +214,11 @@ async def _start(prepared: RunInputs, state: RunState, processes: Any, tracker: 
 
 def create_processes(prepared: RunInputs, state: RunState) -> Any:
     """The processes of an attempt; nothing is loaded yet. Raises ConfigError."""
+    from one_step_off.runtime import processes
+
     if prepared.is_supervised:
-        from one_step_off.runtime.supervised_processes import SupervisedProcesses
-
-        return SupervisedProcesses(prepared)
-    from one_step_off.runtime.processes import RunProcesses
-
-    return RunProcesses(prepared, state.attempt, kept=state.engines)
+        return processes.SupervisedProcesses(prepared)
+    return processes.RunProcesses(prepared, state.attempt, kept=state.engines)
 
 
 def log_pools(cfg: Config, processes: Any, tracker: Tracker) -> None:

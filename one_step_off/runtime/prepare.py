@@ -23,7 +23,9 @@ from one_step_off.config.lengths import longest_row, longest_sequence
 from one_step_off.config.lora_checks import sends_adapters
 from one_step_off.config.optimizer_checks import own_optimizers
 from one_step_off.config.placement import resolved_device
+from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.user_code import is_user_spec
 from one_step_off.data import run_data
 from one_step_off.data.supervised_data import load_supervised_data
 from one_step_off.data.teacher_rows import check_teacher_sources
@@ -33,6 +35,8 @@ from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
 from one_step_off.models.torch_packages import check_torch_companions
 from one_step_off.models.weight_checks import check_weights
 from one_step_off.rewards import trial_call
+from one_step_off.training.back_ends import worker_class
+from one_step_off.training.worker_interface import INTERFACES
 
 # Tokens per sequence of the canary. With 16 a sync passed although some tensors differed by 1 %.
 CANARY_TOKENS = 32
@@ -151,6 +155,7 @@ def prepare_supervised(
     for line in data.lines():
         print_line(line)
     check_profile_step(cfg, data.stream.total_steps)
+    check_own_back_ends(cfg, supervised=True)
     check_own_optimizers(cfg)
     resume_point = find_resume_point(cfg, data, print_line)
     return RunInputs(
@@ -230,7 +235,16 @@ def check_own_code(cfg: Config) -> None:
     Raises ConfigError."""
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)
+    check_own_back_ends(cfg)
     check_own_optimizers(cfg)
+
+
+def check_own_back_ends(cfg: Config, supervised: bool = False) -> None:
+    """Raises ConfigError: a back end of the user's own has no worker for a role of this run."""
+    for role in cfg.placement.roles.keys() & INTERFACES.keys():
+        back_end = role_settings(cfg, role).backend
+        if is_user_spec(back_end):
+            worker_class(f"{role}.backend", back_end, "supervised" if supervised else role)
 
 
 def check_own_optimizers(cfg: Config) -> None:

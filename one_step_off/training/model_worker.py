@@ -43,9 +43,9 @@ from one_step_off.data.packing import PackedShares
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.training import lora
-from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.device_memory import limit_memory
 from one_step_off.training.update_stats import PhaseTimer
+from one_step_off.training.worker_interface import BatchShare
 
 
 @dataclass

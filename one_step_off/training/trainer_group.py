@@ -18,8 +18,8 @@ from one_step_off.data.episodes import episode_numbers
 from one_step_off.data.packing import PackedArrays, PackedSamples
 from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch, Sample
 from one_step_off.data.staleness import assert_staleness
-from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.device_memory import with_memory_advice
+from one_step_off.training.worker_interface import BatchShare
 from one_step_off.training.written_files import FileFacts
 
 T = TypeVar("T")

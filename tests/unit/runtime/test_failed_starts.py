@@ -23,10 +23,9 @@ from one_step_off.config.command_line import exit_code
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.runtime import attempts, processes, supervised_processes
+from one_step_off.runtime import attempts, processes
 from one_step_off.runtime.prepare import ResumePoint, RunInputs
-from one_step_off.runtime.processes import RunProcesses
-from one_step_off.runtime.supervised_processes import SupervisedProcesses
+from one_step_off.runtime.processes import RunProcesses, SupervisedProcesses
 from tests.unit.stand_ins import ActorMethod, StandInActor
 
 
@@ -132,7 +131,7 @@ def start(monkeypatch, tmp_path):
 
     monkeypatch.setattr(remote_calls, "LIVENESS_TIMEOUT_S", 0.1)
     monkeypatch.setattr(processes, "RunProcesses", Attempt)
-    monkeypatch.setattr(supervised_processes, "SupervisedProcesses", SupervisedAttempt)
+    monkeypatch.setattr(processes, "SupervisedProcesses", SupervisedAttempt)
     monkeypatch.setattr(attempts, "create_pipeline", create_pipeline)
     monkeypatch.setattr(attempts, "log_pools", lambda *_: None)
     return start
