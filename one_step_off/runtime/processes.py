@@ -33,7 +33,7 @@ from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.runtime.persistent_actors import PersistentActors, kill_all
 from one_step_off.runtime.prepare import RunInputs
 from one_step_off.runtime.process_env import engine_env, trainer_env
-from one_step_off.supervised_trainer import SupervisedRoles
+from one_step_off.supervised_trainer import SupervisedGroups
 from one_step_off.training.back_ends import worker_class
 from one_step_off.training.reward_models import LocalRewardModel, RemoteRewardModel
 from one_step_off.training.teachers import TeacherEngineGroup, TeacherGroup, Teachers
@@ -50,7 +50,7 @@ class RunProcesses:
         keeps_engines: whether they come from the attempt before.
         hands_over: whether the next attempt gets them, so that they live on.
         has_started: whether everything is loaded and connected.
-        kept_roles: groups of roles that do not learn, with the ranks of the attempt before.
+        reused_groups: names of frozen groups that have the ranks of the previous attempt.
         roles: what the pipeline works with.
         groups: role -> its group, for every role that holds a model besides the replicas. The
             teachers of a source are "teacher.SOURCE".
@@ -82,7 +82,7 @@ class RunProcesses:
         if kept is not None:
             kept.begin_attempt(attempt)
         self.engines = kept or PersistentActors(prepared, attempt, trainers_only)
-        self.kept_roles: set[str] = set()
+        self.reused_groups: set[str] = set()
         pool_of_role = self.cfg.placement.roles
         self.groups: dict[str, WorkerGroup] = {}
         for role in TRAINED_ROLES if trainers_only else INTERFACES:
@@ -119,7 +119,7 @@ class RunProcesses:
         former = self.engines.frozen_groups.pop(name, None)
         if former is None:
             return self._group_of(role, cfg, self._spawn_ranks(role, cfg))
-        self.kept_roles.add(name)
+        self.reused_groups.add(name)
         group = self._group_of(role, cfg, former.ranks)
         group.shares = former.shares
         group.has_answered = former.has_answered
@@ -236,7 +236,7 @@ class RunProcesses:
     async def _load_groups(self) -> None:
         """Load the models of all roles that were not kept, those of teachers in engines first where
         they measure a GPU that other roles share."""
-        groups = [group for role, group in self.groups.items() if role not in self.kept_roles]
+        groups = [group for role, group in self.groups.items() if role not in self.reused_groups]
         measuring = [group for group in groups if self._measures_shared_gpu(group)]
         for group in measuring:
             await group.setup()
@@ -351,7 +351,7 @@ class SupervisedProcesses:
             ranks.append(spawn(cls, args, slot, prepared.device, env=env))
         self.actor = WorkerGroup("actor", ranks, self.cfg, host=host)
         self.groups = {"actor": self.actor}
-        self.roles = SupervisedRoles(self.actor)
+        self.roles = SupervisedGroups(self.actor)
 
     async def setup(self) -> None:
         """Load the model on all ranks."""

@@ -29,7 +29,7 @@ def processes(*overrides: str, **attributes: Any) -> Any:
     run.engines.former_rollout = None
     run.device = "cpu"
     run.keeps_engines = False
-    run.kept_roles = set()
+    run.reused_groups = set()
     for name, value in attributes.items():
         setattr(run.engines if name in ("pools", "rollout") else run, name, value)
     return run
@@ -155,6 +155,6 @@ def test_beside_kept_engines_the_teacher_measures_first_too() -> None:
 def test_a_teacher_that_was_kept_is_not_loaded_again() -> None:
     parts = Parts()
     pools = "placement.pools={rollout: [1], actor: [0.5], teacher: [0.5]}"
-    run = parts.run(pools, TEACHER_ROLES, *TEACHER, device="cuda", kept_roles={"teacher"})
+    run = parts.run(pools, TEACHER_ROLES, *TEACHER, device="cuda", reused_groups={"teacher"})
     asyncio.run(run.setup())
     assert "teacher begins" not in parts.loaded
