@@ -449,11 +449,6 @@ WITHOUT = [
         MAIN,
         keys={"teacher.path": "outputs/gsm8k_tiny_cpu/hf_model"},
     ),
-    CommandWithoutCase(
-        "tests/e2e/test_kept_engines.py kills its trainers",
-        MAIN,
-        keys={"trainer.warm_spares": "true"},
-    ),
     CommandWithoutCase(PRETRAINED, "benchmarks.staleness", flags=("--model",)),
     CommandWithoutCase(
         "takes minutes; tests/unit/benchmarks has its parts",

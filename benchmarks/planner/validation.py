@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.report import markdown_table, write_results
-from benchmarks.common.runs import SEPARATE_DEVICES, alternated, run_arm
+from benchmarks.common.runs import alternated, run_arm
 from one_step_off.config.loading import load_config
 from one_step_off.config.placement import resolved_device
 from one_step_off.monitoring.summary import speed_summary
@@ -25,7 +25,6 @@ from one_step_off.tools.planner.work import Work
 
 STEPS = 20
 FIXED_KEYS = [
-    *SEPARATE_DEVICES,
     "data.val_files=",
     "trainer.test_freq=-1",
     "trainer.save_hf_model=false",

@@ -18,8 +18,7 @@ its canary has passed.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable
 from dataclasses import astuple
 from typing import Any
 
@@ -112,8 +111,6 @@ class WeightSync:
         """What was trained, what replicas must hold, and what they have received."""
         self.failed_syncs = FailedSyncs(actor, rollout)
         self.events = events or RunEvents()
-        self.at_work: Callable[[], AbstractContextManager] = nullcontext
-        """Entered while the replicas receive weights, see `CoreSharing.at_work`."""
         rollout.restore = self.restore
 
     async def connect(self) -> None:
@@ -182,8 +179,7 @@ class WeightSync:
             ProcessDied: a trainer is gone or hangs.
             NoReplica: all replicas are gone or hang.
         """
-        with self.at_work():
-            metrics = await self._sync(stamp, expected)
+        metrics = await self._sync(stamp, expected)
         _, version = stamp
         await self.release(version)
         return metrics

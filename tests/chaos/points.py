@@ -80,7 +80,7 @@ def _change_log_probs(args: tuple) -> None:
 FSDP = "one_step_off.training.fsdp.fsdp_workers"
 TRAINED_WORKER = "one_step_off.training.trained_worker"
 WORKER_CHECKPOINT = "one_step_off.training.worker_checkpoint"
-POLICY_ROLE = "one_step_off.training.policy_role"
+ROLES = "one_step_off.training.roles"
 WEIGHT_EXPORT = "one_step_off.training.weight_export"
 ROLLOUT = "one_step_off.rollout.replica"
 SENDER = "one_step_off.weight_sync.sender"
@@ -175,7 +175,7 @@ POINTS = [
         f"{TRAINER_SENDER}:WeightSenderMixin.send_weights",
         "after",
     ),
-    Point("in the canary", "trainer", f"{POLICY_ROLE}:PolicyWorker.score"),
+    Point("in the canary", "trainer", f"{ROLES}:PolicyWorker.score"),
     Point(
         "checkpoint",
         "trainer",

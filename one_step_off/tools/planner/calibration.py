@@ -35,7 +35,6 @@ STEPS = 10
 CALIBRATION_KEYS = (
     "pipeline.staleness=0",
     "weight_sync.in_flight=wait",
-    "placement.share_idle_cores=false",
     "rollout.oversample=null",
     "trainer.total_epochs=null",
     "trainer.save_hf_model=false",
@@ -194,8 +193,6 @@ def _measured(folder: Path, cfg: Config) -> Measured:
     if cfg.pipeline.staleness:
         raise ValueError(f"it has pipeline.staleness={cfg.pipeline.staleness}, not 0")
     rows = rows_of_run(folder)
-    if "time/trainer_all_cores_s" in rows[0]:
-        raise ValueError("its phases had each other's cores, see placement.share_idle_cores=false")
     generate_s = median(rows, "time/wait_rollout_s")
     replicas, ranks = devices(cfg)
     return Measured(

@@ -31,7 +31,6 @@ from one_step_off.tools.planner.simulated_trainer import (
     SharedDevice,
     SimulatedSync,
     SimulatedTrainer,
-    divided_cores,
 )
 from one_step_off.tools.planner.work import Work
 from one_step_off.weight_sync.overlap import DECIDING_STEPS, StepPhases, should_overlap
@@ -208,7 +207,6 @@ def simulate(
     steps: int = 8,
     seed: int = 0,
     shared: bool = False,
-    idle_cores: bool = False,
     in_flight: str = "wait",
 ) -> dict[str, Any]:
     """Simulate a run. The same arguments give the same figures.
@@ -223,7 +221,6 @@ def simulate(
         steps: of the run; the first one is left out of the figures.
         seed: of the drawn response lengths.
         shared: one replica and one rank work at once on one device.
-        idle_cores: as placement.share_idle_cores; all replicas and ranks have as many cores.
         in_flight: see weight_sync.in_flight; recompute and keep take the same time here.
 
     Returns:
@@ -236,13 +233,13 @@ def simulate(
     if overlap == "auto" and shared:
         overlap = "true"
     if overlap == "auto" and staleness and rollout:
-        rest = (static, steps, seed, shared, idle_cores, in_flight)
+        rest = (static, steps, seed, shared, in_flight)
         without = simulate(work, rollout, trainer, staleness, "false", *rest)
         if not _chooses_overlap(without):
             return without
         overlap = "true"
     cfg = _run_config(work, rollout, staleness, overlap, static, in_flight)
-    device = _common_device(rollout, trainer, shared, idle_cores)
+    device = SharedDevice() if shared else None
     return _in_simulated_time(_run(work, cfg, rollout, trainer, steps, seed, device))
 
 
@@ -255,7 +252,7 @@ async def _run(
     work: Work, cfg: Config, rollout: int, trainer: int, steps: int, seed: int, device: Any
 ) -> dict[str, Any]:
     """One run in the simulated time of the present loop; arguments and result as `simulate`.
-    `device`: what both sides use, as `_common_device`."""
+    `device`: what both sides use; None: each has its own alone."""
     replicas = [SimulatedReplica(work, seed, device) for _ in range(rollout or trainer)]
     pool_lock = None if rollout else asyncio.Lock()
     group = RolloutGroup(replicas, cfg, False, pool_lock)
@@ -278,17 +275,6 @@ def _chooses_overlap(figures: dict[str, Any]) -> bool:
         sync_s=figures["median/time/sync_s"],
     )
     return should_overlap([phases] * DECIDING_STEPS, overlapped=False)
-
-
-def _common_device(
-    rollout: int, trainer: int, shared: bool, idle_cores: bool
-) -> SharedDevice | None:
-    """What both sides use; None: each has its own alone. The arguments are those of `simulate`."""
-    if shared:
-        return SharedDevice()
-    if idle_cores and rollout:
-        return divided_cores(rollout, trainer)
-    return None
 
 
 def _run_config(

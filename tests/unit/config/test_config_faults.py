@@ -168,10 +168,6 @@ BAD = [
     (["placement.roles={actor: actor}"], ["placement.roles", "rollout", "add"]),
     ([*SHARED], ["actor and rollout share the pool all", "one step off", "pipeline.staleness=0"]),
     (
-        [*SHARED, "pipeline.staleness=0", "trainer.warm_spares=true"],
-        ["trainer.warm_spares=true", "share the pool all", "false"],
-    ),
-    (
         [*SHARED, "pipeline.staleness=0", "rollout.tensor_parallel_size=2"],
         ["share the pool all", "rollout.tensor_parallel_size=1"],
     ),

@@ -29,7 +29,6 @@ GPUS += [
     "placement.pools={rollout: [2], actor: [6]}",
 ]
 main = partial(exit_code, planner.main)
-ALL_CORES = "time/trainer_all_cores_s"
 
 
 def rows_of(out: str) -> dict[tuple[str, str], float]:
@@ -121,16 +120,6 @@ def test_one_gpu_is_shared_or_colocated(capsys) -> None:
     # The device is never idle, and the sync is hidden.
     assert found["1", "one step off, shared"] == pytest.approx(20, rel=0.02)
     assert "at half speed while both work" in out
-
-
-def test_idle_cores_of_a_cpu_make_the_shorter_phase_useful(capsys) -> None:
-    keys = [*GPUS, "placement.device=cpu", "placement.pools={rollout: [1], actor: [1]}"]
-    assert main([*keys, "placement.share_idle_cores=true", "--times", "9,15,0"]) == 0
-    out = capsys.readouterr().out
-    assert "the other also works on its cores" in out
-    assert rows_of(out)["1 + 1", "one step off"] == pytest.approx(9 + 6 / 1.8, rel=0.02)
-    assert main([*keys, "--times", "9,15,0"]) == 0
-    assert rows_of(capsys.readouterr().out)["1 + 1", "one step off"] == pytest.approx(15, rel=0.02)
 
 
 def test_replicas_of_several_gpus_and_many_splits(capsys) -> None:
@@ -342,7 +331,7 @@ def test_a_critic_elsewhere_is_not_planned(capsys) -> None:
     )
 
 
-@pytest.mark.parametrize("broken", ["staleness", "steps", "json", "samples", "n", "cores"])
+@pytest.mark.parametrize("broken", ["staleness", "steps", "json", "samples", "n"])
 def test_a_run_that_tells_nothing_is_named(tmp_path, capsys, broken: str) -> None:
     folder = tmp_path / "run"
     write_run(folder, 8, *["pipeline.staleness=1"] * (broken == "staleness"))
@@ -353,10 +342,6 @@ def test_a_run_that_tells_nothing_is_named(tmp_path, capsys, broken: str) -> Non
         metrics.write_text("{\n" * 6)
     elif broken == "samples":
         (folder / "samples" / "step_000000.jsonl").unlink()
-    elif broken == "cores":  # a phase that had them would be taken for a faster one
-        metrics.write_text(
-            metrics.read_text().replace('"samples"', f'"{ALL_CORES}": 0.1, "samples"')
-        )
     elif broken == "n":
         metrics.write_text(metrics.read_text().replace("samples", "sample"))
     assert main([*GPUS, "--from", str(folder)]) == 2

@@ -152,29 +152,6 @@ def test_on_a_shared_device_the_shorter_phase_takes_twice_as_long() -> None:
     assert found["median/time/train_s"] == pytest.approx(train + generate)
 
 
-def test_a_side_is_faster_while_the_other_waits() -> None:
-    """On equally many cores training runs 1.8 times as fast once the samples are complete, and
-    generation 1.5 times as fast once training has ended."""
-    no_sync = replace(ALIKE, sync_s=0.0, canary_s=0.0)
-    generate, train = parts(no_sync, 2, 2)
-    assert train > generate
-    found = simulate(no_sync, 2, 2, idle_cores=True)
-    assert found[STEP] == pytest.approx(generate + (train - generate) / 1.8)
-    short_training = replace(no_sync, train_fixed_s=0.0, train_token_s=1e-6)
-    generate, train = parts(short_training, 2, 2)
-    assert train < generate
-    found = simulate(short_training, 2, 2, idle_cores=True)
-    assert found[STEP] == pytest.approx(train + (generate - train) / 1.5)
-    # Synchronous: either side works alone.
-    found = simulate(no_sync, 2, 2, staleness=0, idle_cores=True)
-    generate, train = parts(no_sync, 2, 2)
-    assert found[STEP] == pytest.approx(generate / 1.5 + train / 1.8)
-    colocated = simulate(no_sync, 0, 4, staleness=0, idle_cores=True)
-    assert colocated[STEP] == pytest.approx(simulate(no_sync, 0, 4, staleness=0)[STEP]), (
-        "every core does both anyway"
-    )
-
-
 def test_the_optimizer_waits_for_weights_that_are_still_sent() -> None:
     """A sync longer than all training: the step is sync and generation, and its wait is no
     training."""

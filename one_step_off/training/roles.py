@@ -1,6 +1,10 @@
-"""The policy: log-probs for "actor" and "ref", and the PPO loss that trains the actor, whatever the
-back end."""
+"""What each role computes, whatever the back end: the policy, the critic, the policy in supervised
+steps, the reward model and the teacher.
 
+A back end puts its own class before each of these, see `worker_interface.py`.
+"""
+
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -8,8 +12,10 @@ import torch
 from torch import Tensor
 
 from one_step_off.algorithms import core_algos, distillation, policy_losses
+from one_step_off.config.roles import vocabulary_size
 from one_step_off.data.samples import Batch
-from one_step_off.training.model_worker import WorkItem
+from one_step_off.training.model_worker import ModelWorker, WorkItem
+from one_step_off.training.trained_worker import TrainedWorker
 from one_step_off.training.update_stats import Figures, UpdateStats
 from one_step_off.training.weight_export import WeightExport
 
@@ -210,3 +216,138 @@ def means_by_age(sums: Figures) -> Figures:
         if count and quantity != "count":
             metrics[f"staleness/{name}"] = total / count
     return metrics
+
+
+class SupervisedWorker(PolicyWorker):
+    """The role "actor" while it is trained on answers: the mean negative log-likelihood of their
+    tokens, each with the same weight over all ranks and micro-batches. It streams no weights."""
+
+    @property
+    def temperature(self) -> float:
+        """That of the answers: they were not sampled."""
+        return 1.0
+
+    def _loss_aggregation(self) -> str:
+        return "token-mean"
+
+    def _columns(self, batch: Batch) -> dict[str, list[np.ndarray] | None]:
+        return {}
+
+    def _micro_batch_loss(self, item: WorkItem, stats: UpdateStats, first_step: bool) -> Tensor:
+        """sum over the answers' tokens of -log p(token) / their number in the batch."""
+        log_probs, _ = self._forward(item.layout, self.temperature, "none")
+        loss = -(item.columns["weight"] * log_probs).sum()
+        stats.add(loss=loss.detach(), tokens=len(log_probs))
+        return loss
+
+    def _role_metrics(self, sums: Figures, maxima: Figures, mini_batches: int) -> Figures:
+        return {}
+
+
+class CriticWorker(TrainedWorker):
+    """The role "critic"."""
+
+    def values(self, batch: Batch) -> dict[int, np.ndarray]:
+        """V(state before each response token), of this rank's share: position in batch -> float32
+        [R] (collective)."""
+        return self._response_outputs(batch)
+
+    def _loss_aggregation(self) -> str:
+        return self.role_config.loss_agg
+
+    def _columns(self, batch: Batch) -> dict[str, list[np.ndarray] | None]:
+        return {"value": batch.values, "return": batch.returns}
+
+    def _micro_batch_loss(self, item: WorkItem, stats: UpdateStats, first_step: bool) -> Tensor:
+        old_values = item.columns["value"]
+        returns = item.columns["return"]
+        values, _ = self._forward(item.layout, temperature=1.0, figure="none")
+        per_token, clipped = core_algos.value_loss(
+            values, old_values, returns, self.role_config.clip_range_value
+        )
+        loss = (item.columns["weight"] * per_token).sum()
+        stats.add(loss=loss.detach(), tokens=len(values), clip=clipped.sum())
+        _add_moments(stats, "value", old_values)
+        _add_moments(stats, "return", returns)
+        _add_moments(stats, "error", returns.double() - old_values)
+        return loss
+
+    def _role_metrics(self, sums: Figures, maxima: Figures, mini_batches: int) -> Figures:
+        tokens = max(sums["tokens"], 1.0)
+        return {
+            "critic/value_mean": sums["value"] / tokens,
+            "critic/return_mean": sums["return"] / tokens,
+            "critic/explained_variance": _explained_variance(sums, tokens),
+        }
+
+
+def _add_moments(stats: UpdateStats, name: str, values: Tensor) -> None:
+    """Add the sums of the values and of their squares, for mean and variance."""
+    exact = values.double()
+    stats.add(**{name: exact.sum(), f"{name}^2": exact.square().sum()})
+
+
+def _explained_variance(sums: Figures, tokens: float) -> float:
+    """1 - Var(return - value) / Var(return), of the values before the update. 1: they predicted the
+    returns; 0: no better than their mean; NaN: all returns are the same."""
+
+    def variance(name: str) -> float:
+        mean = sums[name] / tokens
+        return max(sums[f"{name}^2"] / tokens - mean**2, 0.0)
+
+    of_returns = variance("return")
+    if of_returns <= 0:
+        return float("nan")
+    return 1 - variance("error") / of_returns
+
+
+class RewardModelWorker(ModelWorker):
+    """The role "reward_model": the scalar head's output at the last token of a sequence, as
+    classifiers do."""
+
+    def score_sequences(self, sequences: list[np.ndarray]) -> dict[int, float]:
+        """Scores of this rank's share of int sequences [L]: position -> score (collective)."""
+        # The output at the last token is found where a next token's would be. So one token is
+        # added; under causal attention no other one sees it.
+        extended = [np.append(sequence, 0) for sequence in sequences]
+        wanted = [np.array([len(sequence)]) for sequence in sequences]
+        lengths = [len(sequence) for sequence in extended]
+        plan = self._micro_batch_plan(lengths, self.batch_share.count)
+        micro_batches = plan[self.batch_share.index]
+        outputs = self._token_outputs(extended, wanted, micro_batches, temperature=1.0)
+        return {i: float(output[0]) for i, output in outputs.items()}
+
+
+class TeacherWorker(ModelWorker):
+    """The role "teacher": it scores what the student generated, after `rollout.temperature`."""
+
+    def score_responses(self, batch: Batch) -> dict[int, np.ndarray]:
+        """Log-probs of all response tokens of this rank's share: position in batch -> float32 [R]
+        (collective).
+
+        With `teacher.top_k` float32 [R, 1 + 2 k]: beside each log-prob those of the k likeliest
+        tokens of the student's vocabulary, and their ids, which float32 holds exactly below 2^24.
+        """
+        count = self.cfg.teacher.top_k
+        if not count:
+            return self._response_outputs(batch)
+        likeliest = functools.partial(
+            likeliest_tokens, count=count, vocabulary=self._student_vocabulary
+        )
+        return self._response_outputs(batch, likeliest)
+
+    @functools.cached_property
+    def _student_vocabulary(self) -> int:
+        return vocabulary_size(self.cfg, "model")
+
+
+def likeliest_tokens(log_probs: Tensor, count: int, vocabulary: int) -> Tensor:
+    """The log-probs of the likeliest tokens, then their ids: float32 [n, 2 count].
+
+    Args:
+        log_probs: float32 [n, V].
+        vocabulary: only ids below it are taken. Models of one family pad their vocabulary to
+            different sizes, and the student has no logits beyond its own.
+    """
+    values, ids = log_probs[:, :vocabulary].topk(count, dim=-1)
+    return torch.cat([values, ids.to(values.dtype)], dim=-1)
