@@ -286,9 +286,13 @@ def docs_module(name: str) -> Any:
 
 def test_the_reference_is_current() -> None:
     module = docs_module("make_reference")
-    assert module.PAGE.read_text() == module.page(), "run: python docs/make_reference.py"
-    for key in KEYS:
-        assert f"| `{key}` |" in module.page()
+    generated = module.pages()
+    for path, text in generated.items():
+        assert path.read_text() == text, "run: python docs/make_reference.py"
+    on_disk = {module.REFERENCE / "config.md", *(module.REFERENCE / "config").glob("*.md")}
+    assert on_disk == set(generated), "run: python docs/make_reference.py"
+    for key, entry in KEYS.items():
+        assert f"| `{key}` |" in generated[module.REFERENCE / "config" / f"{entry.section}.md"]
 
 
 def test_the_tables_of_other_trainers_keys_are_current() -> None:
@@ -310,15 +314,18 @@ def test_no_key_of_another_trainer_is_said_to_be_the_same_unless_it_is() -> None
             assert ours_too == row.here.startswith("the same"), key
 
 
-def test_every_page_is_in_the_navigation() -> None:
-    entries = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    listed = []
+def pages_of(entries: list[dict[str, Any]]) -> Iterator[str]:
+    """The pages of a part of the navigation."""
     for entry in entries:
         for page_or_section in entry.values():
             if isinstance(page_or_section, str):
-                listed.append(page_or_section)
+                yield page_or_section
             else:
-                listed += [page for pages in page_or_section for page in pages.values()]
+                yield from pages_of(page_or_section)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = list(pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     pages = (ROOT / "docs").rglob("*.md")
     assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in pages)
 
@@ -332,10 +339,11 @@ PLACEHOLDERS = {
 
 
 def described_metrics() -> list[re.Pattern[str]]:
-    """The first column of the tables of docs/reference/metrics.md. Words in capitals stand for
+    """The first column of the tables of docs/reference/metrics*.md. Words in capitals stand for
     names.
     """
-    page = (ROOT / "docs/reference/metrics.md").read_text()
+    pages = sorted((ROOT / "docs/reference").glob("metrics*.md"))
+    page = "\n".join(path.read_text() for path in pages)
     first_columns = re.findall(r"^\|((?: `[^`|]+`,?)+) \|", page, re.M)
     names = re.findall(r"`([^`]+)`", " ".join(first_columns))
 
@@ -354,13 +362,50 @@ def test_every_metric_of_a_row_and_of_a_summary_is_described() -> None:
         for name in [*row, *summary]
         if not any(pattern.fullmatch(name) for pattern in patterns)
     ]
-    assert not missing, "describe them in docs/reference/metrics.md"
+    assert not missing, "describe them in docs/reference/metrics*.md"
 
 
-def test_links_of_readme_and_contributing() -> None:
-    for page in PAGES[:2]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (ROOT / target).exists(), f"{page.name}: {target}"
+def links(page: Path) -> Iterator[Path]:
+    """The files that a page links to, without those on other hosts."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]*)?\)", text):
+        yield (page.parent / target).resolve()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    missing = [str(target) for target in links(page) if not target.exists()]
+    assert not missing
+
+
+def test_every_page_is_reached_from_the_start() -> None:
+    reached = set()
+    to_visit = [ROOT / "docs/index.md"]
+    while to_visit:
+        page = to_visit.pop()
+        reached.add(page)
+        pages = [target for target in links(page) if target.suffix == ".md" and target.exists()]
+        to_visit += [target for target in pages if target not in reached]
+    unreached = set((ROOT / "docs").rglob("*.md")) - reached
+    assert not unreached
+
+
+MAX_LINES = 200  # of a page, which answers one question
+
+
+@pytest.mark.parametrize("page", PAGES[2:], ids=lambda page: page.name)
+def test_pages_are_short(page: Path) -> None:
+    n_lines = len(page.read_text().splitlines())
+    assert n_lines <= MAX_LINES, f"{page}: {n_lines} lines; split it by its questions"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_in_the_text_exist(page: Path) -> None:
+    """Also in fenced blocks and plain text, which `test_paths_in_the_text_exist` leaves out."""
+    own_module = r"(?<![\w/.-])((?:one_step_off|agent_loop|benchmarks|tests)/[\w/]+\.py)\b"
+    modules = re.findall(own_module, page.read_text())
+    missing = [module for module in modules if not (ROOT / module).exists()]
+    assert not missing
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -377,8 +422,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "actor.lr" in (tmp_path / "site" / "reference" / "config" / "index.html").read_text()
 
 
-def test_the_architecture_names_every_module() -> None:
+def test_the_tables_of_modules_are_current() -> None:
     module = docs_module("make_module_tables")
-    page = module.PAGE.read_text()
-    assert module.with_tables(page) == page, "run: python docs/make_module_tables.py"
-    assert "`replica_group.py`" in page and "`tool_loop.py`" in page
+    generated = module.pages()
+    for path, text in generated.items():
+        assert path.read_text() == text, "run: python docs/make_module_tables.py"
+    everything = "\n".join(generated.values())
+    assert "`replica_group.py`" in everything and "`tool_loop.py`" in everything
