@@ -35,6 +35,11 @@ SCRIPTS = {
 }
 
 
+def page_id(page: Path) -> str:
+    """The name of a page in the names of tests."""
+    return str(page.relative_to(ROOT).with_suffix(""))
+
+
 def fences(page: Path) -> Iterator[tuple[str, str]]:
     """(language, text) of each fenced block."""
     for match in re.finditer(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S):
@@ -47,7 +52,7 @@ def blocks(language: str) -> list[Any]:
     for page in PAGES:
         for number, (block_language, text) in enumerate(fences(page)):
             if block_language == language:
-                parameters.append(pytest.param(text, id=f"{page.name}-{number}"))
+                parameters.append(pytest.param(text, id=f"{page_id(page)}-{number}"))
     return parameters
 
 
@@ -159,7 +164,7 @@ def overrides(words: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_commands(page: Path, working_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = re.sub(r"\\\n +", " ", page.read_text())
     command_in_indented_block = r"^ {4}((?:[A-Z_]+=\S* )*(?:bash|sbatch|python) .*)$"
@@ -202,7 +207,7 @@ def is_key(name: str) -> bool:
     return section in SECTIONS and is_name and not is_file and name not in NOT_KEYS
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_keys_in_the_text_exist(page: Path) -> None:
     for code in code_spans(page):
         name, equals, _ = code.partition("=")
@@ -231,7 +236,7 @@ def run_with(*overrides: str) -> Config:
     return load_config([*fixed, "placement.device=cuda", *overrides])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_paths_in_the_text_exist(page: Path) -> None:
     own_path = r"\b((?:shell|config|docs|docker|one_step_off|agent_loop)/[\w./-]+\w)"
     for code in code_spans(page):
@@ -372,7 +377,7 @@ def links(page: Path) -> Iterator[Path]:
         yield (page.parent / target).resolve()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_to_files(page: Path) -> None:
     missing = [str(target) for target in links(page) if not target.exists()]
     assert not missing
@@ -393,13 +398,13 @@ def test_every_page_is_reached_from_the_start() -> None:
 MAX_LINES = 200  # of a page, which answers one question
 
 
-@pytest.mark.parametrize("page", PAGES[2:], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES[2:], ids=page_id)
 def test_pages_are_short(page: Path) -> None:
     n_lines = len(page.read_text().splitlines())
     assert n_lines <= MAX_LINES, f"{page}: {n_lines} lines; split it by its questions"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_modules_in_the_text_exist(page: Path) -> None:
     """Also in fenced blocks and plain text, which `test_paths_in_the_text_exist` leaves out."""
     own_module = r"(?<![\w/.-])((?:one_step_off|agent_loop|benchmarks|tests)/[\w/]+\.py)\b"
@@ -420,6 +425,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stdout + built.stderr
     assert not list((tmp_path / "site").rglob("*.py"))
     assert "actor.lr" in (tmp_path / "site" / "reference" / "config" / "index.html").read_text()
+
+
+def test_the_core_is_read_in_a_day() -> None:
+    page = (ROOT / "docs/concepts/the_core_in_a_day.md").read_text()
+    files = [ROOT / path for path in re.findall(r"^\| \d+ \| `([\w/]+\.py)` \|", page, re.M)]
+    assert 8 <= len(files) <= 12
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 6000
 
 
 def test_the_tables_of_modules_are_current() -> None:
