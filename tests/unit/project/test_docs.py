@@ -404,6 +404,14 @@ def test_pages_are_short(page: Path) -> None:
     assert n_lines <= MAX_LINES, f"{page}: {n_lines} lines; split it by its questions"
 
 
+@pytest.mark.parametrize("page", PAGES[2:], ids=page_id)
+def test_pages_begin_with_their_question(page: Path) -> None:
+    paragraphs = [text for text in page.read_text().split("\n\n") if not text.startswith("<!--")]
+    assert paragraphs[0].startswith("# ")
+    is_start = page == ROOT / "docs/index.md"
+    assert is_start or "?" in paragraphs[1]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_modules_in_the_text_exist(page: Path) -> None:
     """Also in fenced blocks and plain text, which `test_paths_in_the_text_exist` leaves out."""
