@@ -442,6 +442,23 @@ def test_the_core_is_read_in_a_day() -> None:
     assert sum(len(file.read_text().splitlines()) for file in files) <= 6000
 
 
+def test_the_core_names_what_its_files_define() -> None:
+    """Each class and function beside a file in a table of the page is defined in that file."""
+    rows = re.findall(
+        r"^\|.*`[\w/]+\.py`.*\|$", (ROOT / "docs/concepts/the_core_in_a_day.md").read_text(), re.M
+    )
+    assert len(rows) > 25
+    missing = []
+    for row in rows:
+        (path,) = re.findall(r"`([\w/]+\.py)`", row)
+        text = (ROOT / path).read_text()
+        for name in re.findall(r"`(?:\w+\.)?(\w+)`", row):
+            definition = rf"^\s*(?:(?:async )?def|class) {name}\b|^{name}\b.* ="
+            if not re.search(definition, text, re.M):
+                missing.append(f"{name} in {path}")
+    assert not missing
+
+
 def test_the_tables_of_modules_are_current() -> None:
     module = docs_module("make_module_tables")
     generated = module.pages()
