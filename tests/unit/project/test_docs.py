@@ -435,6 +435,19 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "actor.lr" in (tmp_path / "site" / "reference" / "config" / "index.html").read_text()
 
 
+def test_the_architecture_names_files_of_its_packages() -> None:
+    page = (ROOT / "docs/concepts/architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.M)
+    assert len(rows) > 12
+    missing = []
+    for package, text in rows:
+        folder = ROOT if package == "agent_loop" else ROOT / "one_step_off"
+        for name in re.findall(r"`(\w+\.py)`", text):
+            if not list((folder / package).rglob(name)):
+                missing.append(f"{package}: {name}")
+    assert not missing
+
+
 def test_the_core_is_read_in_a_day() -> None:
     page = (ROOT / "docs/concepts/the_core_in_a_day.md").read_text()
     files = [ROOT / path for path in re.findall(r"^\| \d+ \| `([\w/]+\.py)` \|", page, re.M)]
