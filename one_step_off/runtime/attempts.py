@@ -7,7 +7,7 @@ weights."""
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from one_step_off import checkpoint
 from one_step_off.checkpoint.in_flight import restored_in_flight
 from one_step_off.cluster.resource_usage import watch_usage
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.monitoring.loggers import open_loggers, start_remote_loggers
@@ -185,11 +186,10 @@ async def run_attempt(
     processes: Any = None
     try:
         with tracker.console.working("starting engines and trainers"):
-            processes = create_processes(prepared, state)
+            processes = create_processes(prepared, state, tracker)
             state.engines = None
             if processes.keeps_engines:
                 state.engines_kept += 1
-                processes.roles.rollout.on_message = tracker.log
             else:
                 log_pools(prepared.cfg, processes, tracker)
             await processes.setup()
@@ -239,15 +239,16 @@ async def _spares_after_first_step(
             tracker.log(f"trainer.warm_spares: they could not be started: {failure}")
 
 
-def create_processes(prepared: RunInputs, state: RunState) -> Any:
-    """The processes of an attempt; nothing is loaded yet. Raises ConfigError."""
+def create_processes(prepared: RunInputs, state: RunState, events: RunEvents) -> Any:
+    """The processes of an attempt, which report to `events`; nothing is loaded yet. Raises
+    ConfigError."""
     if prepared.is_supervised:
         from one_step_off.runtime.supervised_processes import SupervisedProcesses
 
-        return SupervisedProcesses(prepared)
+        return SupervisedProcesses(prepared, events)
     from one_step_off.runtime.processes import RunProcesses
 
-    return RunProcesses(prepared, state.attempt, kept=state.engines)
+    return RunProcesses(prepared, state.attempt, kept=state.engines, events=events)
 
 
 def log_pools(cfg: Config, processes: Any, tracker: Tracker) -> None:
@@ -286,7 +287,6 @@ async def train_model(
             interrupt = stack.enter_context(
                 stop_on_interrupt(loop_runner, pipeline, cfg.trainer.grace_s, tracker.log)
             )
-            stack.enter_context(_stop_on_callback(pipeline, tracker))
             try:
                 await pipeline.fit()
             except Stopped as stopped:
@@ -316,21 +316,6 @@ async def create_pipeline(
         return SupervisedPipeline(*given, start=start, attempt=state.attempt)
     resumed = await load_checkpoint(prepared, state.resume_point, processes, tracker)
     return Pipeline(*given, resumed=resumed, attempt=state.attempt)
-
-
-@contextlib.contextmanager
-def _stop_on_callback(pipeline: Any, tracker: Tracker) -> Iterator[None]:
-    """Let a callback that raises StopTraining stop the pipeline at the beginning of the next
-    step."""
-
-    def stop_pipeline() -> None:
-        pipeline.stopping = True
-
-    tracker.callbacks.on_stop_request = stop_pipeline
-    try:
-        yield
-    finally:
-        tracker.callbacks.on_stop_request = None
 
 
 def _watched_groups(processes: Any) -> dict[str, list[Any]]:

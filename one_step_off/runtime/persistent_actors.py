@@ -20,6 +20,7 @@ from agent_loop.tools import MCP_SCHEMAS
 from one_step_off.checkpoint import TRAINED_ROLES
 from one_step_off.cluster.placement import are_reserved, create_pools, spawn
 from one_step_off.cluster.remote_calls import call_all
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.placement import processes_per_slot
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.data import source_rewards
@@ -28,8 +29,7 @@ from one_step_off.endpoint.usage import uses_endpoint
 from one_step_off.engines.vllm.processes import kill_engines_of_run
 from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.replica import RolloutReplica
-from one_step_off.rollout.replica_group import RolloutGroup
-from one_step_off.rollout.reuse_engines import reuse_engines
+from one_step_off.rollout.replica_group import RolloutGroup, reuse_engines
 from one_step_off.rollout.sampling import engine_seed
 from one_step_off.runtime.prepare import RunInputs
 from one_step_off.runtime.process_env import engine_env, process_env
@@ -53,12 +53,19 @@ class PersistentActors:
         spares: role -> idle ranks for the next attempt, which have imported all and loaded nothing.
     """
 
-    def __init__(self, prepared: RunInputs, attempt: int = 0, trainers_only: bool = False) -> None:
+    def __init__(
+        self,
+        prepared: RunInputs,
+        attempt: int = 0,
+        trainers_only: bool = False,
+        events: RunEvents | None = None,
+    ) -> None:
         """Reserve the pools and create the processes; nothing is loaded yet.
 
         Args:
             attempt: the number of the attempt.
             trainers_only: create the pools, and no process.
+            events: receives what happens to replicas, in all attempts.
 
         Raises:
             ConfigError: the cluster has too little for a pool.
@@ -67,6 +74,7 @@ class PersistentActors:
         self.cfg = prepared.cfg
         self.device = prepared.device
         self.attempt = attempt
+        self.events = events
         self.sync_epoch = 0
         self.frozen_groups: dict[str, WorkerGroup] = {}
         self.spares: dict[str, list[Any]] = {}
@@ -203,7 +211,7 @@ class PersistentActors:
         pool = cfg.placement.roles["rollout"]
         shares_pool = self.slot_share(pool) < 1
         lock = self.pool_locks[pool] if shares_pool else None
-        return RolloutGroup(replicas, cfg, is_seeded, lock, self._restart_replica)
+        return RolloutGroup(replicas, cfg, is_seeded, lock, self._restart_replica, self.events)
 
     def _restart_replica(self, index: int) -> Any:
         """End what is left of a failed replica; returns a new one in its slot."""

@@ -14,8 +14,7 @@ import numpy as np
 from agent_loop.base import Loops
 from agent_loop.processes import run_to_completion
 from one_step_off import checkpoint
-from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from one_step_off.algorithms.policy_losses import POLICY_LOSSES
+from one_step_off.algorithms.config_checks import check_own_functions
 from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.lengths import longest_sequence
 from one_step_off.config.lora_checks import sends_adapters
@@ -158,9 +157,12 @@ def find_resume_point(
 def check_own_code(cfg: Config) -> None:
     """What the user wrote must be importable before the engines start, and an optimizer must work.
     Raises ConfigError."""
-    ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)
-    POLICY_LOSSES.find(cfg.algorithm.policy_loss)
+    check_own_functions(cfg)
     check_own_optimizers(cfg)
+    if cfg.pipeline.batch_source != "auto":
+        from one_step_off.rollout.batch_sources import own_source  # slow, and few runs need it
+
+        own_source(cfg)
 
 
 def check_own_optimizers(cfg: Config) -> None:

@@ -15,6 +15,7 @@ from one_step_off.cluster.errors import (
 )
 from one_step_off.cluster.placement import ProcessSlot, spawn
 from one_step_off.cluster.remote_calls import not_alive, observed
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.placement import shares_device
 from one_step_off.config.roles import load_section_tokenizer, role_settings
@@ -54,6 +55,7 @@ class RunProcesses:
         attempt: int = 0,
         trainers_only: bool = False,
         kept: PersistentActors | None = None,
+        events: RunEvents | None = None,
     ) -> None:
         """Reserve the pools and create the processes; nothing is loaded yet.
 
@@ -61,6 +63,7 @@ class RunProcesses:
             attempt: the number of the attempt; engines sample with other seeds in each.
             trainers_only: create only the roles that learn, and no engines.
             kept: the pools and engines of the attempt before; None: they are created.
+            events: receives what the groups, the replicas and the weight sync report.
 
         Raises:
             ConfigError: the cluster has too little for a pool.
@@ -68,12 +71,13 @@ class RunProcesses:
         self.prepared = prepared
         self.cfg = prepared.cfg
         self.device = prepared.device
+        self.events = events or RunEvents()
         self.keeps_engines = kept is not None
         self.hands_over = False
         self.has_started = False
         if kept is not None:
             kept.begin_attempt(attempt)
-        self.engines = kept or PersistentActors(prepared, attempt, trainers_only)
+        self.engines = kept or PersistentActors(prepared, attempt, trainers_only, self.events)
         self.kept_roles: set[str] = set()
         pool_of_role = self.cfg.placement.roles
         self.groups: dict[str, WorkerGroup] = {}
@@ -163,15 +167,16 @@ class RunProcesses:
         if role == "teacher":
             has_engines = role_settings(cfg, role).backend == "vllm"
             group_class = TeacherEngineGroup if has_engines else TeacherGroup
-            return group_class(role, ranks, cfg, lock, self.host)
+            return group_class(role, ranks, cfg, lock, self.host, self.events)
         if role != "reward_model":
-            return WorkerGroup(role, ranks, cfg, lock, self.host)
+            return WorkerGroup(role, ranks, cfg, lock, self.host, self.events)
         return LocalRewardModel(
             role,
             ranks,
             self.cfg,
             lock,
             self.host,
+            self.events,
             find_prompt=self.prepared.data.find,
             policy_tokenizer=self.prepared.tokenizer,
             reward_tokenizer=load_section_tokenizer(self.cfg, role),
@@ -190,7 +195,12 @@ class RunProcesses:
         rollout = self.engines.rollout
         canary = self.prepared.canary
         sync = WeightSync(
-            actor, rollout.supervisor, canary, self.host, self._replicas_on_device_of_rank()
+            actor,
+            rollout.supervisor,
+            canary,
+            self.host,
+            self._replicas_on_device_of_rank(),
+            self.events,
         )
         sync.epoch = self.engines.sync_epoch  # receivers that stay have been in these groups
         models: dict[str, Any] = {}
@@ -200,7 +210,9 @@ class RunProcesses:
         if "teacher" in self.groups:
             models["teacher"] = teachers_of(self.cfg, self.groups, self.prepared.data)
         if self.cfg.reward_model.url:
-            models["reward_model"] = RemoteRewardModel(self.cfg, self.prepared.data.find)
+            models["reward_model"] = RemoteRewardModel(
+                self.cfg, self.prepared.data.find, self.events
+            )
         self._share_idle_cores(rollout, sync)
         return WorkerGroups(actor, rollout, sync, **models)
 

@@ -10,6 +10,7 @@ from ray.util.placement_group import remove_placement_group
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError
 from one_step_off.cluster.placement import create_pools, spawn
 from one_step_off.cluster.remote_calls import not_alive, observed
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_settings
 from one_step_off.runtime.prepare import RunInputs
@@ -33,9 +34,9 @@ class SupervisedProcesses:
     keeps_engines = False
     endpoint = None
 
-    def __init__(self, prepared: RunInputs) -> None:
-        """Reserve the pool and create the ranks; nothing is loaded yet. Raises ConfigError: the
-        cluster has too little for the pool."""
+    def __init__(self, prepared: RunInputs, events: RunEvents | None = None) -> None:
+        """Reserve the pool and create the ranks, which report to `events`; nothing is loaded yet.
+        Raises ConfigError: the cluster has too little for the pool."""
         self.cfg = prepared.cfg
         host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(self.cfg, prepared.device)
@@ -46,7 +47,7 @@ class SupervisedProcesses:
         for index, slot in enumerate(slots):
             args = (self.cfg, "actor", index, len(slots), prepared.device, total_steps)
             ranks.append(spawn(self._worker_class(), args, slot, prepared.device, env=env))
-        self.actor = WorkerGroup("actor", ranks, self.cfg, host=host)
+        self.actor = WorkerGroup("actor", ranks, self.cfg, host=host, events=events)
         self.groups = {"actor": self.actor}
         self.roles = SupervisedRoles(self.actor)
 

@@ -35,12 +35,11 @@ def check_teachers(cfg: Config) -> None:
 
 
 def _check_engine_fields(cfg: Config, section: str) -> None:
-    engine_kwargs = getattr(cfg, section).engine_kwargs
-    if engine_kwargs:
+    if getattr(cfg, section).engine_kwargs:
         from vllm import AsyncEngineArgs
 
         names = [field.name for field in fields(AsyncEngineArgs)]
-        check_engine_names(f"{section}.engine_kwargs", engine_kwargs, names)
+        check_engine_names(f"{section}.engine_kwargs", getattr(cfg, section).engine_kwargs, names)
 
 
 def _check_model(cfg: Config, key: str, path: str) -> None:

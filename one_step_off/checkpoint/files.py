@@ -1,5 +1,9 @@
-"""Samples and batches as files: numpy arrays for what every token has, JSON lines for the rest. No
-pickles."""
+"""The files of a checkpoint beside those of the trainers. No pickles.
+
+Samples and batches: numpy arrays for what every token has, JSON lines for the rest. The state of
+the pipeline: `state.json`, and `stream.npz` where the data position has arrays with one number per
+prompt.
+"""
 
 import json
 from dataclasses import fields
@@ -97,3 +101,31 @@ def read_batch(folder: Path) -> Batch:
         ends = np.cumsum([len(s.response_ids) for s in samples])
         columns = {name: np.split(array, ends[:-1]) for name, array in arrays.items()}
         return Batch(step, samples, tuple(expected), older, past, **columns)
+
+
+STATE_FILE = "state.json"
+ARRAYS_FILE = "stream.npz"
+
+
+def without_arrays(state: dict[str, Any]) -> dict[str, Any]:
+    """The part of the state that `state.json` holds."""
+    position = {name: value for name, value in state["stream"].items() if name != "arrays"}
+    return state | {"stream": position}
+
+
+def write_state(state: dict[str, Any], folder: Path) -> None:
+    """Write the state; the arrays of `state["stream"]["arrays"]` go into a file of their own."""
+    arrays = state["stream"].get("arrays")
+    if arrays is not None:
+        np.savez(folder / ARRAYS_FILE, **arrays)
+    text = json.dumps(without_arrays(state), indent=2)
+    (folder / STATE_FILE).write_text(text + "\n")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What `write_state` wrote into a checkpoint that has been verified."""
+    state = json.loads((folder / STATE_FILE).read_text())
+    if (folder / ARRAYS_FILE).is_file():
+        with np.load(folder / ARRAYS_FILE, allow_pickle=False) as arrays:
+            state["stream"]["arrays"] = dict(arrays)
+    return state
