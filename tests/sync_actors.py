@@ -139,25 +139,25 @@ class LightLayout:
         self.replica = replica
         self.kept = {name: (Block.whole(tuple(shape)),) for name, (_, shape) in shapes.items()}
 
-    def bind(self, cells: list[tuple[str, Block, torch.Tensor]]) -> LightCells:
-        return LightCells(self, cells)
+    def bind(self, shards: list[tuple[str, Block, torch.Tensor]]) -> LightShards:
+        return LightShards(self, shards)
 
 
-class LightCells:
+class LightShards:
     """Blocks in a buffer, and the replica's weights."""
 
-    def __init__(self, layout: LightLayout, cells: list[tuple[str, Block, torch.Tensor]]) -> None:
+    def __init__(self, layout: LightLayout, shards: list[tuple[str, Block, torch.Tensor]]) -> None:
         self.layout = layout
-        self.cells = cells
+        self.shards = shards
 
     def write(self) -> None:
         replica = self.layout.replica
         replica.pass_place("load", self.layout.version)
-        for name, block, view in self.cells:
+        for name, block, view in self.shards:
             block.slice_of(replica.weights[name]).copy_(view)
 
     def read(self) -> None:
-        for name, block, view in self.cells:
+        for name, block, view in self.shards:
             view.copy_(block.slice_of(self.layout.replica.weights[name]))
 
 

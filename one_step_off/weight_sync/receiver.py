@@ -313,13 +313,13 @@ class WeightReceiver(StreamPeer):
                     checksums[stream][index] = checksum(part)
             with self._phase("load"):
                 store(index, parts)
-                self._release(messages)
+                self._free(messages)
         self._verify_checksums(checksums)
 
-    def _release(self, messages: Parts) -> None:
+    def _free(self, messages: Parts) -> None:
         """The senders may overwrite these messages."""
         for stream in messages:
-            self.end_of_stream[stream].release()
+            self.end_of_stream[stream].free()
 
     def _receive_headers(self, version: int, sharded_only: bool) -> bool:
         """Whether messages may be deltas and so announce their size, after checking every sender's
@@ -349,7 +349,7 @@ class WeightReceiver(StreamPeer):
     def _receive_bucket(
         self, index: int, sizes: dict[int, int], has_deltas: bool, buffer: torch.Tensor
     ) -> Parts:
-        """On the wire's thread: the messages of one bucket, valid until they are released.
+        """On the wire's thread: the messages of one bucket, valid until they are freed.
 
         Args:
             index: of the bucket.

@@ -20,7 +20,7 @@ from one_step_off.weight_sync import delta
 from one_step_off.weight_sync.bucket_plan import BucketPlan, checksum
 from one_step_off.weight_sync.launch_order import Step, send_steps
 from one_step_off.weight_sync.routes import ALL_RECEIVERS, Message, Routes, ShardsOfReceivers
-from one_step_off.weight_sync.sender_groups import GroupLeader, PiecePacker, Section
+from one_step_off.weight_sync.sender_groups import GroupLeader, PiecePacker, RankShard
 from one_step_off.weight_sync.stream_peer import MEASURED_TRANSFERS, StreamPeer
 from one_step_off.weight_sync.transports.same_device import SharedBuffer, SharedMemorySender
 from one_step_off.weight_sync.transports.transport import SendEnd, Transport
@@ -454,10 +454,10 @@ class WeightSender(StreamPeer):
         """
         slots = self.slots_of_bucket[index]
         if self.leader is None:
-            sections = [Section(slot, slot) for slot in slots]
+            shards = [RankShard(slot, slot) for slot in slots]
         else:
-            sections = self.leader.own_sections[index]
-        self.packer.pack(sections, tensors, lambda section: section.place_in(part))
+            shards = self.leader.own_shards[index]
+        self.packer.pack(shards, tensors, lambda shard: shard.place_in(part))
         for slot in slots:
             slot.zero_padding(part)
         if self.leader is not None:

@@ -20,7 +20,7 @@ import torch
 from one_step_off.cluster.bounded_waits import POLL_INTERVAL_S, Aborted
 from one_step_off.cluster.errors import GIVEN_UP, SyncError
 from one_step_off.weight_sync import member_link
-from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces, Slot, pieces_by_tensor
+from one_step_off.weight_sync.bucket_plan import BucketPlan, BucketSlot, Pieces, pieces_by_tensor
 from one_step_off.weight_sync.report import TransferRecord
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
@@ -83,12 +83,12 @@ def _join_neighbors(
 
 
 @dataclass(frozen=True)
-class Section:
+class RankShard:
     """What one rank has of a slot of its group."""
 
-    slot: Slot
+    slot: BucketSlot
     """Of the group, in the leader's part of a bucket."""
-    own: Slot
+    own: BucketSlot
     """The rank's part of it; its offset is that in the rank's message of this bucket."""
 
     def place_in(self, part: torch.Tensor) -> torch.Tensor:
@@ -96,9 +96,9 @@ class Section:
         return self.own.piece.slice_of(self.slot.view(part), self.slot.piece.start)
 
 
-def sections_of_rank(
+def shards_of_rank(
     plan: BucketPlan, sender: int, pieces: list[WeightPiece]
-) -> list[list[Section]]:
+) -> list[list[RankShard]]:
     """Per bucket what a rank has of its group's part, in the order in which the rank yields its
     data.
 
@@ -110,32 +110,32 @@ def sections_of_rank(
     pieces_of_tensor: dict[str, list[WeightPiece]] = {}
     for piece in pieces:
         pieces_of_tensor.setdefault(piece.name, []).append(piece)
-    sections_of_bucket = []
+    shards_of_bucket = []
     for bucket in plan.buckets:
-        sections: list[Section] = []
+        shards: list[RankShard] = []
         offset = 0
         for slot in bucket.slots_of(sender):
             for piece in pieces_of_tensor.get(slot.piece.name, ()):
                 start = max(piece.start, slot.piece.start)
                 stop = min(piece.stop, slot.piece.stop)
                 if start < stop:
-                    own = Slot(replace(piece, start=start, stop=stop), piece, sender, offset)
-                    sections.append(Section(slot, own))
+                    own = BucketSlot(replace(piece, start=start, stop=stop), piece, sender, offset)
+                    shards.append(RankShard(slot, own))
                     offset += own.padded_bytes
-        sections_of_bucket.append(sections)
-    return sections_of_bucket
+        shards_of_bucket.append(shards)
+    return shards_of_bucket
 
 
-def message_bytes(sections: list[Section]) -> int:
+def message_bytes(shards: list[RankShard]) -> int:
     """Bytes of a rank's message of one bucket."""
-    if not sections:
+    if not shards:
         return 0
-    last = sections[-1].own
+    last = shards[-1].own
     return last.offset + last.padded_bytes
 
 
 class PiecePacker:
-    """Copies a rank's pieces out of its tensors, one section after the other."""
+    """Copies a rank's pieces out of its tensors, one shard after the other."""
 
     def __init__(self, name: str) -> None:
         """`name`: of the rank or sender, in errors."""
@@ -144,22 +144,22 @@ class PiecePacker:
 
     def pack(
         self,
-        sections: list[Section],
+        shards: list[RankShard],
         tensors: Iterator[torch.Tensor],
-        place_of: Callable[[Section], torch.Tensor],
+        place_of: Callable[[RankShard], torch.Tensor],
     ) -> None:
-        """Copy the data of the next sections.
+        """Copy the data of the next shards.
 
         Args:
-            sections: the rank's, of one bucket.
+            shards: the rank's, of one bucket.
             tensors: the data of the rank's pieces, of which those are read that begin here.
-            place_of: where a section's data goes.
+            place_of: where a shard's data goes.
 
         Raises:
             SyncError: a tensor is not as planned.
         """
-        for section in sections:
-            own = section.own
+        for shard in shards:
+            own = shard.own
             if own.piece.start == own.source.start:
                 self.tensor_in_work = next(tensors)
                 planned = own.source.block_shape
@@ -167,7 +167,7 @@ class PiecePacker:
                     shape = tuple(self.tensor_in_work.shape)
                     raise SyncError(f"{self.name}: {own.source.name} is {shape}, planned {planned}")
             source = own.piece.slice_of(self.tensor_in_work, own.source.start)
-            place_of(section).copy_(source, non_blocking=True)
+            place_of(shard).copy_(source, non_blocking=True)
 
 
 class GroupLeader:
@@ -194,16 +194,16 @@ class GroupLeader:
         """
         leader_pieces, *member_pieces = pieces
         self.device = device
-        self.own_sections = sections_of_rank(plan, sender, leader_pieces)
-        # Per bucket the sections of those members that have some.
-        self.member_sections: list[dict[int, list[Section]]] = [{} for _ in plan.buckets]
+        self.own_shards = shards_of_rank(plan, sender, leader_pieces)
+        # Per bucket the shards of those members that have some.
+        self.member_shards: list[dict[int, list[RankShard]]] = [{} for _ in plan.buckets]
         for rank, owned in zip(group.members, member_pieces, strict=True):
-            for index, sections in enumerate(sections_of_rank(plan, sender, owned)):
-                if sections:
-                    self.member_sections[index][rank] = sections
+            for index, shards in enumerate(shards_of_rank(plan, sender, owned)):
+                if shards:
+                    self.member_shards[index][rank] = shards
         largest = 0
-        for sections_of_member in self.member_sections:
-            sizes = map(message_bytes, sections_of_member.values())
+        for shards_of_member in self.member_shards:
+            sizes = map(message_bytes, shards_of_member.values())
             largest = max(largest, *sizes, 0)
         on_gpu = device.type == "cuda"
         self.host_buffer = torch.zeros(largest, dtype=torch.uint8, pin_memory=on_gpu)
@@ -213,7 +213,7 @@ class GroupLeader:
         self.links = member_link.MemberLinks(host, group.members)
 
     def collect(self, index: int, part: torch.Tensor, limit_s: float) -> None:
-        """Fill the members' sections of bucket `index` in `part` (uint8 [n]).
+        """Fill the members' shards of bucket `index` in `part` (uint8 [n]).
 
         Args:
             index: of the bucket.
@@ -223,14 +223,14 @@ class GroupLeader:
         Raises:
             As `MemberLinks.receive`.
         """
-        for rank, sections in self.member_sections[index].items():
-            size = message_bytes(sections)
+        for rank, shards in self.member_shards[index].items():
+            size = message_bytes(shards)
             self.links.receive(rank, index, self.host_buffer[:size], limit_s)
             message = self.device_buffer[:size]
             if self.device_buffer is not self.host_buffer:
                 message.copy_(self.host_buffer[:size], non_blocking=True)
-            for section in sections:
-                section.place_in(part).copy_(section.own.view(message), non_blocking=True)
+            for shard in shards:
+                shard.place_in(part).copy_(shard.own.view(message), non_blocking=True)
             if self.device_buffer is not self.host_buffer:
                 # The next message takes the place of this one. This stream waits for nothing else.
                 torch.cuda.current_stream().synchronize()
@@ -266,8 +266,8 @@ class GroupMember:
         self.name = f"member {rank} of sender {sender}"
         self.timeout_s = timeout_s
         self.limit_s = limit_s
-        self.sections_of_bucket = sections_of_rank(plan, sender, pieces)
-        largest = max(map(message_bytes, self.sections_of_bucket), default=0)
+        self.shards_of_bucket = shards_of_rank(plan, sender, pieces)
+        largest = max(map(message_bytes, self.shards_of_bucket), default=0)
         on_gpu = device.type == "cuda"
         self.host_buffer = torch.zeros(largest, dtype=torch.uint8, pin_memory=on_gpu)
         self.buffer = self.host_buffer
@@ -366,26 +366,26 @@ class GroupMember:
         if held_version != version:
             raise SyncError(f"{self.name} holds version {held_version}, asked to send {version}")
         packer = PiecePacker(self.name)
-        for index, sections in enumerate(self.sections_of_bucket):
-            if not sections:
+        for index, shards in enumerate(self.shards_of_bucket):
+            if not shards:
                 continue
             self.bucket_number = index + 1
             self.phase = "gather"
             begin = time.perf_counter()
-            message = self._pack(packer, sections, tensors)
+            message = self._pack(packer, shards, tensors)
             record.add_phase("gather", time.perf_counter() - begin)
             self.phase = "send"
             member_link.send_message(link, index, message, self.limit_s)
 
     def _pack(
-        self, packer: PiecePacker, sections: list[Section], tensors: Iterator[torch.Tensor]
+        self, packer: PiecePacker, shards: list[RankShard], tensors: Iterator[torch.Tensor]
     ) -> torch.Tensor:
         """This rank's message of one bucket, in host memory."""
-        size = message_bytes(sections)
+        size = message_bytes(shards)
         buffer = self.buffer[:size]
-        packer.pack(sections, tensors, lambda section: section.own.view(buffer))
-        for section in sections:
-            section.own.zero_padding(buffer)
+        packer.pack(shards, tensors, lambda shard: shard.own.view(buffer))
+        for shard in shards:
+            shard.own.zero_padding(buffer)
         message = self.host_buffer[:size]
         if self.stream:
             message.copy_(buffer, non_blocking=True)

@@ -145,7 +145,7 @@ POINTS = [
         "after",
         version=_second_argument,
     ),
-    Point("between buckets", "engine", f"{RECEIVER}:WeightReceiver._release", "after"),
+    Point("between buckets", "engine", f"{RECEIVER}:WeightReceiver._free", "after"),
     Point("loading", "engine", "one_step_off.weight_sync.in_place_writer:InPlaceWriter.write"),
     Point(
         "after the last bucket",

@@ -129,7 +129,7 @@ class SharedMemorySender:
         self.store.set(_message_key(self.messages_sent), message)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until every receiver has released the last message.
+        """Wait until every receiver has freed the last message.
 
         Raises:
             TimeoutError: not within `timeout_s` seconds.
@@ -187,7 +187,7 @@ class SharedMemoryReceiver:
 
         Returns:
             For a bucket a view of the sender's buffer, with as many bytes as `buffer`; it stays as
-            it is until `release`. For any other tensor `buffer`, filled.
+            it is until `free`. For any other tensor `buffer`, filled.
 
         Raises:
             TimeoutError, Aborted: as `SharedMemorySender.wait`.
@@ -195,16 +195,16 @@ class SharedMemoryReceiver:
         key = _message_key(self.messages_received + 1)
         wait_for_keys(self.store, [key], self.timeout_s, self.abort_signal)
         message = self.store.get(key)
-        # Counted only now: until here `release` may still be called for the message before.
+        # Counted only now: until here `free` may still be called for the message before.
         self.messages_received += 1
         if buffer.dtype == torch.uint8:
             return self.buffers[int(message)][: len(buffer)]
         values = torch.frombuffer(bytearray(message), dtype=buffer.dtype)
         buffer.copy_(values.view(buffer.shape))
-        self.release()
+        self.free()
         return buffer
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Answer that the last message may be overwritten."""
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()

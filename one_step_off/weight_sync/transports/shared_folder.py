@@ -196,7 +196,7 @@ class FolderReceiver:
         _write(self.folder / f"{number:06d}.done_{self.receiver}", b"")
         return buffer
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Nothing to do: the message was copied."""
 
     def close(self) -> None:

@@ -117,10 +117,10 @@ class ReceiveEnd(Protocol):
 
     def finish_receive(self, buffer: torch.Tensor) -> torch.Tensor:
         """Wait for the next message. Returns `buffer`, filled; or a view of other memory with the
-        same content, which stays as it is until `release`. Raises as `SendEnd.wait`."""
+        same content, which stays as it is until `free`. Raises as `SendEnd.wait`."""
         ...
 
-    def release(self) -> None:
+    def free(self) -> None:
         """The bucket that was received last is not used any more. Not called for messages of
         numbers."""
 

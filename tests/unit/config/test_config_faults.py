@@ -19,6 +19,13 @@ BAD = [
     ),
     (["weight_sync.sender=gather"], ["weight_sync.sender", "each rank sends its own shard"]),
     (["weight_sync.canary_overlap=true"], ["weight_sync.canary_overlap", "is no key any more"]),
+    # the weight sync
+    (["weight_sync.transport=shared_fodler"], ["transport='shared_fodler'", "shared_folder"]),
+    (["weight_sync.transport=nowhere:Class"], ["weight_sync.transport=", "cannot be imported"]),
+    (
+        ["weight_sync.transport=shared_folder", "weight_sync.mode=delta"],
+        ["weight_sync.mode=delta", "shared_folder sends all weights; use mode=full"],
+    ),
     # unknown keys
     (["actor.lrr=1"], ["actor.lrr", "did you mean actor.lr?"]),
     (["actr.lr=1"], ["actr.lr", "did you mean actor.lr?"]),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from one_step_off.cluster.errors import GIVEN_UP, SyncError
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
-from one_step_off.weight_sync.sender_groups import form_groups, message_bytes, sections_of_rank
+from one_step_off.weight_sync.sender_groups import form_groups, message_bytes, shards_of_rank
 from tests.unit.weight_sync.grouped_stream import (
     GroupedStream,
     hsdp_pieces,
@@ -80,7 +80,7 @@ def test_the_plan_of_grouped_ranks_does_not_grow_with_them():
     assert slots(4) == slots(1024) == 4
 
 
-def test_members_sections_cover_the_leaders_part_once(pieces):
+def test_members_shards_cover_the_leaders_part_once(pieces):
     groups = form_groups(pieces, 2)
     plan = BucketPlan.build([group.pieces for group in groups], 128)
     for sender, group in enumerate(groups):
@@ -88,11 +88,11 @@ def test_members_sections_cover_the_leaders_part_once(pieces):
             torch.zeros(bucket.part_bytes[sender], dtype=torch.uint8) for bucket in plan.buckets
         ]
         for rank in group.ranks:
-            sections_of_bucket = sections_of_rank(plan, sender, pieces[rank])
-            for part, sections in zip(covered, sections_of_bucket, strict=True):
-                for section in sections:
-                    section.place_in(part).view(torch.int16).add_(1)
-                assert message_bytes(sections) <= len(part) + 16 * len(sections)
+            shards_of_bucket = shards_of_rank(plan, sender, pieces[rank])
+            for part, shards in zip(covered, shards_of_bucket, strict=True):
+                for shard in shards:
+                    shard.place_in(part).view(torch.int16).add_(1)
+                assert message_bytes(shards) <= len(part) + 16 * len(shards)
         for bucket, part in zip(plan.buckets, covered, strict=True):
             for slot in bucket.slots_of(sender):
                 assert (slot.view(part).view(torch.int16) == 1).all()

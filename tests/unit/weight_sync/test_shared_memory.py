@@ -93,7 +93,7 @@ receiver = SharedMemoryReceiver(store, 0, torch.device("cuda", 0), 60.0)
 for expected in (1, 2):
     buffer = torch.empty(1 << 20, dtype=torch.uint8, device="meta")
     assert (receiver.finish_receive(buffer) == expected).all()
-    receiver.release()
+    receiver.free()
 """
 
 
