@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config.data_sections import Curriculum, DifficultyFilter
+from one_step_off.config.sections.data import Curriculum, DifficultyFilter
 from one_step_off.data.rounding import reaches
 from one_step_off.data.samples import PromptId, Sample
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from one_step_off.algorithms.advantages import estimate_advantages
+from one_step_off.algorithms.config_checks import check_algorithm, check_own_functions
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES, LossInputs
 from one_step_off.algorithms.trajectories import Trajectories
-from one_step_off.algorithms.validation import check_algorithm, check_own_functions
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Prompt

@@ -15,7 +15,7 @@ from one_step_off.config.schema import Config
 from one_step_off.rollout import replica_group
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.replica_group import RolloutGroup, reuse_engines
-from tests.unit.rollout.stand_ins import UNSEEDED, FakeScorer
+from tests.unit.rollout.stand_ins import UNSEEDED, FakeScorer, vllm_engine
 from tests.unit.stand_ins import ActorMethod, RecordedEvents, StandInActor, make_prompts
 
 OF_THE_LOST = (0, 7)
@@ -63,7 +63,7 @@ class Engine:
 
 def replica_with(engine: Engine) -> Any:
     replica = RolloutReplica(Config(), 0, "cpu", [FakeScorer()])
-    replica.engine = engine
+    replica.engine = vllm_engine(engine)
     replica.stamp = OF_THE_LOST
     return replica
 
