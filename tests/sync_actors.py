@@ -35,6 +35,7 @@ from one_step_off.weight_sync.shard_blocks import Block, plain_shards
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.versions import VersionTable
 from one_step_off.weight_sync.weight_piece import WeightPiece
+from tests.unit.stand_ins import RecordedEvents
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
@@ -314,12 +315,14 @@ class Team:
         self.cfg = light_config(timeout_s)
         self.cfg.weight_sync.max_senders = max_senders
         self.respawned: list[int] = []
-        self.messages: list[str] = []
+        self.events = RecordedEvents()
         self.on_respawn: Any = lambda replica: None
         workers = [spawn(LightTrainer, (self.cfg, i, ranks), None, "cpu") for i in range(ranks)]
         actor = WorkerGroup("actor", workers, self.cfg)
         actors = [self._spawn_replica(i) for i in range(replicas)]
-        self.rollout = RolloutGroup(actors, self.cfg, True, respawn=self._respawn)
+        self.rollout = RolloutGroup(
+            actors, self.cfg, True, respawn=self._respawn, events=self.events
+        )
         canary = [np.arange(4, dtype=np.int32)]
         replicas_of_rank = [list(range(replicas)) if same_device else [] for _ in workers]
         self.sync = WeightSync(actor, self.rollout.supervisor, canary, HOST, replicas_of_rank)
@@ -360,9 +363,8 @@ class Team:
         """A run of STEPS steps, with an evaluation of the last version."""
         prompts = [Prompt((0, row), np.arange(3, dtype=np.int32), "q", "1") for row in range(8)]
         stream = PromptStream(prompts, 2, True, 0, STEPS)
-        self.messages = []
+        self.events.lines.clear()
         tracker = Tracker(str(folder), STEPS, out=open(os.devnull, "w"))
-        tracker.log = self.messages.append
         return Pipeline(self.cfg, self.roles, stream, prompts[:2], tracker)
 
     async def is_process_failure(self, error: Exception) -> bool:

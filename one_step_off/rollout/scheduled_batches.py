@@ -16,8 +16,8 @@ from one_step_off.rollout.batch_sources import (
     Generated,
     InFlight,
 )
+from one_step_off.rollout.dynamic_sampling import notes_of_replaced, uninformative_prompts
 from one_step_off.rollout.prompt_router import OnGroup
-from one_step_off.rollout.replacements import notes_of_replaced, uninformative_prompts
 
 
 @dataclass
