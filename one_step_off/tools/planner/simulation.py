@@ -27,11 +27,10 @@ from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, WorkerGroups
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.sampling import Sampling
-from one_step_off.tools.planner.simulated_trainer import (
+from one_step_off.tools.planner.shared_device import (
     SharedDevice,
-    SimulatedSync,
-    SimulatedTrainer,
 )
+from one_step_off.tools.planner.simulated_trainer import SimulatedSync, SimulatedTrainer
 from one_step_off.tools.planner.work import Work
 from one_step_off.weight_sync.overlap import DECIDING_STEPS, StepPhases, should_overlap
 
