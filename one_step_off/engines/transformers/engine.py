@@ -1,5 +1,5 @@
-"""`rollout.engine=transformers`: the reference engine. Simple, slow, right; it starts in seconds, on
-any platform."""
+"""`rollout.engine=transformers`: the reference engine. It is simple, slow and right, starts in
+seconds, and runs on any platform."""
 
 import asyncio
 import dataclasses

@@ -107,7 +107,7 @@ class GenerationThread:
     def __init__(self, max_sequences: int) -> None:
         """`max_sequences`: rows of a batch at most."""
         self.max_sequences = max_sequences
-        self.model: PreTrainedModel = None  # ty: ignore[invalid-assignment]  (set by `use`)
+        self.model: PreTrainedModel = None  # set by `use`
         self.max_cached_tokens = 0
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
         self.requests: list[RunningRequest] = []  # by arrival
@@ -135,6 +135,7 @@ class GenerationThread:
         self.unfinished.add(request)
         self.submit(self._accept, request)
         if self.error is not None:  # it died meanwhile, and may have passed this request over
+            self.unfinished.discard(request)
             request.fail(self.error)
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
@@ -322,9 +323,8 @@ class GenerationThread:
         if self.draining is not None:
             with suppress(InvalidStateError):
                 self.draining.set_exception(error)
-        for request in list(self.unfinished):
-            request.fail(error)
-        self.unfinished.clear()
+        while self.unfinished:
+            self.unfinished.pop().fail(error)
         self._refuse_jobs()
 
     def _refuse_jobs(self) -> None:

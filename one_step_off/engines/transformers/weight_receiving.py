@@ -165,7 +165,10 @@ class WeightReceivingWorker:
         """
         for name, (_, shape) in shapes.items():
             self._check_known(name, tuple(shape))
-        return {"kept": plain_shards({name: self.layout.kept[name] for name in shapes}), "reason": ""}
+        return {
+            "kept": plain_shards({name: self.layout.kept[name] for name in shapes}),
+            "reason": "",
+        }
 
     def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the senders' groups of a new epoch; those of an earlier one are closed.
