@@ -138,18 +138,21 @@ def _check_engine_length(cfg: Config, name: str, value: Any, location: str, devi
         )
 
 
-def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
-    """Refuse `engine_kwargs`, of rollout and teacher, that the installed vLLM does not know.
+def check_engine_names(cfg: Config, section: str, names: Iterable[str]) -> None:
+    """Refuse `engine_kwargs` of a section that the installed vLLM does not know. This is not part
+    of `validate`, because importing vLLM takes long.
 
-    `names`: the fields of its AsyncEngineArgs. This is not part of `validate`, because importing
-    vLLM takes long. Raises ConfigError.
+    Args:
+        section: "rollout" or "teacher".
+        names: the fields of vLLM's AsyncEngineArgs.
+
+    Raises:
+        ConfigError: vLLM has no such field.
     """
     # Fields that start with an underscore are vLLM's own bookkeeping.
     known = {name for name in names if not name.startswith("_")}
-    for section in ("rollout", "teacher"):
-        for name, value in getattr(cfg, section).engine_kwargs.items():
-            if name in known:
-                continue
+    for name, value in getattr(cfg, section).engine_kwargs.items():
+        if name not in known:
             location = f"{section}.engine_kwargs.{format_value(name)}={format_value(value)}"
             fix = did_you_mean(name, known, "remove it")
             raise ConfigError(f"{location}: the installed vLLM has no such field; {fix}")

@@ -1,4 +1,4 @@
-"""The vLLM replicas as the pipeline sees them: a few awaitable methods, each with a time limit."""
+"""The replicas as the pipeline sees them: a few awaitable methods, each with a time limit."""
 
 import asyncio
 from collections.abc import Callable

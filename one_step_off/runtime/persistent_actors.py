@@ -25,7 +25,7 @@ from one_step_off.config.sources import source_rewards
 from one_step_off.config.teachers import processes_per_slot
 from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.endpoint.usage import uses_endpoint
-from one_step_off.engines.engine_processes import kill_engines_of_run
+from one_step_off.engines.vllm.processes import kill_engines_of_run
 from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.replica_group import RolloutGroup

@@ -13,6 +13,7 @@ from one_step_off.config.supervised_checks import (
 )
 from one_step_off.config.type_checks import check_types
 from one_step_off.config.validation import check_after_algorithm, check_before_algorithm
+from one_step_off.engines.engine import check_name
 
 
 def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> None:
@@ -31,6 +32,7 @@ def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> 
     """
     check_types(cfg)
     replace_old_keys(cfg)
+    check_name(cfg.rollout.engine)
     if num_gpus is None:
         num_gpus = visible_gpu_count(cfg)
     device = resolved_device(cfg, num_gpus)

@@ -31,6 +31,7 @@ from one_step_off.config.validation import missing_hardware
 from one_step_off.data.run_data import RunData, load_run_data
 from one_step_off.data.samples import Prompt
 from one_step_off.data.teacher_rows import check_teacher_sources
+from one_step_off.engines.engine import find_engine
 from one_step_off.monitoring.console import quiet_libraries
 from one_step_off.rewards import trial_call
 from one_step_off.rewards.functions import RewardFunctions
@@ -300,6 +301,7 @@ def user_specs(cfg: Config) -> dict[str, Callable[[], Any]]:
     """Each `module:function` or `module:Class` that a config names, as `key=spec`, and what imports
     it. Raises nothing itself."""
     algorithm = cfg.algorithm
+    engine = cfg.rollout.engine
     found: dict[str, Callable[[], Any]] = {}
 
     def add(key: str, spec: str, find: Callable[[], Any]) -> None:
@@ -307,6 +309,7 @@ def user_specs(cfg: Config) -> dict[str, Callable[[], Any]]:
         if is_own:
             found[f"{key}={spec}"] = find
 
+    add("rollout.engine", engine, lambda: find_engine(engine))
     estimator = algorithm.adv_estimator
     add("algorithm.adv_estimator", estimator, lambda: ADVANTAGE_ESTIMATORS.find(estimator))
     loss = algorithm.policy_loss

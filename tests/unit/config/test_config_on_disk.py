@@ -38,20 +38,17 @@ def test_resume_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_engine_names_that_vllm_does_not_know() -> None:
     names = ("max_num_seqs", "enforce_eager", "_api_process_rank")
-    engine_checks.check_engine_names(
-        good("rollout.engine_kwargs={max_num_seqs: 8, enforce_eager: true}"), names
-    )
+    cfg = good("rollout.engine_kwargs={max_num_seqs: 8, enforce_eager: true}")
+    engine_checks.check_engine_names(cfg, "rollout", names)
     for name, fix in (
         ("max_num_seq", "did you mean max_num_seqs?"),
         ("_api_process_rank", "remove it"),
     ):
-        with pytest.raises(
-            ConfigError,
-            match=f"rollout.engine_kwargs.{name}=1: the installed vLLM has no such field",
-        ):
-            engine_checks.check_engine_names(good(f"rollout.engine_kwargs.{name}=1"), names)
-        with pytest.raises(ConfigError, match=fix.replace("?", r"\?")):
-            engine_checks.check_engine_names(good(f"rollout.engine_kwargs.{name}=1"), names)
+        cfg = good(f"rollout.engine_kwargs.{name}=1")
+        problem = f"rollout.engine_kwargs.{name}=1: the installed vLLM has no such field"
+        with pytest.raises(ConfigError, match=problem) as caught:
+            engine_checks.check_engine_names(cfg, "rollout", names)
+        assert fix in str(caught.value)
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen2.5-0.5B-Instruct", "tiny:qwen3"])

@@ -13,7 +13,7 @@ def test_engine_arguments_make_the_intended_engine_on_cpus(models, monkeypatch):
     """vLLM has taken every name, and its own checks have changed none of the values."""
     from vllm import AsyncEngineArgs
 
-    from one_step_off.engines.vllm.log_prob_scheduler import LogProbsAtEnd
+    from one_step_off.engines.vllm.schedulers import LogProbsAtEnd
     from one_step_off.engines.vllm.worker_extension import SyncWorkerExtension
     from one_step_off.runtime.process_env import ENGINE_ENV
 
@@ -106,7 +106,7 @@ def test_an_engine_with_the_adapters_apart_adapts_only_the_layers_that_are_train
 def test_kept_caches_need_a_scheduler_that_keeps_versions_apart(models, device):
     from vllm.config.scheduler import SchedulerConfig
 
-    from one_step_off.engines.vllm.prefix_scheduler import (
+    from one_step_off.engines.vllm.schedulers import (
         LogProbsAtEndPrefixesPerVersion,
         gpu_scheduler,
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from one_step_off.engines.vllm.engine_output import token_versions
+from one_step_off.engines.vllm.engine import token_versions
 from one_step_off.rollout.sampling import sample_seed
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from one_step_off.cluster.errors import ProcessDied
 from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
-from one_step_off.engines.engine_processes import (
+from one_step_off.engines.vllm.processes import (
     kill_engines_of_run,
     killed_engine_raises_process_died,
 )

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from one_step_off.engines.vllm.log_prob_scheduler import LogProbsAtEnd
+from one_step_off.engines.vllm.schedulers import LogProbsAtEnd
 
 Step = dict[str, tuple[list[int], FinishReason | None]]
 """Request -> the tokens of one step, and why it ended."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.config.schema import Config
-from one_step_off.engines.vllm import lora_engine
+from one_step_off.engines.vllm.engine import VllmEngine, request_of_policy
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.weight_sync.base_weights import ADAPTER_ID
 from tests.unit.rollout.stand_ins import UNSEEDED
@@ -41,12 +41,12 @@ async def generate_and_score(lora: str) -> list[Any]:
     cfg.model.lora_rank = 8
     cfg.weight_sync.lora = lora
     replica = RolloutReplica(cfg, 0, "cpu", [])
-    engine = RecordingEngine()
-    replica.engine = engine
-    replica.lora_request = lora_engine.request_of_policy(cfg)
+    replica.engine = engine = VllmEngine(cfg, "cpu")
+    engine.llm = RecordingEngine()
+    engine.lora_request = request_of_policy(cfg)
     await replica._generate(IDS, 1, None, UNSEEDED)
     await replica.score([IDS])
-    return engine.carried
+    return engine.llm.carried
 
 
 def test_rollouts_and_the_canary_carry_the_adapter():

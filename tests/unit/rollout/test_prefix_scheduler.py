@@ -14,10 +14,10 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from one_step_off.engines.vllm import prefix_scheduler
-from one_step_off.engines.vllm.log_prob_scheduler import LogProbsAtEnd
-from one_step_off.engines.vllm.prefix_scheduler import (
+from one_step_off.engines.vllm import schedulers
+from one_step_off.engines.vllm.schedulers import (
     AsyncPrefixesPerVersion,
+    LogProbsAtEnd,
     LogProbsAtEndPrefixesPerVersion,
     PrefixesPerVersion,
     gpu_scheduler,
@@ -110,7 +110,7 @@ def test_the_schedulers_are_made_of_vllms(monkeypatch):
     made = []
     for name in ("AsyncPrefixesPerVersion", "PrefixesPerVersion"):
         stand_in = lambda name=name, **arguments: made.append((name, arguments))  # noqa: E731
-        monkeypatch.setattr(prefix_scheduler, name, stand_in)
+        monkeypatch.setattr(schedulers, name, stand_in)
     for is_async in (True, False):
         config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
         gpu_scheduler(config, block_size=16)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from one_step_off.cluster.errors import ProcessDied
-from one_step_off.engines.start_failures import (
+from one_step_off.engines.vllm.processes import (
     failed_start_names_its_reason,
     log_size,
     start_failure,

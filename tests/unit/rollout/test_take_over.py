@@ -15,7 +15,7 @@ from one_step_off.rollout import reuse_engines as take_over_module
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.reuse_engines import reuse_engines
-from tests.unit.rollout.stand_ins import UNSEEDED, FakeScorer
+from tests.unit.rollout.stand_ins import UNSEEDED, FakeScorer, vllm_engine
 from tests.unit.stand_ins import ActorMethod, StandInActor, make_prompts
 
 OF_THE_LOST = (0, 7)
@@ -63,7 +63,7 @@ class Engine:
 
 def replica_with(engine: Engine) -> Any:
     replica = RolloutReplica(Config(), 0, "cpu", [FakeScorer()])
-    replica.engine = engine
+    replica.engine = vllm_engine(engine)
     replica.stamp = OF_THE_LOST
     return replica
 

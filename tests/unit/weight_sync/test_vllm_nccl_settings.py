@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
+import torch
+
+from one_step_off.engines import receiving_worker
+from one_step_off.engines.receiving_worker import ReceivingWorker
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 PIECE = ("w", "float32", (2, 2), 0, 2)
 BUCKET_BYTES = 64
+
+
+def info_of(senders: list) -> dict[str, Any]:
+    """What a worker is given to join the groups of these senders, each a list of pieces."""
+    return {
+        "pieces": senders,
+        "bucket_bytes": BUCKET_BYTES,
+        "first_receiver": 0,
+        "host": "",
+        "timeout_s": 1.0,
+    }
 
 
 def test_a_batch_invariant_engine_joins_the_groups_with_the_trainers_settings(monkeypatch):
@@ -31,15 +47,13 @@ def test_a_batch_invariant_engine_joins_the_groups_with_the_trainers_settings(mo
     engine.receiver = SimpleNamespace(
         connect=lambda **_: used.append(os.environ["NCCL_PROTO"]), plan=plan
     )
-    engine.init_transfer_engine([[PIECE]], BUCKET_BYTES, 0, "", 1.0)
+    engine.init_transfer_engine(info_of([[PIECE]]))
     assert used == ["LL"]
     assert os.environ["NCCL_PROTO"] == "Simple"
 
 
 def test_trainers_that_divide_the_model_otherwise_get_another_receiver(monkeypatch):
     """As restarted ones may. With the old receiver each sync would fail: another bucket plan."""
-    from one_step_off.engines.vllm import worker_extension as vllm_receiver
-
     connected = []
 
     class Receiver:
@@ -54,14 +68,11 @@ def test_trainers_that_divide_the_model_otherwise_get_another_receiver(monkeypat
         def close(self) -> None:
             self.closed = True
 
-    monkeypatch.setattr(vllm_receiver, "WeightReceiver", Receiver)
-    monkeypatch.setattr(vllm_receiver, "get_tensor_model_parallel_rank", lambda: 0)
-    engine = object.__new__(vllm_receiver.OneStepOffTransferEngine)
-    engine.device = "cpu"
-    engine.model = SimpleNamespace(named_parameters=lambda: [("w", None)])
+    monkeypatch.setattr(receiving_worker, "WeightReceiver", Receiver)
+    worker = ReceivingWorker()
     halves = [[("w", "float32", (2, 2), 0, 1)], [("w", "float32", (2, 2), 1, 2)]]
     for senders in ([[PIECE]], [[PIECE]], halves):
-        engine.init_transfer_engine(senders, BUCKET_BYTES, 0, "", 1.0)
+        worker.join_groups(info_of(senders), torch.device("cpu"))
     first, same, other = connected
     assert same is first
     assert other is not first
