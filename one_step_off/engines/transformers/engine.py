@@ -73,7 +73,7 @@ class TransformersEngine:
     """An `Engine` of one worker in this process. A thread owns the model.
 
     See `generation_thread.GenerationThread` for how it generates, and
-    `weight_receiving.WeightReceivingWorker` for how weights come into the model.
+    `weight_receiving.WholeModelWorker` for how weights come into the model.
     """
 
     max_sequences = MAX_SEQUENCES
@@ -121,14 +121,14 @@ class TransformersEngine:
         """On the thread: load tokenizer and model."""
         from one_step_off.engines.transformers import model_loading
         from one_step_off.engines.transformers.stop_rules import StopRules
-        from one_step_off.engines.transformers.weight_receiving import WeightReceivingWorker
+        from one_step_off.engines.transformers.weight_receiving import WholeModelWorker
 
         self.tokenizer = load_section_tokenizer(self.cfg, "model")
         model = model_loading.load_model(self.cfg, self.device)
         eos_of_model = model.generation_config.eos_token_id
         self.rules = StopRules.of_run(self.cfg, self.tokenizer, eos_of_model)
         cache_bytes = model_loading.cache_limit(self.cfg, model)
-        self.worker = WeightReceivingWorker(model, cache_bytes)
+        self.worker = WholeModelWorker(model, cache_bytes)
         self.thread.use(model, cache_bytes // model_loading.cached_bytes_per_token(model))
 
     def processes(self) -> Sequence[psutil.Process]:

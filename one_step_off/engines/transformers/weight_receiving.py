@@ -11,11 +11,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from one_step_off.cluster.errors import SyncError
-from one_step_off.weight_sync.bucket_plan import BucketPlan
-from one_step_off.weight_sync.receiver import WeightReceiver
-from one_step_off.weight_sync.routes import ShardsOfReceivers
-from one_step_off.weight_sync.shard_blocks import Block, plain_shards, shards_from_plain
-from one_step_off.weight_sync.weight_piece import WeightPiece
+from one_step_off.engines.receiving_worker import ReceivingWorker
+from one_step_off.weight_sync.shard_blocks import Block, plain_shards
 
 NAMES_SHOWN = 3
 
@@ -135,10 +132,8 @@ class BoundViews:
         torch._foreach_copy_(self.messages, self.places)
 
 
-class WeightReceivingWorker:
+class WholeModelWorker(ReceivingWorker):
     """The engine's one worker. Its methods are called between two forward passes."""
-
-    receiver: WeightReceiver | None = None
 
     def __init__(self, model: PreTrainedModel, kv_cache_bytes: int) -> None:
         """Raises OtherLayout: as `checkpoint_views`."""
@@ -171,34 +166,8 @@ class WeightReceivingWorker:
         }
 
     def connect_sync(self, info: dict[str, Any]) -> None:
-        """Join the senders' groups of a new epoch; those of an earlier one are closed.
-
-        Args:
-            info: "pieces" of each sender as fields of `WeightPiece`, "bucket_bytes",
-                "first_receiver": the number of this worker, "host", "timeout_s", and the arguments
-                of `WeightReceiver.connect`, "kept" as plain data.
-
-        Raises:
-            SyncError: as `WeightReceiver.connect`.
-        """
-        pieces = [[_weight_piece(*fields) for fields in sent] for sent in info["pieces"]]
-        plan = BucketPlan.build(pieces, info["bucket_bytes"])
-        receiver = self.receiver
-        if receiver is not None and receiver.plan.digest != plan.digest:
-            # The trainers were restarted, and divide the model otherwise.
-            receiver.close()
-            receiver.wire_thread.stop()
-            receiver = None
-        if receiver is None:
-            receiver = WeightReceiver(
-                plan, info["first_receiver"], self.device, info["host"], info["timeout_s"]
-            )
-        self.receiver = receiver
-        receiver.index = info["first_receiver"]
-        kept = _shards_of_receivers(info.get("kept"))
-        receiver.connect(
-            info["epoch"], info["addresses"], info["receivers"], info["same_device"], kept
-        )
+        """Join the senders' groups of a new epoch; see `ReceivingWorker.join_groups`."""
+        self.join_groups(info, self.device)
 
     def sync_weights(self, version: int, sharded_only: bool = False) -> dict[str, Any]:
         """Receive one whole update into the model. Returns seconds per phase, and bytes.
@@ -224,7 +193,7 @@ class WeightReceivingWorker:
 
         report = receiver.receive(load, version, sharded_only)
         if not sharded_only:
-            self._check_all_loaded(receiver, loaded)
+            self._check_all_loaded(receiver.name, loaded)
         return report | {"in_place": float(sharded_only), "layout_proved": 1.0}
 
     def _check_known(self, name: str, shape: tuple[int, ...]) -> None:
@@ -238,21 +207,10 @@ class WeightReceivingWorker:
                 f"and that of the trainer {shape}"
             )
 
-    def _check_all_loaded(self, receiver: WeightReceiver, loaded: set[str]) -> None:
+    def _check_all_loaded(self, name: str, loaded: set[str]) -> None:
         missing = self.layout.missing_names(loaded)
         if missing:
             raise SyncError(
-                f"{receiver.name}: {len(missing)} parameters were not loaded, "
+                f"{name}: {len(missing)} parameters were not loaded, "
                 f"such as {missing[:NAMES_SHOWN]}"
             )
-
-
-def _weight_piece(name: str, dtype: str, shape: list[int], *cut: Any) -> WeightPiece:
-    return WeightPiece(name, dtype, tuple(shape), *cut)
-
-
-def _shards_of_receivers(plain: dict[str, Any] | None) -> ShardsOfReceivers | None:
-    if plain is None:
-        return None
-    blocks = tuple(map(shards_from_plain, plain["blocks"]))
-    return ShardsOfReceivers(blocks, tuple(plain["kind_of_receiver"]))
