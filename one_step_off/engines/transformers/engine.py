@@ -152,8 +152,8 @@ class TransformersEngine:
         if request.stop:
             rules = dataclasses.replace(rules, texts=(*rules.texts, *request.stop))
         running = RunningRequest(request, rules, np.random.default_rng(seed))
-        self.started_requests += 1
         self.thread.add(running)
+        self.started_requests += 1
         try:
             return await asyncio.wrap_future(running.answer)
         finally:

@@ -131,7 +131,19 @@ class GenerationThread:
         model.generation_config = GenerationConfig()
 
     def add(self, request: RunningRequest) -> None:
-        """Generate the answer of a request; from any thread."""
+        """Generate the answer of a request; from any thread.
+
+        Raises:
+            ValueError: the model cannot answer it. Alone: in a batch it would end the engine.
+        """
+        vocabulary = self.model.config.get_text_config().vocab_size
+        ids = request.request.ids
+        is_answerable = len(ids) > 0 and request.request.max_tokens > 0
+        if not is_answerable or ids.min() < 0 or ids.max() >= vocabulary:
+            raise ValueError(
+                f"a request of {len(ids)} tokens for {request.request.max_tokens} more: both must "
+                f"be at least 1, and every token below {vocabulary}"
+            )
         self.unfinished.add(request)
         self.submit(self._accept, request)
         if self.error is not None:  # it died meanwhile, and may have passed this request over
@@ -159,11 +171,10 @@ class GenerationThread:
         Returns:
             Done when nothing is generated any more.
         """
-        paused: Future[None] = Future()
-        if wait and not self.paused:
-            self.draining = paused
-        else:
-            self._set_paused(paused)
+        paused = self.draining or Future()
+        self.draining = paused
+        if self.paused or not wait:
+            self._set_paused()
         return paused
 
     def resume(self, version: PolicyVersion) -> None:
@@ -236,13 +247,14 @@ class GenerationThread:
         self.requests = [request for request in self.requests if request.is_open]
         self.held = [request for request in self.held if request.is_open]
         if self.draining is not None and not self.requests:
-            self._set_paused(self.draining)
+            self._set_paused()
 
-    def _set_paused(self, paused: Future[None]) -> None:
+    def _set_paused(self) -> None:
         self.paused = True
+        if self.draining is not None:
+            with suppress(InvalidStateError):  # its caller was cancelled
+                self.draining.set_result(None)
         self.draining = None
-        with suppress(InvalidStateError):  # its caller was cancelled
-            paused.set_result(None)
 
     def _next_rows(self) -> list[RunningRequest]:
         """The requests of the next call: by arrival, as many as the cache holds, at least one."""

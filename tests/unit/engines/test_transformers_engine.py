@@ -13,6 +13,7 @@ import torch
 from one_step_off.cluster.errors import SyncError
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
+from one_step_off.engines.engine import GenerationRequest
 from one_step_off.engines.transformers.engine import TransformersEngine
 from tests.conftest import tiny_config
 from tests.unit.engines.running_engine import (
@@ -326,6 +327,22 @@ def test_a_forward_pass_that_fails_ends_the_engine_and_nothing_hangs(config, mon
                 await engine.heartbeat()
             with pytest.raises(SyncError, match=died):
                 await engine.call_workers("kv_cache_bytes")
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [asks(length=0), asks(max_tokens=0), GenerationRequest(np.array([1, 10**6]), 4, 1.0)],
+)
+def test_a_request_that_the_model_cannot_answer_fails_alone(config, request_):
+    async def main():
+        async with running(config(**NEVER_ENDS)) as engine:
+            neighbor = asyncio.create_task(engine.generate(asks(max_tokens=40)))
+            with pytest.raises(ValueError, match="at least 1, and every token below"):
+                await engine.generate(request_)
+            assert len((await neighbor).ids) == 40
+            assert not engine.errored
 
     run(main)
 
