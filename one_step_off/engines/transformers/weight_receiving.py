@@ -29,7 +29,7 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, Tensor]:
     the checkpoint's shape, of the memory that the model computes with.
 
     transformers joins or renames some tensors when it loads them, such as the experts of a layer.
-    Its own inverse of that is applied to the positions of the numbers.
+    Its own inverse of that is applied, to the positions of the numbers where it copies them.
 
     Raises:
         OtherLayout: a tensor is no regular part of one parameter.
@@ -55,6 +55,16 @@ def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:
 
 def _views_of_part(model: PreTrainedModel, part: dict[str, Tensor]) -> dict[str, Tensor]:
     """As `checkpoint_views`, of these tensors of the model."""
+    own = {id(tensor) for tensor in part.values()}
+    stored = revert_weight_conversion(model, dict(part))
+    views = {name: tensor for name, tensor in stored.items() if id(tensor) in own}
+    unchanged = {id(tensor) for tensor in views.values()}
+    joined = {name: tensor for name, tensor in part.items() if id(tensor) not in unchanged}
+    return views | _views_by_position(model, joined)
+
+
+def _views_by_position(model: PreTrainedModel, part: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As `checkpoint_views`, of tensors that the conversion copies."""
     positions: dict[str, Tensor] = {}
     first = 0
     tensor_at: list[tuple[int, Tensor]] = []
