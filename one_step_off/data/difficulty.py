@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config.data_sections import Curriculum, DifficultyFilter
+from one_step_off.config.sections.data import Curriculum, DifficultyFilter
 from one_step_off.data.samples import PromptId
 from one_step_off.data.visits import Visit
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config.data_sections import Curriculum, DifficultyFilter
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.sections.data import Curriculum, DifficultyFilter
 from one_step_off.data.difficulty import DroppedPrompt, PromptHistory
 from one_step_off.data.prompt_stream import PromptOrder
 from one_step_off.data.samples import Batch, Prompt, Sample

@@ -13,7 +13,7 @@ import numpy as np
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.lengths import longest_row
 from one_step_off.config.schema import Config
-from one_step_off.config.sources import split_files
+from one_step_off.config.sections.data import split_files
 from one_step_off.data.answer_masks import (
     Chat,
     ChatRenderer,

@@ -8,9 +8,9 @@ import math
 from importlib import metadata
 from typing import Any
 
-from one_step_off.config.device_shares import devices_per_node
 from one_step_off.config.errors import ConfigError, as_config_error, first_line
 from one_step_off.config.lengths import engine_length
+from one_step_off.config.placement import devices_per_node
 from one_step_off.config.pool_checks import nearest_divisor
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config

@@ -20,9 +20,9 @@ from agent_loop.tools import MCP_SCHEMAS
 from one_step_off.checkpoint import TRAINED_ROLES
 from one_step_off.cluster.placement import are_reserved, create_pools, spawn
 from one_step_off.cluster.remote_calls import call_all
+from one_step_off.config.placement import processes_per_slot
 from one_step_off.config.schema import Config
-from one_step_off.config.sources import source_rewards
-from one_step_off.config.teachers import processes_per_slot
+from one_step_off.config.sections.data import source_rewards
 from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.endpoint.usage import uses_endpoint
 from one_step_off.engines.vllm.processes import kill_engines_of_run
@@ -127,7 +127,7 @@ class PersistentActors:
         return [
             spawn(
                 Scorer,
-                (self.cfg.reward, source_rewards(self.cfg)),
+                (self.cfg.reward, source_rewards(self.cfg.data)),
                 None,
                 self.device,
                 log=f"{self.log_folder}/reward_{index}.log",

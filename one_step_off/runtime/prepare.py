@@ -19,9 +19,8 @@ from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.lengths import longest_sequence
 from one_step_off.config.lora_checks import sends_adapters
-from one_step_off.config.optimizer_checks import own_optimizers
 from one_step_off.config.placement import resolved_device
-from one_step_off.config.roles import role_settings
+from one_step_off.config.roles import own_optimizers, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.data import run_data
 from one_step_off.data.teacher_rows import check_teacher_sources

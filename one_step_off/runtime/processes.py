@@ -15,8 +15,8 @@ from one_step_off.cluster.errors import (
 )
 from one_step_off.cluster.placement import ProcessSlot, spawn
 from one_step_off.cluster.remote_calls import not_alive, observed
-from one_step_off.config.device_shares import shares_device
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.placement import shares_device
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.engines.vllm.teacher_engine import TeacherEngine

@@ -4,10 +4,10 @@ code for. Importing vLLM takes ten seconds, so each check does it only where it 
 from dataclasses import fields
 from typing import Any
 
-from one_step_off.config.engine_checks import check_engine_names
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.packages import is_installed
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.rollout import check_engine_names
 from one_step_off.config.teachers import config_of_teacher, teacher_key, teacher_paths
 
 
@@ -35,10 +35,12 @@ def check_teachers(cfg: Config) -> None:
 
 
 def _check_engine_fields(cfg: Config, section: str) -> None:
-    if getattr(cfg, section).engine_kwargs:
+    engine_kwargs = getattr(cfg, section).engine_kwargs
+    if engine_kwargs:
         from vllm import AsyncEngineArgs
 
-        check_engine_names(cfg, section, [field.name for field in fields(AsyncEngineArgs)])
+        names = [field.name for field in fields(AsyncEngineArgs)]
+        check_engine_names(f"{section}.engine_kwargs", engine_kwargs, names)
 
 
 def _check_model(cfg: Config, key: str, path: str) -> None:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from one_step_off.config.device_shares import device_share
 from one_step_off.config.lengths import longest_sequence
 from one_step_off.config.lora_checks import engine_rank, sends_adapters
+from one_step_off.config.placement import device_share
 from one_step_off.config.schema import Config
 
 MAX_SEQUENCES = {"cpu": 256, "cuda": 512}

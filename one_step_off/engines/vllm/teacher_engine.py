@@ -11,8 +11,8 @@ import ray
 
 from one_step_off.cluster.core_sharing import CoreUser
 from one_step_off.cluster.resource_usage import UsageProbe
-from one_step_off.config.device_shares import device_share
 from one_step_off.config.lengths import longest_sequence
+from one_step_off.config.placement import device_share
 from one_step_off.config.roles import role_settings, vocabulary_size
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays

@@ -209,27 +209,3 @@ def test_blocks_of_another_size_are_refused(tmp_path, monkeypatch):
     cfg.actor.optimizer_kwargs = {"block_size": 128}
     with pytest.raises(ConfigError, match=r"block_size=128: .* was written with 256"):
         finding._check_fixed_keys(cfg, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("old", "staleness", "in_flight"),
-    [
-        ({"pipeline.partial_rollout": False}, 1, "wait"),
-        ({"pipeline.partial_rollout": True, "pipeline.max_carry": 2}, 3, "recompute"),
-    ],
-)
-def test_a_checkpoint_with_old_names_of_keys_fits_the_new_ones(tmp_path, old, staleness, in_flight):
-    cfg = run_config(tmp_path)
-    cfg.pipeline.staleness = staleness
-    cfg.weight_sync.in_flight = in_flight
-    path = save(cfg, 5)
-    state = json.loads((path / "state.json").read_text())
-    fixed = state["fixed"]
-    del fixed["weight_sync.in_flight"]
-    fixed |= {"pipeline.staleness": 1} | old
-    text = json.dumps(state)
-    (path / "state.json").write_text(text)
-    finding._check_fixed_keys(cfg, path)
-    cfg.pipeline.staleness = staleness + 1
-    with pytest.raises(ConfigError, match=f"written with {staleness}; resume with it"):
-        finding._check_fixed_keys(cfg, path)

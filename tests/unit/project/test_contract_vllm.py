@@ -9,8 +9,8 @@ import ast
 
 import pytest
 
-from one_step_off.config import engine_checks
 from one_step_off.config.schema import Config
+from one_step_off.config.sections import rollout
 from one_step_off.engines.vllm.engine_args import engine_args
 from tests.unit.project.library_sources import (
     assigned_attributes,
@@ -132,7 +132,7 @@ def test_pause_modes() -> None:
 
 def test_a_salt_is_hashed_into_the_first_block_of_a_prompt() -> None:
     """With kept KV caches it keeps requests of different versions apart. That the hashes follow
-    it is shown in tests/unit/rollout/test_prefix_scheduler.py."""
+    it is shown in tests/unit/engines/vllm/test_prefix_scheduler.py."""
     assert {"cache_salt"} <= constants("vllm.v1.core.kv_cache_utils")
 
 
@@ -210,13 +210,13 @@ def test_values_of_engine_arguments() -> None:
 def test_engine_arguments_that_are_refused_exist() -> None:
     known = fields("vllm.engine.arg_utils", "EngineArgs")
     known |= fields("vllm.engine.arg_utils", "AsyncEngineArgs")
-    refused = {*engine_checks.ENGINE_FIELDS_SET_BY_US, *engine_checks.UNSAFE_ENGINE_FIELDS}
+    refused = {*rollout.ENGINE_FIELDS_SET_BY_US, *rollout.UNSAFE_ENGINE_FIELDS}
     assert refused - known == set()
 
 
 def test_sampling_fields_that_are_allowed_exist() -> None:
     known = fields("vllm.sampling_params", "SamplingParams")
-    assert engine_checks.ALLOWED_SAMPLING_FIELDS.keys() - known == set()
+    assert rollout.ALLOWED_SAMPLING_FIELDS.keys() - known == set()
 
 
 def test_the_search_reads_this_tree() -> None:

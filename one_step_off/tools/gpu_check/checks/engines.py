@@ -202,7 +202,7 @@ class ReplicaWithSender:
         sharded_only = self.layout_is_proved
         sending = lambda: self.sender.send(tensors, version, sharded_only)  # noqa: E731
         (report,) = self._beside(sending, self.replica.sync((0, version), sharded_only))
-        self.layout_is_proved = bool(report["layout_proved"])
+        self.layout_is_proved = bool(report.get("layout_proved"))
         return report
 
     def _beside(self, sending: Any, receiving: Coroutine[Any, Any, Any]) -> Any:

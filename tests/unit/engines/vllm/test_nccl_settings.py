@@ -43,6 +43,7 @@ def test_a_batch_invariant_engine_joins_the_groups_with_the_trainers_settings(mo
     used = []
     engine = object.__new__(vllm_receiver.OneStepOffTransferEngine)
     plan = BucketPlan.build([[WeightPiece(*PIECE)]], BUCKET_BYTES)
+    engine.device = "cpu"
     engine.expected_names = {"w"}
     engine.receiver = SimpleNamespace(
         connect=lambda **_: used.append(os.environ["NCCL_PROTO"]), plan=plan

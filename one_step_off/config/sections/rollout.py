@@ -1,16 +1,17 @@
-"""Checks of what goes to vLLM: sampling parameters, engine arguments, and the weight sync.
+"""The config section rollout: sampling, and what goes to vLLM.
 
 The trainer computes the log-probs of the sampled tokens itself. A setting that changes the
 distribution that vLLM samples from, or that keeps weights where the sync does not write them, would
 silently train on wrong log-probs. So such settings are refused.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
 
-from one_step_off.config.errors import ConfigError, key_error
-from one_step_off.config.lengths import longest_sequence
-from one_step_off.config.schema import Config
+from one_step_off.config.errors import ConfigError, value_error
+from one_step_off.config.keys import config_key
+from one_step_off.config.sections.model import ModelConfig
 from one_step_off.config.text import did_you_mean, format_value
 
 
@@ -66,21 +67,111 @@ UNSAFE_ENGINE_FIELDS = """logits_processors watermark_config diffusion_config kv
 UNSAFE_ENGINE_FIELDS_ON_CPU = ("enable_chunked_prefill", "long_prefill_token_threshold")
 
 
-def key_of_vllm_field(cfg: Config, field: str) -> str | None:
+@dataclass
+class RolloutConfig:
+    """Generation."""
+
+    engine: str = config_key(
+        "vllm", "vllm, transformers (slow; any platform), or your own as module:Class"
+    )
+    n: int = config_key(8, "trajectories per prompt (the group size)", low=1)
+    temperature: float = config_key(
+        1.0, "sampling temperature; the trainer divides its logits by it too", above=0.0
+    )
+    top_p: float = config_key(
+        1.0,
+        "nucleus sampling; only 1 is allowed, because other values change the log-probs",
+        low=1.0,
+        high=1.0,
+    )
+    top_k: int = config_key(
+        -1,
+        "top-k sampling; only -1 is allowed, because other values change the log-probs",
+        low=-1,
+        high=-1,
+    )
+    tensor_parallel_size: int = config_key(1, "GPUs per replica", low=1)
+    seed_samples: str = config_key(
+        "auto",
+        "give each sample its own seed, which makes generation reproducible; auto: on CPU only",
+        choices="auto on off",
+    )
+    gpu_memory_utilization: float = config_key(
+        0.85,
+        "fraction of the pool's part of each GPU's memory that vLLM may use",
+        above=0.0,
+        high=1.0,
+    )
+    kv_cache_mb: int = config_key(256, "KV cache of each replica on CPU, in MiB", low=1)
+    sampling_kwargs: dict[str, Any] = config_key(
+        {}, "further fields of vLLM's SamplingParams, such as stop and stop_token_ids"
+    )
+    engine_kwargs: dict[str, Any] = config_key({}, "passed through to vLLM's AsyncEngineArgs")
+    routing: str = config_key(
+        "auto",
+        "how prompts are assigned to replicas; auto: static with seeded samples, else least_loaded",
+        choices="auto static least_loaded",
+    )
+    oversample: Optional[float] = config_key(
+        None,
+        "with in_flight=recompute or keep: batches of prompts in progress beside the one that "
+        "trains; null: as many as pipeline.staleness allows",
+        low=1.0,
+    )
+    heartbeat_s: float = config_key(
+        5.0, "heartbeat interval of the replicas, in seconds", above=0.0
+    )
+    heartbeat_timeout_s: float = config_key(
+        60.0, "a replica that answers no heartbeat for this many seconds is restarted", above=0.0
+    )
+    progress_timeout_s: float = config_key(
+        1800.0,
+        "a busy replica that completes no request for this many seconds is restarted",
+        above=0.0,
+    )
+    val_n: int = config_key(1, "samples per held-out prompt", low=1)
+    val_temperature: float = config_key(0.0, "temperature of evaluation; 0: greedy", low=0.0)
+    val_passes_at: float = config_key(
+        1.0, "pass@k: a held-out sample passes if its reward is at least this"
+    )
+    val_top_p: float = config_key(1.0, "nucleus sampling of evaluation", above=0.0, high=1.0)
+    val_max_response_length: Optional[int] = config_key(
+        None, "longest response of evaluation; null: data.max_response_length", low=1
+    )
+
+
+def key_of_vllm_field(field: str) -> str | None:
     """Our key that sets a field of vLLM; None if there is none."""
-    for section in ("model", "rollout"):
-        if hasattr(getattr(cfg, section), field):
+    for section, keys in {"model": ModelConfig, "rollout": RolloutConfig}.items():
+        if field in keys.__dataclass_fields__:
             return f"{section}.{field}"
     if field.startswith("data_parallel_"):
         field = "data_parallel_size"
     return KEYS_OF_VLLM_FIELDS.get(field)
 
 
-def check_sampling(cfg: Config) -> None:
+def check_rollout(rollout: RolloutConfig) -> None:
+    """Check the heartbeats and the samples of evaluation. Raises ConfigError."""
+    heartbeat_s = rollout.heartbeat_s
+    if rollout.heartbeat_timeout_s <= heartbeat_s:
+        raise value_error(
+            "rollout.heartbeat_timeout_s",
+            rollout.heartbeat_timeout_s,
+            f"must be above rollout.heartbeat_s={heartbeat_s:g}",
+        )
+    if rollout.val_n > 1 and rollout.val_temperature == 0:
+        raise value_error(
+            "rollout.val_n",
+            rollout.val_n,
+            "greedy samples are all identical; set rollout.val_temperature above 0",
+        )
+
+
+def check_sampling(rollout: RolloutConfig) -> None:
     """Check `rollout.sampling_kwargs`. Raises ConfigError."""
-    for name, value in cfg.rollout.sampling_kwargs.items():
+    for name, value in rollout.sampling_kwargs.items():
         location = f"rollout.sampling_kwargs.{format_value(name)}={format_value(value)}"
-        our_key = key_of_vllm_field(cfg, name)
+        our_key = key_of_vllm_field(name)
         if our_key:
             raise ConfigError(f"{location}: use {our_key}")
         if name not in ALLOWED_SAMPLING_FIELDS:
@@ -97,11 +188,20 @@ def check_sampling(cfg: Config) -> None:
             raise ConfigError(f"{location}: must be {type_text}")
 
 
-def check_engine(cfg: Config, device: str) -> None:
-    """Check `rollout.engine_kwargs`. Raises ConfigError."""
-    for name, value in cfg.rollout.engine_kwargs.items():
+def check_engine(rollout: RolloutConfig, in_flight: str, longest: int, device: str) -> None:
+    """Check `rollout.engine_kwargs`.
+
+    Args:
+        in_flight: `weight_sync.in_flight`.
+        longest: tokens of the longest sequence.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: an argument of the engine is not allowed.
+    """
+    for name, value in rollout.engine_kwargs.items():
         location = f"rollout.engine_kwargs.{format_value(name)}={format_value(value)}"
-        our_key = key_of_vllm_field(cfg, name)
+        our_key = key_of_vllm_field(name)
         if our_key:
             raise ConfigError(f"{location}: use {our_key}")
         if name in ENGINE_FIELDS_SET_BY_US:
@@ -111,7 +211,7 @@ def check_engine(cfg: Config, device: str) -> None:
                 f"{location}: the engine's log-probs would not be the policy's, "
                 "or the weight sync would miss a part of the model; remove it"
             )
-        if name == "scheduler_cls" and cfg.weight_sync.in_flight == "keep":
+        if name == "scheduler_cls" and in_flight == "keep":
             raise ConfigError(
                 f"{location}: with weight_sync.in_flight=keep the run's own scheduler keeps "
                 "prompts from cached prefixes of older weights; remove it, or use "
@@ -121,16 +221,15 @@ def check_engine(cfg: Config, device: str) -> None:
             raise ConfigError(
                 f"{location}: a prompt computed in parts crashes vLLM's CPU engine; remove it"
             )
-        _check_engine_length(cfg, name, value, location, device)
+        _check_engine_length(name, value, location, longest, device)
 
 
-def _check_engine_length(cfg: Config, name: str, value: Any, location: str, device: str) -> None:
+def _check_engine_length(name: str, value: Any, location: str, longest: int, device: str) -> None:
     """Check the engine's limits on tokens: the longest sequence must fit."""
     limits_sequence = name == "max_model_len"
     limits_batch_on_cpu = name == "max_num_batched_tokens" and device == "cpu"
     if not limits_sequence and not limits_batch_on_cpu:
         return
-    longest = longest_sequence(cfg)
     if not isinstance(value, int) or value < longest:
         raise ConfigError(
             f"{location}: prompt plus response may have {longest} tokens; "
@@ -138,46 +237,23 @@ def _check_engine_length(cfg: Config, name: str, value: Any, location: str, devi
         )
 
 
-def check_engine_names(cfg: Config, section: str, names: Iterable[str]) -> None:
-    """Refuse `engine_kwargs` of a section that the installed vLLM does not know. This is not part
-    of `validate`, because importing vLLM takes long.
+def check_engine_names(key: str, engine_kwargs: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuse arguments of the engine that the installed vLLM does not know. This is not part of
+    `validate`, because importing vLLM takes long.
 
     Args:
-        section: "rollout" or "teacher".
+        key: the config key that holds `engine_kwargs`.
         names: the fields of vLLM's AsyncEngineArgs.
 
     Raises:
-        ConfigError: vLLM has no such field.
+        ConfigError: there is no such field.
     """
     # Fields that start with an underscore are vLLM's own bookkeeping.
     known = {name for name in names if not name.startswith("_")}
-    for name, value in getattr(cfg, section).engine_kwargs.items():
-        if name not in known:
-            location = f"{section}.engine_kwargs.{format_value(name)}={format_value(value)}"
-            fix = did_you_mean(name, known, "remove it")
-            raise ConfigError(f"{location}: the installed vLLM has no such field; {fix}")
-
-
-def check_weight_sync(cfg: Config) -> None:
-    """Check the section weight_sync. Raises ConfigError."""
-    settings = cfg.weight_sync
-    gathers = settings.sender == "gather"
-    if settings.overlap == "true" and gathers:
-        raise key_error(
-            cfg,
-            "weight_sync.sender",
-            "gather uses the trainer's collectives, which training uses at the same time; "
-            "set weight_sync.overlap=false or auto",
-        )
-    if gathers and settings.receive_ahead:
-        raise key_error(
-            cfg,
-            "weight_sync.receive_ahead",
-            "gather uses the trainer's collectives; use weight_sync.sender=sharded",
-        )
-    if gathers and settings.mode == "delta":
-        raise key_error(
-            cfg,
-            "weight_sync.mode",
-            "each rank compares its own shard; use weight_sync.sender=sharded",
+    for name, value in engine_kwargs.items():
+        if name in known:
+            continue
+        fix = did_you_mean(name, known, "remove it")
+        raise value_error(
+            f"{key}.{format_value(name)}", value, f"the installed vLLM has no such field; {fix}"
         )

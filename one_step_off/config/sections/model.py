@@ -1,10 +1,11 @@
-"""Checks of the model: LoRA, attention, and whether its path can be a model."""
+"""The config section model."""
 
 import os
 import re
+from dataclasses import dataclass
 
-from one_step_off.config.errors import ConfigError, key_error, refuse_here
-from one_step_off.config.schema import Config
+from one_step_off.config.errors import ConfigError, refuse_here, value_error
+from one_step_off.config.keys import config_key, path_key
 from one_step_off.config.text import did_you_mean, format_value
 
 TINY_MODELS = ("tiny:qwen2", "tiny:qwen3", "tiny:tools", "tiny:teacher")
@@ -18,29 +19,60 @@ MODEL_FILES = (
 )
 
 
-def check_model(cfg: Config, device: str) -> None:
+@dataclass
+class ModelConfig:
+    """The policy."""
+
+    path: str = path_key(
+        "",
+        "HF model directory or hub id; tiny:qwen2, tiny:qwen3, tiny:tools: a small model that is "
+        "built on this machine and briefly pretrained (tiny:qwen2-1: with one layer)",
+    )
+    dtype: str = config_key(
+        "bfloat16",
+        "dtype of trainer and engine (the trainer's master weights are fp32)",
+        choices="bfloat16 float32",
+    )
+    trust_remote_code: bool = config_key(
+        False, "run Python code that comes with the model (only if you trust its author)"
+    )
+    attn_implementation: str = config_key(
+        "auto",
+        "attention of the trainer; auto: flash_attn or torch's own for packed batches, else SDPA",
+        choices="auto sdpa flash_attention_2 eager",
+    )
+    lora_rank: int = config_key(
+        0, "rank of the actor's LoRA adapters (the base weights are frozen); 0: no LoRA", low=0
+    )
+    lora_alpha: int = config_key(32, "LoRA scaling is lora_alpha / lora_rank", low=1)
+    lora_target_modules: str = config_key(
+        "all-linear",
+        "names of the linear layers that get adapters; all-linear: all but the language model head",
+    )
+
+
+def check_model(model: ModelConfig, actor_backend: str, device: str) -> None:
     """Check the section model. Raises ConfigError."""
-    model = cfg.model
-    if model.lora_rank and cfg.actor.backend != "fsdp":
-        raise key_error(
-            cfg,
+    if model.lora_rank and actor_backend != "fsdp":
+        raise value_error(
             "model.lora_rank",
+            model.lora_rank,
             "only the fsdp back end trains adapters; set it to 0, or actor.backend=fsdp",
         )
     layer_names = [name.strip() for name in model.lora_target_modules.split(",")]
     are_names = all(re.fullmatch(r"[\w.-]+", name) for name in layer_names)
     if model.lora_rank and not are_names:
-        raise key_error(
-            cfg,
+        raise value_error(
             "model.lora_target_modules",
+            model.lora_target_modules,
             "must be all-linear, or names of layers such as q_proj,v_proj",
         )
     runs_flash_attention = device != "cpu" and model.dtype == "bfloat16"
     if model.attn_implementation == "flash_attention_2" and not runs_flash_attention:
         actual = "on CPU" if device == "cpu" else f"in {model.dtype}"
-        raise key_error(
-            cfg,
+        raise value_error(
             "model.attn_implementation",
+            model.attn_implementation,
             f"needs GPUs and model.dtype=bfloat16, and this run is {actual}; use auto or sdpa",
         )
     check_model_path("model.path", model.path)

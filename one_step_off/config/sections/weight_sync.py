@@ -1,30 +1,10 @@
-"""The config sections of the pipeline and of the weight sync. They import neither torch nor Ray nor
-vLLM."""
+"""The config section weight_sync."""
 
 from dataclasses import dataclass
 from typing import Optional
 
+from one_step_off.config.errors import value_error
 from one_step_off.config.keys import config_key
-
-
-@dataclass
-class PipelineConfig:
-    """The pipeline."""
-
-    staleness: int = config_key(
-        1,
-        "k: a token that is trained is at most k versions old. 0: synchronous; 1: one step off "
-        "(rollout and training overlap); more: longer responses delay training less",
-        low=0,
-        high=16,
-    )
-    partial_rollout: Optional[bool] = config_key(
-        None,
-        "the old name of weight_sync.in_flight=recompute with pipeline.staleness = 1 + max_carry",
-    )
-    max_carry: Optional[int] = config_key(
-        None, "with partial_rollout: pipeline.staleness less 1", low=0, high=15
-    )
 
 
 @dataclass
@@ -100,3 +80,27 @@ class WeightSyncConfig:
         "largest allowed log-prob difference of the canary; null: 1e-3 in fp32, measured in bf16",
         above=0.0,
     )
+
+
+def check_weight_sync(settings: WeightSyncConfig) -> None:
+    """Check the section weight_sync. Raises ConfigError."""
+    gathers = settings.sender == "gather"
+    if settings.overlap == "true" and gathers:
+        raise value_error(
+            "weight_sync.sender",
+            settings.sender,
+            "gather uses the trainer's collectives, which training uses at the same time; "
+            "set weight_sync.overlap=false or auto",
+        )
+    if gathers and settings.receive_ahead:
+        raise value_error(
+            "weight_sync.receive_ahead",
+            settings.receive_ahead,
+            "gather uses the trainer's collectives; use weight_sync.sender=sharded",
+        )
+    if gathers and settings.mode == "delta":
+        raise value_error(
+            "weight_sync.mode",
+            settings.mode,
+            "each rank compares its own shard; use weight_sync.sender=sharded",
+        )

@@ -1,4 +1,4 @@
-"""The config section of supervised fine-tuning: `main_sft`, and `trainer.sft_steps`."""
+"""The config section sft: supervised fine-tuning: `main_sft`, and `trainer.sft_steps`."""
 
 from dataclasses import dataclass
 from typing import Optional

@@ -8,17 +8,13 @@ from typing import Any
 
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS, NEEDS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
-from one_step_off.config.data_checks import (
-    BUILT_IN_REWARDS,
-    USER_FUNCTION_FORM,
-    did_you_mean_function,
-)
 from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.registry import Entry, Registry
 from one_step_off.config.schema import Config
-from one_step_off.config.sources import reward_names
+from one_step_off.config.sections.data import reward_names
+from one_step_off.config.sections.reward import BUILT_IN_REWARDS
 from one_step_off.config.text import did_you_mean, format_value
-from one_step_off.config.user_code import is_user_spec
+from one_step_off.config.user_code import USER_FUNCTION_FORM, did_you_mean_function, is_user_spec
 
 LOSSES_WITH_DUAL_CLIP = ("vanilla", "clip_cov")
 
@@ -145,7 +141,7 @@ def _check_needs(cfg: Config, key: str, entry: Entry) -> None:
 
 def _has_single_reward(cfg: Config) -> bool:
     """Whether the reward certainly has no parts: only built-in functions, and no reward model."""
-    all_built_in = all(name in BUILT_IN_REWARDS for name in reward_names(cfg))
+    all_built_in = all(name in BUILT_IN_REWARDS for name in reward_names(cfg.data, cfg.reward))
     has_model = cfg.reward_model.path or cfg.reward_model.url
     return all_built_in and not has_model
 
