@@ -3,8 +3,8 @@
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from one_step_off.config.device_shares import device_share
 from one_step_off.config.lengths import engine_length
+from one_step_off.config.placement import device_share
 from one_step_off.config.schema import Config
 from one_step_off.models.rope import fix_frequencies
 
