@@ -23,10 +23,11 @@ from one_step_off.algorithms.batch_advantages import (
     set_baselines,
 )
 from one_step_off.checkpoint import Checkpointer
-from one_step_off.checkpoint.background_writes import BackgroundWrites, Contents
+from one_step_off.checkpoint.checkpointer import BackgroundWrites, Contents
 from one_step_off.checkpoint.in_flight import samples_and_state
 from one_step_off.checkpoint.skipped_updates import SkippedUpdates
 from one_step_off.cluster.remote_calls import now
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.errors import first_cause
 from one_step_off.config.schema import Config
 from one_step_off.config.sync_schedule import (
@@ -39,7 +40,7 @@ from one_step_off.data.episodes import one_per_episode
 from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample
 from one_step_off.data.staleness import age_shares, assert_staleness
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.rollout.batch_sources import BatchSource, InFlight
+from one_step_off.rollout.batch_sources import BatchSource, InFlight, own_source
 from one_step_off.rollout.pooled_batches import PooledSource
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
@@ -48,6 +49,7 @@ from one_step_off.training.reward_models import mix
 from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 from one_step_off.weight_sync.overlap import SyncOverlap
+from one_step_off.weight_sync.versions import VersionTable
 
 NO_SYNC = {"time/wait_trainer_s": 0.0, "time/sync_s": 0.0, "sync/bytes": 0.0}
 """The metrics of a step at which no weights are sent."""
@@ -90,7 +92,8 @@ class Pipeline:
 
     Attributes:
         batches: where the batches come from.
-        stopping: set from outside: the run saves and stops at the next step's beginning or end.
+        stopping: the run saves and stops at the next step's beginning or end; set from outside, or
+            since a callback has asked for it.
     """
 
     def __init__(
@@ -123,28 +126,24 @@ class Pipeline:
         self.start = resumed.step if resumed else 0
         self.one_step_ahead = bool(cfg.pipeline.staleness)
         self.sync_overlap = SyncOverlap(cfg)
-        self.batches = batch_source(cfg, roles.rollout, stream, resumed, attempt)
+        self.batches = batch_source(cfg, roles.rollout, stream, resumed, attempt, tracker)
         self.kl_controller = make_kl_controller(cfg, resumed.kl_coef if resumed else None)
-        self.trained_steps = self.start  # the trainer's weight version
-        self.synced_version = -1  # the replicas' weight version
         self.expected_canary: Any = None  # the trainer's half of the next canary
         self.canary_metrics: dict[str, float] = {}
         self.evaluation: asyncio.Task | None = None
         self.writes = BackgroundWrites(tracker, cfg.trainer.step_timeout_s)
         self.skipped_updates = SkippedUpdates(cfg, tracker)
         self.stopping = False
-        for role in (roles.actor, roles.ref, roles.critic, roles.reward_model, roles.teacher):
-            if role is not None:
-                role.on_span = tracker.span
+
+    @property
+    def versions(self) -> VersionTable:
+        """Which weights are where."""
+        return self.roles.sync.versions
 
     async def fit(self) -> None:
         """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is
         raised."""
-        self.roles.sync.on_trace = self.tracker.trace
-        self.roles.sync.on_log = self.tracker.log
-        self.roles.rollout.on_trace = self.tracker.trace
-        self.roles.rollout.on_message = self.tracker.log
-        self.batches.activity.on_span = self.tracker.span
+        self.versions.begin(self.attempt, self.start)
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as self.background:
@@ -192,11 +191,9 @@ class Pipeline:
         await self._checkpoint_if_due(step)
         # Sync v(step) into every replica, then launch evaluation when due, then the rollouts of the
         # next steps. With staleness above 1 some steps have no sync.
-        delivered = self.background.create_task(self._sync_and_launch(step))
-        verified = self.background.create_task(self._verified(delivered))
+        synced = self.background.create_task(self._sync_and_launch(step))
         if not overlapped:
-            # The optimizer step waits for the canary by itself.
-            await (delivered if self.sync_overlap.possible else verified)
+            await synced
         if batch is None:
             batch, batch_metrics = await self.batches.batch(step)
         if self.checkpointer and step == self.start:
@@ -205,9 +202,9 @@ class Pipeline:
         # Log-probs and values, advantages, then the updates: v(step) -> v(step + 1).
         train_metrics = await self._train(batch)
         train_metrics |= self.batches.record(batch)
-        metrics = batch_metrics | train_metrics | await verified
+        metrics = batch_metrics | train_metrics | await synced
         metrics["time/step_s"] = now() - begin
-        self.trained_steps = step + 1
+        self.versions.step_ended(step)
         if self.batches.is_continuous:
             metrics["time/generate_s"] = generation_seconds(metrics)
         metrics |= self.sync_overlap.end_step(metrics)
@@ -218,6 +215,7 @@ class Pipeline:
                 await self._final_evaluation(total_steps)
         finally:
             self.tracker.step(batch, step, metrics)
+            self.stopping |= self.tracker.callbacks.stop_requested
 
     async def _train(self, batch: Batch) -> dict[str, float]:
         """Train on a batch; returns the metrics. Roles in different pools work at once, and roles
@@ -306,7 +304,7 @@ class Pipeline:
         if self.cfg.trainer.val_before_train and not self.resumed:
             self._start_evaluation(0)
         if self.one_step_ahead and self.start < total_steps:
-            self.batches.launch(self.start, self.synced_version, self.background)
+            self.batches.launch(self.start, self.versions.synced, self.background)
 
     async def _sync_and_launch(self, step: int) -> dict[str, Any]:
         """What the replicas do at a step's beginning, beside the trainer where they overlap:
@@ -315,7 +313,7 @@ class Pipeline:
             await self.roles.sync.release(step)
             return NO_SYNC
         try:
-            metrics = await self._sync(step, self.cfg.weight_sync.canary_overlap)
+            metrics = await self._sync(step)
         except NoReplica as e:
             # The trainer still ends its step, so that a checkpoint can be written after it.
             self.batches.fail(e)
@@ -324,31 +322,25 @@ class Pipeline:
         if self._evaluation_due(step):
             self._start_evaluation(step)
         last_begun = last_begun_batch(self.cfg, step)
-        self.batches.launch(last_begun, self.synced_version, self.background)
+        self.batches.launch(last_begun, self.versions.synced, self.background)
         return metrics
 
-    async def _verified(self, delivered: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
-        """The end of `_sync_and_launch`: the canary, where it is scored beside the prompts. Returns
-        the metrics of both."""
-        return await delivered | await self.roles.sync.verified()
-
-    async def _sync(self, version: int, canary_later: bool = False) -> dict[str, float]:
+    async def _sync(self, version: int) -> dict[str, float]:
         """Bring the replicas to `version`, unless they hold it. They generate nothing meanwhile."""
         if self.evaluation is not None:
             await self.evaluation
         metrics = {"time/wait_trainer_s": self.batches.idle_seconds()}
-        if self.synced_version == version:
+        if self.versions.synced == version:
             self.batches.activity.sync_ended()
             return NO_SYNC | metrics | self.canary_metrics
         begin = now()
-        sync = self.roles.sync.deliver if canary_later else self.roles.sync
-        sync_metrics = await sync((self.attempt, version), self.expected_canary)
+        sync_metrics = await self.roles.sync((self.attempt, version), self.expected_canary)
         self.tracker.span("sync", "weights", version, begin, now())
         self.batches.activity.sync_ended()
         if self.batches.is_continuous and not metrics["time/wait_trainer_s"]:
             # They generate again while the canary is scored.
             metrics["time/rollout_paused_s"] = sync_metrics.get("sync/paused_s", 0.0)
-        self.synced_version = version
+        self.versions.sync_ended(version)
         self.canary_metrics = {
             name: value for name, value in sync_metrics.items() if name.startswith("canary/")
         }
@@ -363,8 +355,6 @@ class Pipeline:
             return
         # Scored now, before the next update changes the weights.
         self.expected_canary = self.roles.sync.score_canary()
-        if self.cfg.weight_sync.receive_ahead and self.batches.is_generating:
-            self.roles.sync.ahead.begin(version)
 
     # --- evaluation -------------------------------------------------------------------------------
 
@@ -422,8 +412,9 @@ class Pipeline:
 
     async def _save_before_failing(self) -> None:
         """No replica is left: save the steps that were trained, and what is complete."""
-        if self.checkpointer and self.trained_steps > self.start:
-            await self._save(self.trained_steps)
+        trained = self.versions.trained
+        if self.checkpointer and trained > self.start:
+            await self._save(trained)
             await self.writes.finished()
 
     async def _save(self, step: int) -> None:
@@ -446,13 +437,20 @@ class Pipeline:
 
 
 def batch_source(
-    cfg: Config, rollout: RolloutGroup, stream: Any, resumed: Resumed | None, attempt: int
+    cfg: Config,
+    rollout: RolloutGroup,
+    stream: Any,
+    resumed: Resumed | None,
+    attempt: int,
+    events: RunEvents,
 ) -> BatchSource:
-    """Whole batches, or a pool of prompts where a sync pauses requests."""
+    """The user's own source; else whole batches, or a pool of prompts where a sync pauses
+    requests. Raises ConfigError: see `own_source`."""
     first_step = resumed.step if resumed else 0
     restored = resumed.in_flight if resumed else InFlight()
-    source = ScheduledSource if waits_for_requests(cfg) else PooledSource
-    return source(cfg, rollout, stream, first_step, attempt, restored)
+    source: type[BatchSource] = ScheduledSource if waits_for_requests(cfg) else PooledSource
+    source = own_source(cfg) or source
+    return source(cfg, rollout, stream, first_step, attempt, restored, events)
 
 
 def count_faults(samples: list[Sample]) -> dict[str, float]:

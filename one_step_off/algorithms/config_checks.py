@@ -98,10 +98,40 @@ def _check_named_function(
         if not is_user_spec(spec):
             fix = did_you_mean_function(spec, registry, f"known are {', '.join(registry)}")
             raise key_error(cfg, registry.key, f"no such name, and not {USER_FUNCTION_FORM}; {fix}")
-        # The user's own: it is imported, and its settings are checked, when the run is prepared.
+        # The user's own: `check_own_functions` imports it when the run is prepared.
         return
     entry = registry[spec]
-    _check_needs(cfg, registry.key, entry)
+    _check_entry(cfg, registry.key, spec, entry, kwargs_key, kwargs)
+    known = entry.settings()
+    for name, value in kwargs.items():
+        problem = _setting_problem(name, value, known[name], cfg.rollout.n)
+        if problem:
+            location = f"algorithm.{kwargs_key}.{format_value(name)}={format_value(value)}"
+            raise ConfigError(f"{location}: {problem}")
+
+
+def check_own_functions(cfg: Config) -> None:
+    """Import the user's own estimator and loss, and check what they need and the names of their
+    settings. Raises ConfigError."""
+    algorithm = cfg.algorithm
+    for registry, spec, kwargs_key, kwargs in (
+        (ADVANTAGE_ESTIMATORS, algorithm.adv_estimator, "adv_kwargs", algorithm.adv_kwargs),
+        (
+            POLICY_LOSSES,
+            algorithm.policy_loss,
+            "policy_loss_kwargs",
+            algorithm.policy_loss_kwargs,
+        ),
+    ):
+        if spec not in registry:
+            _check_entry(cfg, registry.key, spec, registry.find(spec), kwargs_key, kwargs)
+
+
+def _check_entry(
+    cfg: Config, key: str, spec: str, entry: Entry, kwargs_key: str, kwargs: dict[str, Any]
+) -> None:
+    """Check what a function needs, and the names of its settings."""
+    _check_needs(cfg, key, entry)
     if entry.grouped and cfg.rollout.n == 1:
         raise key_error(
             cfg,
@@ -111,14 +141,12 @@ def _check_named_function(
         )
     known = entry.settings()
     for name, value in kwargs.items():
+        if name in known or entry.takes_any_setting:
+            continue
         location = f"algorithm.{kwargs_key}.{format_value(name)}={format_value(value)}"
-        if name not in known:
-            otherwise = f"use {', '.join(known)}" if known else "remove it"
-            fix = did_you_mean(str(name), known, otherwise)
-            raise ConfigError(f"{location}: no such setting of {spec}; {fix}")
-        problem = _setting_problem(name, value, known[name], cfg.rollout.n)
-        if problem:
-            raise ConfigError(f"{location}: {problem}")
+        otherwise = f"use {', '.join(known)}" if known else "remove it"
+        fix = did_you_mean(str(name), known, otherwise)
+        raise ConfigError(f"{location}: no such setting of {spec}; {fix}")
 
 
 def _check_needs(cfg: Config, key: str, entry: Entry) -> None:

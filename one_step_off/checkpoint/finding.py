@@ -7,8 +7,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from one_step_off.checkpoint.files import read_state
 from one_step_off.checkpoint.manifest import find_fault, parameter_shapes
-from one_step_off.checkpoint.state_files import read_state
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config

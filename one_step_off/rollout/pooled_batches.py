@@ -9,8 +9,8 @@ from typing import Any
 from one_step_off.config.sync_schedule import prompts_allowed
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.rollout.batch_sources import BatchSource, FinishedBatch, Generated, InFlight
+from one_step_off.rollout.dynamic_sampling import notes_of_replaced, uninformative_prompts
 from one_step_off.rollout.prompt_pool import PooledPrompt, PromptPool
-from one_step_off.rollout.replacements import notes_of_replaced, uninformative_prompts
 
 
 @dataclass(eq=False)
@@ -61,11 +61,6 @@ class PooledSource(BatchSource):
             )
 
     @property
-    def is_generating(self) -> bool:
-        """See `BatchSource.is_generating`."""
-        return bool(self.pool.prompts)
-
-    @property
     def is_continuous(self) -> bool:
         """See `BatchSource.is_continuous`."""
         return True
@@ -106,7 +101,7 @@ class PooledSource(BatchSource):
         self._begin(purpose, [PooledPrompt(prompt, entry.turn, self.version, notes=notes)])
         return True
 
-    async def _complete(self, step: int) -> None:
+    async def complete(self, step: int) -> None:
         while self.failure is None and not self.pool.choose(step):
             self.changed.clear()
             await self.changed.wait()
@@ -115,7 +110,7 @@ class PooledSource(BatchSource):
             samples = self.pool.take(step)
             self.finished[step] = FinishedBatch(step, samples, step, self.attempt, 0.0)
 
-    def _stamped(self, finished: FinishedBatch) -> Batch:
+    def as_batch(self, finished: FinishedBatch) -> Batch:
         step = finished.step
         oldest = 0 if self.restored.batches or self.restored.pool else self.first_step
         return Batch(
@@ -126,7 +121,7 @@ class PooledSource(BatchSource):
             past=self.restored.past,
         )
 
-    def _metrics(self, finished: FinishedBatch) -> dict[str, float]:
+    def batch_metrics(self, finished: FinishedBatch) -> dict[str, float]:
         return self.pool.metrics(finished.samples, finished.step)
 
     def idle_seconds(self) -> float:
@@ -139,7 +134,7 @@ class PooledSource(BatchSource):
     def in_flight(self, step: int) -> tuple[InFlight, dict[str, Any]]:
         """See `BatchSource.in_flight`."""
         entries = [*self.pool.prompts.values(), *self.to_repeat]
-        in_flight = InFlight(self._finished_from(step), entries, self.restored.past)
+        in_flight = InFlight(self.finished_from(step), entries, self.restored.past)
         return in_flight, self.stream.state_dict()
 
     def fail(self, error: Exception) -> None:

@@ -3,9 +3,10 @@
 `prepare` returns a `RunInputs`. It does not change afterwards: what differs between the attempts of
 a run is in `attempts.RunState`."""
 
+import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,26 @@ import numpy as np
 from agent_loop.base import Loops
 from agent_loop.processes import run_to_completion
 from one_step_off import checkpoint
-from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from one_step_off.algorithms.policy_losses import POLICY_LOSSES
+from one_step_off.algorithms.config_checks import check_own_functions
 from one_step_off.config.errors import ConfigError, as_config_error
-from one_step_off.config.lengths import longest_sequence
+from one_step_off.config.lengths import longest_row, longest_sequence
 from one_step_off.config.lora_checks import sends_adapters
 from one_step_off.config.placement import resolved_device
-from one_step_off.config.roles import own_optimizers
+from one_step_off.config.roles import own_optimizers, role_settings
 from one_step_off.config.schema import Config
-from one_step_off.config.sections.rollout import check_engine_names
+from one_step_off.config.user_code import is_user_spec
 from one_step_off.data import run_data
+from one_step_off.data.supervised_data import load_supervised_data
 from one_step_off.data.teacher_rows import check_teacher_sources
-from one_step_off.engines.vllm.chat.parsers import check_parsers
+from one_step_off.engines import engine
+from one_step_off.engines.vllm.checks import check_teachers
 from one_step_off.models.adapted_layers import check_engine_can_hold
 from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
 from one_step_off.models.torch_packages import check_torch_companions
 from one_step_off.models.weight_checks import check_weights
 from one_step_off.rewards import trial_call
+from one_step_off.training.back_ends import worker_class
+from one_step_off.training.worker_interface import INTERFACES
 
 # Tokens per sequence of the canary. With 16 a sync passed although some tensors differed by 1 %.
 CANARY_TOKENS = 32
@@ -107,6 +111,7 @@ def prepare(
     Raises:
         ConfigError: bad input, in one line that says how to fix it.
     """
+    engine.find_engine(cfg.rollout.engine)  # refuses one that cannot be imported
     named_models = find_models(cfg, show_progress)
     warn_of_unused_sections(cfg, print_line)
     tokenizer = check_models_and_engine(cfg)
@@ -126,6 +131,76 @@ def prepare(
     return RunInputs(
         cfg, resolved_device(cfg), data, canary, tokenizer, named_models, loop_names, resume_point
     )
+
+
+def prepare_supervised(
+    cfg: Config,
+    print_line: PrintLine,
+    show_progress: ShowProgress = lambda task, done: None,
+) -> RunInputs:
+    """As `prepare`, for a run of supervised steps.
+
+    Args:
+        cfg: of `supervised_config`, validated.
+        print_line, show_progress: see `prepare`.
+
+    Raises:
+        ConfigError: bad input, in one line that says how to fix it.
+    """
+    named_models = find_models(cfg, show_progress)
+    tokenizer = check_models(cfg, longest_row(cfg))
+    check_weights(cfg)
+    data = load_supervised_data(cfg, tokenizer, _stop_ids(cfg, tokenizer))
+    for line in data.lines():
+        print_line(line)
+    check_profile_step(cfg, data.stream.total_steps)
+    check_own_back_ends(cfg, supervised=True)
+    check_own_optimizers(cfg)
+    resume_point = find_resume_point(cfg, data, print_line)
+    return RunInputs(
+        cfg,
+        resolved_device(cfg),
+        data,
+        [],
+        tokenizer,
+        named_models,
+        [],
+        resume_point,
+        is_supervised=True,
+    )
+
+
+def _stop_ids(cfg: Config, tokenizer: Any) -> frozenset[int]:
+    """The tokens at which an engine with this model ends a response: those of its generation
+    config, and the tokenizer's."""
+    from transformers import GenerationConfig
+
+    stop_ids: list[int | None] = [tokenizer.eos_token_id]
+    with contextlib.suppress(OSError):  # the model may have no generation config
+        eos: Any = GenerationConfig.from_pretrained(cfg.model.path).eos_token_id
+        stop_ids += eos if isinstance(eos, list) else [eos]
+    return frozenset(stop_id for stop_id in stop_ids if stop_id is not None)
+
+
+def is_complete(prepared: RunInputs, print_line: PrintLine) -> bool:
+    """Whether the run that would be resumed has nothing left to do; prints how to train further
+    then."""
+    cfg = prepared.cfg
+    resume_point = prepared.resume_point
+    total_steps = prepared.data.stream.total_steps
+    if resume_point is None or cfg.trainer.val_only or resume_point.step < total_steps:
+        return False
+    # The summary is the last file of a run. Without it the run was killed before its model was
+    # written.
+    has_summary = (Path(cfg.trainer.output_dir) / "summary.json").exists()
+    if cfg.trainer.save_hf_model and not has_summary:
+        return False
+    print_line(
+        f"{resume_point.path} has {resume_point.step} of {total_steps} steps: "
+        "nothing left to do; "
+        "raise trainer.total_steps, or start over with trainer.resume=never trainer.overwrite=true"
+    )
+    return True
 
 
 def find_models(cfg: Config, show_progress: ShowProgress) -> dict[str, str]:
@@ -157,9 +232,21 @@ def find_resume_point(
 def check_own_code(cfg: Config) -> None:
     """What the user wrote must be importable before the engines start, and an optimizer must work.
     Raises ConfigError."""
-    ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)
-    POLICY_LOSSES.find(cfg.algorithm.policy_loss)
+    check_own_functions(cfg)
+    check_own_back_ends(cfg)
     check_own_optimizers(cfg)
+    if cfg.pipeline.batch_source != "auto":
+        from one_step_off.rollout.batch_sources import own_source  # slow, and few runs need it
+
+        own_source(cfg)
+
+
+def check_own_back_ends(cfg: Config, supervised: bool = False) -> None:
+    """Raises ConfigError: a back end of the user's own has no worker for a role of this run."""
+    for role in cfg.placement.roles.keys() & INTERFACES.keys():
+        back_end = role_settings(cfg, role).backend
+        if is_user_spec(back_end):
+            worker_class(f"{role}.backend", back_end, "supervised" if supervised else role)
 
 
 def check_own_optimizers(cfg: Config) -> None:
@@ -214,14 +301,13 @@ def warn_of_unused_sections(cfg: Config, print_line: PrintLine) -> None:
 
 
 def check_models_and_engine(cfg: Config) -> Any:
-    """Check all models and the arguments of the engine. Returns the policy's tokenizer."""
+    """Check all models, and what the engines make of the config. Returns the policy's
+    tokenizer."""
     tokenizer = check_models(cfg, longest_sequence(cfg))
-    if cfg.rollout.engine_kwargs or cfg.teacher.engine_kwargs:
-        from vllm import AsyncEngineArgs  # imported late: it takes ten seconds
-
-        names = [field.name for field in fields(AsyncEngineArgs)]
-        check_engine_names("rollout.engine_kwargs", cfg.rollout.engine_kwargs, names)
-        check_engine_names("teacher.engine_kwargs", cfg.teacher.engine_kwargs, names)
+    engine.check(cfg)
+    has_teacher = "teacher" in cfg.placement.roles
+    if has_teacher and role_settings(cfg, "teacher").backend == "vllm":
+        check_teachers(cfg)
     check_weights(cfg)
     if sends_adapters(cfg):
         check_engine_can_hold(cfg)
@@ -238,7 +324,7 @@ def check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> l
     external = [name for name in first_prompts if loops.get(name).needs_endpoint]
     _check_reward_model_of_loops(loops.cfg, external)
     if external:
-        check_parsers(loops.cfg)
+        engine.check_agents(loops.cfg, external[0])
     for loop_name, prompt in first_prompts.items():
         run_to_completion(loops.get(loop_name).check(prompt))
     for loop_name in loops.cfg.agent.loop_kwargs:

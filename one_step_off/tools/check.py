@@ -30,12 +30,13 @@ from one_step_off.config.user_code import AGENT_LOG_FOLDER, find_user_line
 from one_step_off.data.run_data import RunData, load_run_data
 from one_step_off.data.samples import Prompt
 from one_step_off.data.teacher_rows import check_teacher_sources
+from one_step_off.engines.engine import find_engine
 from one_step_off.monitoring.console import quiet_libraries
 from one_step_off.rewards import trial_call
 from one_step_off.rewards.functions import RewardFunctions
 from one_step_off.rewards.reward import RewardItem, Score
 from one_step_off.runtime import prepare
-from one_step_off.runtime.prepare_supervised import prepare_supervised
+from one_step_off.runtime.prepare import prepare_supervised
 from one_step_off.runtime.run_folder import replaced_by
 from one_step_off.runtime.validation import missing_hardware, validate, validate_supervised
 
@@ -299,6 +300,7 @@ def user_specs(cfg: Config) -> dict[str, Callable[[], Any]]:
     """Each `module:function` or `module:Class` that a config names, as `key=spec`, and what imports
     it. Raises nothing itself."""
     algorithm = cfg.algorithm
+    engine = cfg.rollout.engine
     found: dict[str, Callable[[], Any]] = {}
 
     def add(key: str, spec: str, find: Callable[[], Any]) -> None:
@@ -306,6 +308,7 @@ def user_specs(cfg: Config) -> dict[str, Callable[[], Any]]:
         if is_own:
             found[f"{key}={spec}"] = find
 
+    add("rollout.engine", engine, lambda: find_engine(engine))
     estimator = algorithm.adv_estimator
     add("algorithm.adv_estimator", estimator, lambda: ADVANTAGE_ESTIMATORS.find(estimator))
     loss = algorithm.policy_loss

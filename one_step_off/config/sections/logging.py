@@ -29,6 +29,7 @@ class LoggingConfig:
     sample_dump: bool = config_key(
         True, "write all samples to samples/ (read them with python -m one_step_off.view)"
     )
+    logger: str = config_key("", "a logger of your own, as module:Class; empty: none")
 
 
 def check_loggers(logging: LoggingConfig) -> None:

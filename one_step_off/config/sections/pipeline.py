@@ -16,3 +16,8 @@ class PipelineConfig:
         low=0,
         high=16,
     )
+    batch_source: str = config_key(
+        "auto",
+        "where the batches come from. auto: whole batches, or with weight_sync.in_flight = "
+        "recompute or keep a pool of prompts; or module:Class of your own",
+    )

@@ -69,8 +69,11 @@ UNSAFE_ENGINE_FIELDS_ON_CPU = ("enable_chunked_prefill", "long_prefill_token_thr
 
 @dataclass
 class RolloutConfig:
-    """Generation by vLLM."""
+    """Generation."""
 
+    engine: str = config_key(
+        "vllm", "vllm, transformers (slow; any platform), or your own as module:Class"
+    )
     n: int = config_key(8, "trajectories per prompt (the group size)", low=1)
     temperature: float = config_key(
         1.0, "sampling temperature; the trainer divides its logits by it too", above=0.0

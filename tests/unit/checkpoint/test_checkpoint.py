@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off import checkpoint
-from one_step_off.checkpoint import finding, sample_files
+from one_step_off.checkpoint import files, finding
 from one_step_off.config.errors import ConfigError
 from one_step_off.data.samples import Sample
 from tests.unit.checkpoint.checkpoint_helpers import run_config, save
@@ -45,12 +45,12 @@ def test_samples_come_back_bit_for_bit(tmp_path_factory, shapes, seed):
     samples = [random_sample(rng, i, p, r) for i, (p, r) in enumerate(shapes)]
     checkpoint.write_samples(samples, folder)
     for a, b in zip(samples, checkpoint.read_samples(folder), strict=True):
-        for name in sample_files.ARRAY_TYPES:
+        for name in files.ARRAY_TYPES:
             x = getattr(a, name)
             y = getattr(b, name)
             assert x.dtype == y.dtype
             assert np.array_equal(x, y), name
-        assert all(getattr(a, name) == getattr(b, name) for name in sample_files.JSON_FIELDS)
+        assert all(getattr(a, name) == getattr(b, name) for name in files.JSON_FIELDS)
 
 
 def test_the_last_k_stay_and_auto_finds_the_newest(tmp_path):

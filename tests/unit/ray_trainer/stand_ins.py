@@ -19,6 +19,7 @@ from one_step_off.data.samples import Batch, Prompt, PromptId, Sample
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, WorkerGroups
 from one_step_off.rollout.sampling import Sampling
+from one_step_off.weight_sync.versions import VersionTable
 
 
 class TrainedStep(NamedTuple):
@@ -159,7 +160,7 @@ class FakeJudge:
 class FakeSync:
     def __init__(self, world: World) -> None:
         self.world = world
-        self.delivered: int | None = None  # whose canary has not passed yet
+        self.versions = VersionTable()
 
     def score_canary(self):
         return self.world.version
@@ -172,30 +173,17 @@ class FakeSync:
         self.world.released = version
 
     async def __call__(self, stamp, expected=None):
-        metrics = await self.deliver(stamp, expected)
-        self.delivered = None
-        self.world.released = stamp[1]
-        return metrics
-
-    async def verified(self):
-        if self.delivered is None:
-            return {}
-        version, self.delivered = self.delivered, None
-        await self.world.phase("canary", version)
-        await self.release(version)
-        return {"time/canary_overlapped_s": 0.0}
-
-    async def deliver(self, stamp, expected=None):
         world = self.world
         assert expected in (None, stamp[1]), "the trainer's half of the canary is of other weights"
         assert world.generating == 0, "a sync while the engine generates"
         current = (world.attempt, world.version)
         assert stamp == current, "asked for weights that the trainer does not hold"
+        self.versions.send(stamp, [])
         await world.phase("sync", stamp[1])
         current = (world.attempt, world.version)
         assert stamp == current, "the weights changed while they were being sent"
         world.engine_version = stamp[1]
-        self.delivered = stamp[1]
+        world.released = stamp[1]
         return {"time/sync_s": 0.0}
 
 
@@ -221,10 +209,17 @@ def version_of_step(step: int, staleness: int) -> int:
 
 
 def build(
-    folder: Path, world: World, steps: int, staleness: int, rows: int = 7, test_freq: int = -1
+    folder: Path,
+    world: World,
+    steps: int,
+    staleness: int,
+    rows: int = 7,
+    test_freq: int = -1,
+    batch_source: str = "auto",
 ) -> Pipeline:
     """A pipeline of batches of 3 prompts."""
     cfg = Config()
+    cfg.pipeline.batch_source = batch_source
     cfg.pipeline.staleness = staleness
     cfg.weight_sync.overlap = "true"
     cfg.trainer.test_freq = test_freq

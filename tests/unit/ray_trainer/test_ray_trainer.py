@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.data.staleness import StalenessError
-from one_step_off.ray_trainer import Pipeline, Resumed
+from one_step_off.monitoring.callbacks import StepCallbacks, StopTraining
+from one_step_off.ray_trainer import Pipeline, Resumed, Stopped
 from one_step_off.weight_sync.overlap import SyncOverlap
 from tests.unit.ray_trainer.stand_ins import (
     FakeRollout,
@@ -88,48 +89,6 @@ def test_an_update_begins_beside_the_sync_of_its_own_weights(tmp_path, overlap):
         assert (train_begins < sync_ends) == (overlap == "true")
     for trained in world.trained:
         assert trained.versions == {max(0, trained.step - 1)}
-
-
-@pytest.mark.parametrize("sender", ["sharded", "gather"])
-def test_without_overlap_an_update_begins_beside_the_canary(tmp_path, sender):
-    """With canary_overlap, after the transfer; the weights change after the acceptance. A gathering
-    sender takes turns with the trainer."""
-    world = world_of_equal_phases(0.003)
-    pipeline = build(tmp_path, world, 6, 1)
-    weight_sync = pipeline.cfg.weight_sync
-    weight_sync.overlap, weight_sync.canary_overlap, weight_sync.sender = "false", True, sender
-    pipeline.sync_overlap = SyncOverlap(pipeline.cfg)
-    asyncio.run(pipeline.fit())
-    assert world.begun("canary") == [1, 2, 3, 4, 5], (
-        "after the first and the last sync it is waited for at once"
-    )
-    for step in range(1, 6):
-        train_begins = world.events.index(("begin", "train", step))
-        canary_ends = world.events.index(("end", "canary", step))
-        next_sync = world.events.index(("begin", "sync", step + 1))
-        assert world.events.index(("end", "sync", step)) < train_begins
-        assert (train_begins < canary_ends) == (sender == "sharded")
-        assert canary_ends < next_sync
-
-
-def test_weights_change_only_after_their_canary(tmp_path):
-    """It takes longer than training here."""
-    world = world_of_equal_phases(0.003)
-    pipeline = build(tmp_path, world, 4, 1)
-    pipeline.cfg.weight_sync.overlap, pipeline.cfg.weight_sync.canary_overlap = "false", True
-    pipeline.sync_overlap = SyncOverlap(pipeline.cfg)
-
-    class SlowCanary(FakeSync):
-        async def verified(self):
-            if self.delivered is not None:
-                await asyncio.sleep(0.02)
-                assert world.version == self.delivered, "changed without the acceptance"
-            return await super().verified()
-
-    pipeline.roles.sync = SlowCanary(world)
-    asyncio.run(pipeline.fit())
-    assert world.begun("canary") == [1, 2, 3]
-    assert [trained.step for trained in world.trained] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("generate_s", "overlapped"), [(0.0, 1.0), (1e3, 0.0)])
@@ -306,3 +265,16 @@ def test_the_failure_that_ends_a_run_is_all_that_is_printed(tmp_path, staleness)
             await fail_after_ticks(pipeline, tick)
 
     assert asyncio_reports(main) == []
+
+
+def test_a_callback_that_asks_for_it_stops_the_run_at_the_next_step(tmp_path):
+    def stop_in_step_1(row):
+        if row["step"] == 1:
+            raise StopTraining
+
+    world = World(random.Random(0))
+    pipeline = build(tmp_path, world, 4, 1)
+    pipeline.tracker.callbacks = StepCallbacks([stop_in_step_1])
+    with pytest.raises(Stopped, match="step 2"):
+        asyncio.run(pipeline.fit())
+    assert [trained.step for trained in world.trained] == [0, 1]

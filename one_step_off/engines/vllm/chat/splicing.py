@@ -18,9 +18,10 @@ from agent_loop.chat_template import TurnEncoder
 from agent_loop.episode import Turn
 from one_step_off.config.errors import ConfigError
 from one_step_off.data.messages import knows_developer
-from one_step_off.endpoint.waiting import in_thread
-from one_step_off.engines.vllm.chat.call import CURRENT_CALL, Call
+from one_step_off.endpoint.http_server import in_thread
 from one_step_off.engines.vllm.chat.conversation import (
+    CURRENT_CALL,
+    Call,
     RequestRefused,
     checked_messages,
     plain_messages,
@@ -29,7 +30,7 @@ from one_step_off.engines.vllm.chat.conversation import (
 NOT_FOR_NEW_MESSAGES = ("tools", "tokenize", "add_generation_prompt", "continue_final_message")
 """What vLLM's renderer receives besides the settings of the chat template."""
 
-MIN_CHECKED_CHARS = 100_000
+MIN_CHECKED_CHARS = 20_000
 """Shorter texts are tokenized in no time, and the episode then knows their exact length."""
 
 
