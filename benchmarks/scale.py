@@ -187,7 +187,7 @@ def measure(ranks: int, layers: int, max_senders: int, bucket_mb: int, stores: b
     cfg.rollout.tensor_parallel_size = WORKERS_PER_REPLICA
     traffic = DriverTraffic(stores)
     connect_s = connect(pieces, cfg, traffic)
-    groups = form_groups(pieces, "sharded", max_senders)
+    groups = form_groups(pieces, max_senders)
     pieces_of_sender = [group.pieces for group in groups]
     plan, plan_s = timed(BucketPlan.build, pieces_of_sender, bucket_mb << 20)
     return {

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.common.command_line import Parser
 from benchmarks.common.paths import config_path
 from benchmarks.common.report import markdown_table, write_results
-from benchmarks.common.runs import NO_EVALUATION, SEPARATE_DEVICES, RunFailed, alternated, run_arm
+from benchmarks.common.runs import NO_EVALUATION, RunFailed, alternated, run_arm
 
 TIMES = {
     "T_actor": "time/actor_update_s",
@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace, overrides: list[str]) -> dict[str, list[di
     for run in range(args.runs):
         for arm, arm_keys in alternated(list(ARMS.items()), run):
             folder = args.out / f"{arm.replace(' ', '_')}_run{run}"
-            keys = [*NO_EVALUATION, *SEPARATE_DEVICES, *arm_keys, "pipeline.staleness=0"]
+            keys = [*NO_EVALUATION, *arm_keys, "pipeline.staleness=0"]
             rows = run_arm(args.config, keys, folder, overrides)[args.warmup :]
             collected[arm] += rows
             print(f"run {run + 1} of {args.runs}, {arm}: {summarize(rows)}", flush=True)

@@ -4,18 +4,18 @@
 repeats an update that a run skipped; see `tools/replay.py`."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from one_step_off.config.command_line import exit_code
 from one_step_off.config.console_streams import never_wait
-from one_step_off.config.errors import ConfigError, noting_what_is_missing
+from one_step_off.config.errors import noting_what_is_missing
 from one_step_off.config.help import USAGE, help_text
 from one_step_off.config.loading import load_config
 from one_step_off.config.placement import placement_text
 from one_step_off.config.schema import Config
 from one_step_off.config.text import mask_secrets
 from one_step_off.config.yaml_io import resolved_yaml
+from one_step_off.runtime.failure_report import EXIT_FAILED, failure_reported
 from one_step_off.runtime.run_folder import locked, replaced_by
 from one_step_off.runtime.validation import missing_hardware, validate
 
@@ -89,7 +89,16 @@ def _main(argv: list[str]) -> int:
         print_plan(cfg, missing)
         return 0
     validate(cfg)
-    return _run(cfg, arguments.replay_folder)
+    with locked(cfg), failure_reported(cfg, prints=True):
+        # The slow imports only now: a wrong config, or a folder in use, is refused before them.
+        if arguments.replay_folder is not None:
+            from one_step_off.tools.replay import replay
+
+            return replay(cfg, arguments.replay_folder)
+        from one_step_off.runtime.launch import run
+
+        return run(cfg)
+    return EXIT_FAILED
 
 
 def print_at_once(line: str) -> None:
@@ -107,37 +116,6 @@ def print_plan(cfg: Config, missing: list[str]) -> None:
     for fault in (*missing, missing_hardware(cfg), replaced_by(cfg)):
         if fault:
             print(mask_secrets(f"warning: here a run would be refused: {fault}"), file=sys.stderr)
-
-
-def _run(cfg: Config, replay_folder: str | None) -> int:
-    def program() -> int:
-        # The slow imports only now: a wrong config, or a folder in use, is refused before them.
-        from one_step_off.runtime.launch import run
-        from one_step_off.tools.replay import replay
-
-        if replay_folder is not None:
-            return replay(cfg, replay_folder)
-        return run(cfg)
-
-    return run_or_report(cfg, program)
-
-
-def run_or_report(cfg: Config, program: Callable[[], int]) -> int:
-    """Run a program as the owner of its run folder, where a failure is reported. Returns the exit
-    code. Raises ConfigError."""
-    from one_step_off.runtime.failure_report import as_config_fault, report_failure
-
-    with locked(cfg):
-        try:
-            return program()
-        except ConfigError:
-            raise
-        except Exception as error:
-            config_fault = as_config_fault(cfg, error)
-            if config_fault is not None:
-                raise config_fault from error
-            print(report_failure(cfg, error), file=sys.stderr)
-            return 1
 
 
 if __name__ == "__main__":

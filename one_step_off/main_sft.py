@@ -10,9 +10,10 @@ from one_step_off.config.console_streams import never_wait
 from one_step_off.config.errors import ConfigError, noting_what_is_missing
 from one_step_off.config.help import SUPERVISED_USAGE, supervised_help_text
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import Config
 from one_step_off.config.supervised import unread_lr_warning
-from one_step_off.main_ppo import parse, print_at_once, print_plan, run_or_report
+from one_step_off.main_ppo import parse, print_at_once, print_plan
+from one_step_off.runtime.failure_report import EXIT_FAILED, failure_reported
+from one_step_off.runtime.run_folder import locked
 from one_step_off.runtime.validation import validate_supervised
 
 
@@ -47,17 +48,12 @@ def _main(argv: list[str]) -> int:
     warning = unread_lr_warning(cfg)
     if warning:
         print(warning, flush=True)
-    return _run(supervised)
-
-
-def _run(cfg: Config) -> int:
-    def program() -> int:
+    with locked(supervised), failure_reported(supervised, prints=True):
         # The slow imports only now: a wrong config, or a folder in use, is refused before them.
         from one_step_off.runtime.launch import run_supervised
 
-        return run_supervised(cfg)
-
-    return run_or_report(cfg, program)
+        return run_supervised(supervised)
+    return EXIT_FAILED
 
 
 if __name__ == "__main__":

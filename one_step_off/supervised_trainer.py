@@ -24,7 +24,7 @@ from one_step_off.training.trainer_group import WorkerGroup
 
 
 @dataclass
-class SupervisedRoles:
+class SupervisedGroups:
     """The groups of processes that take part in a supervised run."""
 
     actor: WorkerGroup
@@ -43,7 +43,7 @@ class SupervisedPipeline:
     def __init__(
         self,
         cfg: Config,
-        roles: SupervisedRoles,
+        roles: SupervisedGroups,
         stream: Any,
         val: list[SupervisedRow] | None,
         tracker: SupervisedTracker,

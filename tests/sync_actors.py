@@ -11,7 +11,6 @@ import asyncio
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -211,8 +210,6 @@ class LightReplica(FaultInjector):
 
     def _connect(self, info: dict[str, Any], index: int) -> None:
         self.pass_place("connect")
-        with suppress(Exception):
-            self._finish_ahead()
         if self.receiver is None:
             pieces = [[WeightPiece(*fields) for fields in sent] for sent in info["pieces"]]
             plan = BucketPlan.build(pieces, info["bucket_bytes"])
@@ -226,20 +223,6 @@ class LightReplica(FaultInjector):
             self.layout and ShardsOfReceivers.by_kind([self.layout.kept] * info["receivers"]),
         )
 
-    async def receive_ahead(self, version: int, limit_bytes: int) -> None:
-        await self._in_engine(self._receive_ahead, version, limit_bytes)
-
-    def _receive_ahead(self, version: int, limit_bytes: int) -> None:
-        self.pass_place("ahead", version)
-        self.receiver.layout = self.layout
-        thread = ThreadPoolExecutor(1)
-        self.ahead = thread.submit(self.receiver.receive_ahead, version, limit_bytes)
-
-    def _finish_ahead(self) -> None:
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None:
-            ahead.result()
-
     async def sync(
         self, stamp: tuple[int, int], sharded_only: bool = False
     ) -> list[dict[str, Any]]:
@@ -250,7 +233,6 @@ class LightReplica(FaultInjector):
         return [report]
 
     def _receive(self, version: int, sharded_only: bool) -> dict[str, Any]:
-        self._finish_ahead()
         self.receiver.layout = self.layout
         self.layout.version = version
 

@@ -17,10 +17,6 @@ Item = TypeVar("Item")
 NO_EVALUATION = ["data.val_files=", "trainer.test_freq=-1", "trainer.save_hf_model=false"]
 """Config keys of a run that is timed: it neither evaluates nor exports the model."""
 
-SEPARATE_DEVICES = ["placement.share_idle_cores=false"]
-"""Config keys of a run on a CPU that stands for one on GPUs: a phase takes as long as its own
-devices need, whether the others work or wait."""
-
 
 class RunFailed(RuntimeError):
     """A run ended with an error. `code` is its exit code."""

@@ -24,7 +24,7 @@ from benchmarks.common.lengths import keys_of
 from benchmarks.common.machine import machine
 from benchmarks.common.paths import config_path
 from benchmarks.common.report import write_results
-from benchmarks.common.runs import NO_EVALUATION, SEPARATE_DEVICES, RunFailed, rotated, run_arm
+from benchmarks.common.runs import NO_EVALUATION, RunFailed, rotated, run_arm
 from benchmarks.long_tail.report import figures, plot, summarize, table
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arms = arms_of([float(factor) for factor in args.over.split(",") if factor])
         length_keys, lengths = keys_of(f"longtail:{args.most}")
-        keys = [*NO_EVALUATION, *SEPARATE_DEVICES, *length_keys, *overrides]
+        keys = [*NO_EVALUATION, *length_keys, *overrides]
         cfg = validated_config(args.config, keys, arms)
     except (ConfigError, ValueError) as e:
         parser.error(str(e))

@@ -26,7 +26,7 @@ from benchmarks.common.lengths import keys_of
 from benchmarks.common.machine import machine
 from benchmarks.common.paths import config_path
 from benchmarks.common.report import write_results
-from benchmarks.common.runs import NO_EVALUATION, SEPARATE_DEVICES, RunFailed, run_arm
+from benchmarks.common.runs import NO_EVALUATION, RunFailed, run_arm
 from benchmarks.staleness.arms import (
     CORRECTIONS,
     LEARNING,
@@ -103,7 +103,7 @@ def runs_of(args: argparse.Namespace, overrides: list[str], length_keys: list[st
     runs = []
     for number in range(args.runs if SPEED in args.parts else 0):
         for arm in arms:
-            keys = [*common, *NO_EVALUATION, *SEPARATE_DEVICES, *length_keys, *arm.keys]
+            keys = [*common, *NO_EVALUATION, *length_keys, *arm.keys]
             runs.append(Run(SPEED, arm, arm.name, number, keys))
     for seed in args.seeds if LEARNING in args.parts else []:
         for correction in args.corrections:

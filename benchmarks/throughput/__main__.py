@@ -36,7 +36,7 @@ from benchmarks.common.lengths import keys_of
 from benchmarks.common.machine import machine
 from benchmarks.common.paths import config_path
 from benchmarks.common.report import write_results
-from benchmarks.common.runs import NO_EVALUATION, SEPARATE_DEVICES, RunFailed, rotated, run_arm
+from benchmarks.common.runs import NO_EVALUATION, RunFailed, rotated, run_arm
 from benchmarks.throughput import headline, plots, report
 from benchmarks.throughput.cases import (
     ARMS,
@@ -124,7 +124,7 @@ def _add_headline_flags(parser: Parser) -> None:
 
 def base_keys(args: argparse.Namespace, overrides: list[str]) -> list[str]:
     """The config keys that all arms of all cases share."""
-    return [*NO_EVALUATION, *SEPARATE_DEVICES, *overrides, *step_keys(args.steps)]
+    return [*NO_EVALUATION, *overrides, *step_keys(args.steps)]
 
 
 def _check_arm(keys: list[str], warmup: int) -> None:

@@ -18,7 +18,7 @@ from benchmarks.common.lengths import keys_of
 from benchmarks.common.machine import machine, machine_line
 from benchmarks.common.paths import config_path
 from benchmarks.common.report import markdown_table, spread, with_range, write_results
-from benchmarks.common.runs import NO_EVALUATION, SEPARATE_DEVICES, rotated, run_arm
+from benchmarks.common.runs import NO_EVALUATION, rotated, run_arm
 from benchmarks.throughput.cases import ARMS, DISAGGREGATED, Case, arms_of
 from benchmarks.throughput.report import Row, exposed_sync, needed_columns
 from one_step_off.config.loading import load_config
@@ -136,7 +136,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> list[PlannedRegime]:
         if steps - warmup < 2:
             raise ValueError(f"--warmup {warmup} of {steps} steps leaves none to measure")
         config = config_path(regime.config)
-        keys = [*NO_EVALUATION, *SEPARATE_DEVICES, *overrides, f"trainer.total_steps={steps}"]
+        keys = [*NO_EVALUATION, *overrides, f"trainer.total_steps={steps}"]
         if regime.is_pretrained:
             keys.append(f"model.path={args.headline}")
         keys += regime.case.keys(load_config([f"config={config}", *keys]))

@@ -46,7 +46,6 @@ from one_step_off.runtime.validation import validate
 ARMS = {
     "ours": OURS,
     "ours-sync": "one_step_off, synchronous",
-    "ours-shared-cores": "one_step_off, idle cores shared",
     "trl-1": "TRL, 1 thread",
     "trl-all": "TRL, a thread per core",
     "trl-vllm": "TRL, vLLM colocate",
@@ -56,7 +55,6 @@ ARMS = {
 KEYS_OF_ARM = {
     "ours": [],
     "ours-sync": ["pipeline.staleness=0"],
-    "ours-shared-cores": ["placement.share_idle_cores=true"],
 }
 """Config keys of this program's arms."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.common.paths import config_path
 from benchmarks.common.report import markdown_table, row_not_run, spread, with_range
-from benchmarks.common.runs import NO_EVALUATION, SEPARATE_DEVICES, rotated, run_arm
+from benchmarks.common.runs import NO_EVALUATION, rotated, run_arm
 from one_step_off.config.schema import WeightSyncConfig
 from one_step_off.models import tiny_qwen
 
@@ -36,7 +36,6 @@ FEWEST_STEPS = WARMUP + 2
 CONFIG = config_path("gsm8k_tiny_cpu.yaml")
 COMMON_KEYS = [
     *NO_EVALUATION,
-    *SEPARATE_DEVICES,
     "trainer.val_before_train=false",
     "trainer.val_after_train=false",
 ]

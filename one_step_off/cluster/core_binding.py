@@ -11,23 +11,18 @@ commas."""
 OWN_CORES = "ONE_STEP_OFF_OWN_CORES"
 """Environment variable of a bound process: the cores that it is bound to."""
 
-GUEST_CORES = "ONE_STEP_OFF_GUEST_CORES"
-"""Environment variable of a bound process: the cores that it may use besides while their own
-processes wait, see `core_sharing`."""
 
-
-def pin_process(cores: tuple[int, ...], guests: tuple[int, ...] = ()) -> None:
+def pin_process(cores: tuple[int, ...]) -> None:
     """Bind every thread of this process, and all that it starts later, to `cores` (none: leave it
     unbound).
 
-    The cores that it could use before are kept in the environment, for `unpin`, and so are `cores`
-    and `guests`, for `core_sharing`.
+    The cores that it could use before are kept in the environment, for `unpin`, and so are `cores`,
+    for `own_cores`.
     """
     if not cores:
         return
     os.environ[ALL_CORES] = _joined(usable_cores())
     os.environ[OWN_CORES] = _joined(cores)
-    os.environ[GUEST_CORES] = _joined(guests)
     for thread_id in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # the thread has just ended
             os.sched_setaffinity(int(thread_id), cores)
@@ -50,11 +45,6 @@ def usable_cores() -> list[int]:
 def own_cores() -> list[int]:
     """The cores that this process is bound to; none: it is not bound."""
     return _cores_in(OWN_CORES)
-
-
-def guest_cores() -> list[int]:
-    """The cores that this process may use besides its own while their own processes wait."""
-    return _cores_in(GUEST_CORES)
 
 
 def _joined(cores: Iterable[int]) -> str:

@@ -22,7 +22,6 @@ from one_step_off.config.hardware import CoresPerProcess
 from one_step_off.config.placement import (
     device_share,
     devices_of_process,
-    guest_cores,
     process_cores,
     processes_per_node,
     shared_devices,
@@ -55,12 +54,25 @@ class ProcessSlot:
     devices: float = 1.0
     """GPUs (or Ray's CPUs) of the bundle that belong to this slot. Slots of other pools have the
     rest of a shared device."""
-    guest_cores: tuple[int, ...] = ()
-    """The cores that its processes may use besides while the other side of the pipeline waits."""
 
     def shares_bundle(self, other: "ProcessSlot") -> bool:
         """Whether both slots lie on the same device."""
         return self.group is other.group and self.bundle == other.bundle
+
+
+class PlacedActor:
+    """A mixin of actors that `spawn` starts. It has no constructor, so that it fits any class."""
+
+    def bound_pids(self) -> list[int]:
+        """The processes that compute for this actor."""
+        return [os.getpid()]
+
+    @ray.method(concurrency_group="control")
+    def threads_and_cores(self) -> str:
+        """For the log: with how many threads this actor's processes compute, and on which cores."""
+        threads = os.environ.get("OMP_NUM_THREADS", "not set")
+        cores = [sorted(os.sched_getaffinity(pid)) for pid in self.bound_pids()]
+        return f"OMP_NUM_THREADS={threads}, its processes are on the cores {cores}"
 
 
 def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
@@ -80,7 +92,6 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
     """
     resource = "GPU" if device == "cuda" else "CPU"
     cores_of_pool = process_cores(cfg, device)
-    guests_of_pool = guest_cores(cfg, cores_of_pool)
     slots_of_part: dict[tuple[str, int], list[ProcessSlot]] = {}
     for pool, node in _largest_part_first(cfg):
         slots_per_node = processes_per_node(cfg, pool)
@@ -92,8 +103,7 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
         slots = []
         for bundle in range(count):
             cores = tuple(cores_of_pool[pool][first + bundle])
-            guests = tuple(guests_of_pool[pool][first + bundle])
-            slots.append(ProcessSlot(group, bundle, node, cores, width, guests))
+            slots.append(ProcessSlot(group, bundle, node, cores, width))
         slots_of_part[pool, node] = slots
     slots_of_part |= _shared_slots(cfg, resource, cores_of_pool)
 
@@ -204,12 +214,8 @@ def spawn(
         log: the file for its output; empty: Ray's own.
     """
     cores = slot.cores if slot else ()
-    guests = slot.guest_cores if slot else ()
-    actor_class = _pinned_class(cls, cores, guests, log)
-    threads = str(_thread_count(slot, (*cores, *guests), device))
-    variables = dict.fromkeys(THREAD_VARIABLES, threads)
-    if guests:
-        variables["MKL_DYNAMIC"] = "FALSE"  # it would count the cores at the first use
+    actor_class = _pinned_class(cls, cores, log)
+    variables = dict.fromkeys(THREAD_VARIABLES, str(_thread_count(slot, device)))
     options: dict[str, Any] = {
         "num_cpus": 0,
         "runtime_env": {"env_vars": variables | (env or {})},
@@ -228,13 +234,13 @@ def spawn(
     return remote_class.options(**options).remote(*args)
 
 
-def _pinned_class(cls: type, cores: tuple[int, ...], guests: tuple[int, ...], log: str) -> type:
+def _pinned_class(cls: type, cores: tuple[int, ...], log: str) -> type:
     """A subclass with the name of `cls` that binds its process to `cores` before torch starts its
     threads."""
 
     class Pinned(cls):
         def __init__(self, *args: Any) -> None:
-            pin_process(cores, guests)
+            pin_process(cores)
             if log:
                 redirect_output(log)
             never_fail()
@@ -245,8 +251,8 @@ def _pinned_class(cls: type, cores: tuple[int, ...], guests: tuple[int, ...], lo
     return Pinned
 
 
-def _thread_count(slot: ProcessSlot | None, cores: tuple[int, ...], device: str) -> int:
-    """Threads for OpenMP and MKL: one for each of the slot's cores, those of `cores`.
+def _thread_count(slot: ProcessSlot | None, device: str) -> int:
+    """Threads for OpenMP and MKL: one for each of the slot's cores.
 
     On GPUs an equal part of the host's cores for each of its GPUs: Ray would set one thread, and
     the optimizer of offloaded parameters runs on the host.
@@ -254,7 +260,7 @@ def _thread_count(slot: ProcessSlot | None, cores: tuple[int, ...], device: str)
     if device == "cuda" and slot:
         gpus_of_node = max(1, _gpus_of_this_node(), len(slot.group.bundle_specs))
         return max(1, (os.cpu_count() or 1) // gpus_of_node)
-    return max(1, len(cores))
+    return max(1, len(slot.cores) if slot else 0)
 
 
 @functools.cache

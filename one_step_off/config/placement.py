@@ -182,44 +182,6 @@ def process_cores(
     return plan
 
 
-def guest_cores(
-    cfg: Config, cores_of_pool: dict[str, CoresPerProcess]
-) -> dict[str, CoresPerProcess]:
-    """Pool name -> the cores that each of its processes may use besides its own, while their own
-    processes wait.
-
-    The rollout's cores are divided among the trainers' processes, and the other way round. There
-    are none where `placement.share_idle_cores` is off, where processes are not pinned, and where
-    rollout and trainers have the same cores anyway.
-
-    Args:
-        cores_of_pool: of `process_cores`.
-    """
-    guests = {pool: [[] for _ in processes] for pool, processes in cores_of_pool.items()}
-    rollout_pool = cfg.placement.roles.get("rollout")
-    if rollout_pool is None:
-        return guests
-    trainer_pools = [pool for pool in cores_of_pool if pool != rollout_pool]
-    rollout_cores = _all_cores(cores_of_pool[rollout_pool])
-    trainer_processes = [cores for pool in trainer_pools for cores in cores_of_pool[pool]]
-    trainer_cores = _all_cores(trainer_processes)
-    is_divided = rollout_cores and trainer_cores and not set(rollout_cores) & set(trainer_cores)
-    if not cfg.placement.share_idle_cores or not is_divided:
-        return guests
-    guests[rollout_pool] = hardware.divide_evenly(len(guests[rollout_pool]), trainer_cores)
-    guests_of_trainers = hardware.divide_evenly(len(trainer_processes), rollout_cores)
-    for pool in trainer_pools:
-        count = len(guests[pool])
-        guests[pool] = guests_of_trainers[:count]
-        guests_of_trainers = guests_of_trainers[count:]
-    return guests
-
-
-def _all_cores(processes: CoresPerProcess) -> list[int]:
-    """The cores of some processes, each once."""
-    return sorted({core for cores in processes for core in cores})
-
-
 def _cores_of_devices(cfg: Config, cores: list[int]) -> dict[str, CoresPerProcess]:
     """As `process_cores`, where pools share a device: it comes first, then the whole devices."""
     cores_of_device = hardware.divide_evenly(devices_of_run(cfg), cores)

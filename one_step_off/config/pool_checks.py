@@ -21,7 +21,9 @@ from one_step_off.config.placement import (
 )
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.roles import BACK_ENDS
 from one_step_off.config.text import did_you_mean, format_value
+from one_step_off.config.user_code import is_user_spec
 
 ROLES = ("rollout", "actor", "ref", "critic", "reward_model", "teacher")
 MAX_PROCESSES_PER_NODE = 1024
@@ -118,13 +120,6 @@ def _check_roles_beside_rollout(cfg: Config) -> None:
             f"{sharing}, but one step off needs both at once; "
             "set pipeline.staleness=0 or give them separate pools",
         )
-    if cfg.trainer.warm_spares:
-        raise key_error(
-            cfg,
-            "trainer.warm_spares",
-            f"{sharing}, so a trainer's death restarts the engines too, and a spare saves nothing; "
-            "set it to false or give them separate pools",
-        )
     if cfg.rollout.tensor_parallel_size > 1:
         raise key_error(
             cfg,
@@ -142,8 +137,9 @@ def check_layouts(cfg: Config, device: str) -> None:
         if role == "rollout":
             continue
         settings = role_settings(cfg, role)
-        if settings.backend == "vllm":
+        if role == "teacher" and settings.backend == "vllm":
             continue  # `check_teacher` checks it
+        _check_back_end(role, settings.backend)
         ranks = devices_of_pool(cfg, pool)
         sizes = {}
         for dimension in MODEL_PARALLEL:
@@ -152,10 +148,20 @@ def check_layouts(cfg: Config, device: str) -> None:
         _check_stages(role, settings)
         if settings.backend == "fsdp":
             _check_fsdp_layout(cfg, role, settings, sizes, ranks, device)
-        else:
+        elif settings.backend == "megatron":
             _check_megatron_packages(role, device)
             _check_megatron_layout(role, sizes, ranks)
             _check_megatron_settings(cfg, role, settings)
+
+
+def _check_back_end(role: str, back_end: str) -> None:
+    """A user's own is imported when the run is prepared."""
+    if back_end in BACK_ENDS or is_user_spec(back_end):
+        return
+    known = (*BACK_ENDS, "vllm") if role == "teacher" else BACK_ENDS
+    otherwise = f"must be one of {', '.join(known)}, or your own as module:TABLE"
+    fix = did_you_mean(back_end, known, otherwise)
+    raise ConfigError(f"{role}.backend={format_value(back_end)}: no such back end; {fix}")
 
 
 def _check_stages(role: str, settings: Any) -> None:

@@ -105,7 +105,6 @@ def supervised_config(cfg: Config) -> Config:
         )
     supervised.placement.pools = {pool: cfg.placement.pools[pool]}
     supervised.placement.roles = {"actor": pool}
-    supervised.placement.share_idle_cores = False
     for name in ("train_files", "val_files"):
         files = supervised_files(cfg, name)
         setattr(supervised.sft, name, files)
@@ -155,10 +154,6 @@ def check_supervised_keys(cfg: Config) -> None:
             "trainer.sft_steps",
             "counts supervised steps before RL; main_sft makes trainer.total_steps of them: "
             "set it to 0",
-        )
-    if cfg.trainer.warm_spares:
-        raise key_error(
-            cfg, "trainer.warm_spares", "supervised runs have no spare processes; set it to false"
         )
     if cfg.trainer.keep_best:
         raise key_error(

@@ -61,11 +61,6 @@ class PooledSource(BatchSource):
             )
 
     @property
-    def is_generating(self) -> bool:
-        """See `BatchSource.is_generating`."""
-        return bool(self.pool.prompts)
-
-    @property
     def is_continuous(self) -> bool:
         """See `BatchSource.is_continuous`."""
         return True

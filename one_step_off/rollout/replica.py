@@ -19,9 +19,9 @@ import ray
 
 from agent_loop.base import Generated, Loops
 from agent_loop.tools import MCP_SCHEMAS
-from one_step_off.cluster.core_sharing import CoreUser
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.network import reachable_host
+from one_step_off.cluster.placement import PlacedActor
 from one_step_off.cluster.remote_calls import observed
 from one_step_off.cluster.resource_usage import UsageProbe
 from one_step_off.config.roles import load_section_tokenizer
@@ -51,7 +51,7 @@ def _part_of_sync(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitabl
     return call
 
 
-class RolloutReplica(UsageProbe, CoreUser):
+class RolloutReplica(UsageProbe, PlacedActor):
     """One engine (tensor_parallel_size GPUs) and everything that talks to it."""
 
     # Ray's own limit, 1000 calls at once, is less than the prompts that may be in scoring at a
@@ -130,7 +130,7 @@ class RolloutReplica(UsageProbe, CoreUser):
 
     def _create_endpoint(self) -> Any:
         # An HTTP server is slow to import, and most runs need none.
-        from one_step_off.endpoint.guarded_server import limits_for
+        from one_step_off.endpoint.http_server import limits_for
         from one_step_off.endpoint.replica_server import ReplicaServer
 
         data = self.cfg.data
@@ -195,16 +195,6 @@ class RolloutReplica(UsageProbe, CoreUser):
         """
         replica_info = {"host": reachable_host(info["host"]), "first_receiver": first_receiver}
         await self.call_workers("connect_sync", info | replica_info)
-
-    @_part_of_sync
-    async def receive_ahead(self, version: int, limit_bytes: int) -> None:
-        """Begin to receive weights while the engine generates; `sync` puts them to use.
-
-        Args:
-            version: of the weights.
-            limit_bytes: the spare memory of each worker.
-        """
-        await self.call_workers("receive_ahead", version, limit_bytes)
 
     @_part_of_sync
     async def sync(self, stamp: PolicyVersion, sharded_only: bool = False) -> list[dict[str, Any]]:
@@ -279,10 +269,8 @@ class RolloutReplica(UsageProbe, CoreUser):
             raise RuntimeError(f"the engine of rollout replica {self.index} died")
 
     def bound_pids(self) -> list[int]:
-        """See `CoreUser`: none before the engine has started. It starts on the replica's own cores,
-        and counts them."""
-        engine_pids = [process.pid for process in self.engine.processes()]
-        return [os.getpid(), *engine_pids] if engine_pids else []
+        """See `PlacedActor`: the engine's processes too."""
+        return [os.getpid(), *(process.pid for process in self.engine.processes())]
 
     async def sleep(self) -> None:
         """Give the memory to another role; the next sync brings weights. A CPU engine keeps its
@@ -368,7 +356,6 @@ class RolloutReplica(UsageProbe, CoreUser):
         self.attempt = attempt
         self._raise_if_engine_died()
         self.rewards.drop_waiting()
-        self.use_own_cores()
         for task in self.work:
             task.cancel()
         if self.endpoint is not None:

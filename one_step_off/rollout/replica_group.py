@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -27,7 +27,6 @@ class RolloutGroup:
     Attributes:
         train_sampling: how samples for training are generated.
         val_sampling: how samples for evaluation are generated.
-        at_work: entered while the replicas generate, see `CoreSharing.at_work`.
         has_answered: whether all replicas have started once. Before, one that does not answer may
             be starting; from then on it hangs.
     """
@@ -63,7 +62,6 @@ class RolloutGroup:
         )
         self.train_sampling = train_sampling(cfg, seeded)
         self.val_sampling = val_sampling(cfg, seeded)
-        self.at_work: Callable[[], AbstractContextManager] = nullcontext
         self.has_answered = False
 
     @property
@@ -126,8 +124,7 @@ class RolloutGroup:
         async with self.pool_lock:
             begin = now()
             work = self.router.generate(prompts, request)
-            with self.at_work():
-                samples = await with_time_limit(limit_s, f"{purpose}, rollout", work)
+            samples = await with_time_limit(limit_s, f"{purpose}, rollout", work)
             seconds = now() - begin
         is_evaluation = sampling is self.val_sampling
         self.events.trace(self.timeline.finish(purpose, is_evaluation))

@@ -75,11 +75,6 @@ class ScheduledSource(BatchSource):
         self.stream.begin_step(step, step - 1 - self.staleness)
         return self.stream.next_batch()
 
-    @property
-    def is_generating(self) -> bool:
-        """See `BatchSource.is_generating`."""
-        return bool(self.begun)
-
     def ready(self, step: int) -> bool:
         """See `BatchSource.ready`: always, because the sync replaces the weights of the batches
         that are generated."""

@@ -16,6 +16,7 @@ from one_step_off.config.loading import checked_copy
 from one_step_off.config.plain_values import plain_value
 from one_step_off.config.schema import Config
 from one_step_off.monitoring.callbacks import StepCallback
+from one_step_off.runtime.failure_report import failure_reported
 from one_step_off.runtime.run_folder import locked
 from one_step_off.runtime.validation import validate
 
@@ -125,19 +126,10 @@ def train(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> RunResult:
     validate(cfg)
     # The slow imports only now: a wrong config is refused before them.
     from one_step_off.runtime import launch
-    from one_step_off.runtime.failure_report import as_config_fault, report_failure
 
     with locked(cfg):
-        try:
+        with failure_reported(cfg):
             launch.run(cfg, callbacks)
-        except ConfigError:
-            raise
-        except Exception as error:
-            config_fault = as_config_fault(cfg, error)
-            if config_fault is not None:
-                raise config_fault from error
-            report_failure(cfg, error)
-            raise
         return read_result(cfg)
 
 

@@ -4,7 +4,6 @@
 attempt: weight versions count trainer steps, so after a restart the same version may name other
 weights."""
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -25,9 +24,6 @@ from one_step_off.runtime.prepare import ResumePoint, RunInputs, load_resume_poi
 
 # `RunProcesses`, `Pipeline` and `Resumed` are imported where they are used: they bring torch, Ray
 # and transformers, which take seconds, and the first line of output shall not wait for them.
-
-
-SPARES_POLL_S = 0.2
 
 
 class AttemptFailed(Exception):
@@ -101,50 +97,43 @@ def run_with_restarts(prepared: RunInputs, tracker: Tracker) -> None:
         Exception: an error that a restart cannot help against; or, with no restarts left, or where
             a run that has trained cannot be started again, the last failure.
     """
-    stream = prepared.data.stream
-    first_position = stream.state_dict()
+    first_position = prepared.data.stream.state_dict()
     state = initial_state(prepared)
     budget = RestartBudget(prepared.cfg.trainer.max_restarts)
     loop_runner = LoopRunner()
+    last_failure: BaseException | None = None
     try:
-        _run_attempts(prepared, state, tracker, loop_runner, budget, first_position)
+        while True:
+            try:
+                loop_runner.run(run_attempt(prepared, state, tracker, loop_runner))
+                return
+            except ConfigError as error:
+                if last_failure is None or not state.has_trained:
+                    raise  # the input is bad, whatever process died in an earlier start
+                # As where a host has failed: the cluster is now too small for a pool.
+                last_failure.add_note(f"the run could not be restarted: {error}")
+                raise last_failure from last_failure.__cause__
+            except AttemptFailed as failed:
+                last_failure = failed.__cause__
+                may_restart = budget.allows_restart(len(tracker.steps))
+                if not may_restart or state.stop_requested:
+                    raise last_failure from last_failure.__cause__
+                _prepare_restart(prepared, state, tracker, first_position)
+                _begin_files_again(prepared, state, tracker, failed)
     finally:
         if state.engines is not None:  # no attempt has taken them over
             loop_runner.run(state.engines.end())
 
 
-def _run_attempts(
-    prepared: RunInputs,
-    state: RunState,
-    tracker: Tracker,
-    loop_runner: LoopRunner,
-    budget: RestartBudget,
-    first_position: dict[str, Any],
+def _begin_files_again(
+    prepared: RunInputs, state: RunState, tracker: Tracker, failed: AttemptFailed
 ) -> None:
-    """See `run_with_restarts`. `first_position`: of the data, at the beginning of the run."""
-    last_failure: BaseException | None = None
-    while True:
-        try:
-            loop_runner.run(run_attempt(prepared, state, tracker, loop_runner))
-            return
-        except ConfigError as error:
-            if last_failure is None or not state.has_trained:
-                raise  # the input is bad, whatever process died in an earlier start
-            # As where a host has failed: the cluster is now too small for a pool.
-            last_failure.add_note(f"the run could not be restarted: {error}")
-            raise last_failure from last_failure.__cause__
-        except AttemptFailed as failed:
-            last_failure = failed.__cause__
-            may_restart = budget.allows_restart(len(tracker.steps))
-            if not may_restart or state.stop_requested:
-                raise last_failure from last_failure.__cause__
-            _prepare_restart(prepared, state, tracker, first_position)
-            kept = ", the engines are kept" if state.engines is not None else ""
-            attempt = f"attempt {state.attempt}{kept}"
-            tracker.log(f"{failed}; {_how_it_continues(state)} as {attempt}")
-            tracker.close()
-            remote_loggers = start_remote_loggers(prepared.cfg, resumed=True)
-            open_files(prepared, state.resume_point, tracker, remote_loggers)
+    """Log why the next attempt begins and where, and go back to that step in the run's files."""
+    kept = ", the engines are kept" if state.engines is not None else ""
+    tracker.log(f"{failed}; {_how_it_continues(state)} as attempt {state.attempt}{kept}")
+    tracker.close()
+    remote_loggers = start_remote_loggers(prepared.cfg, resumed=True)
+    open_files(prepared, state.resume_point, tracker, remote_loggers)
 
 
 def _how_it_continues(state: RunState) -> str:
@@ -174,7 +163,7 @@ def _prepare_restart(
 async def run_attempt(
     prepared: RunInputs, state: RunState, tracker: Tracker, loop_runner: LoopRunner
 ) -> None:
-    """One attempt: start all processes, train to the end, and end the processes.
+    """One attempt: start all processes, train to the end, save the model, and end the processes.
 
     It takes over the engines that the attempt before has handed over. If trainers die, it hands
     them over to the next one in its turn.
@@ -187,19 +176,12 @@ async def run_attempt(
     try:
         with tracker.console.working("starting engines and trainers"):
             processes = create_processes(prepared, state, tracker)
-            state.engines = None
-            if processes.keeps_engines:
-                state.engines_kept += 1
-            else:
-                log_pools(prepared.cfg, processes, tracker)
-            await processes.setup()
-        if not processes.keeps_engines:
-            log_sync_warning(processes, tracker)
-        tracker.report_usage({"restarts/engines_kept": float(state.engines_kept)}, "")
-        if processes.endpoint:
-            processes.endpoint.report_to(tracker.log, tracker.report_usage)
-        async with _spares_after_first_step(prepared, processes, tracker):
-            await train_model(prepared, state, processes, tracker, loop_runner)
+            await _start(prepared, state, processes, tracker)
+        pipeline = await create_pipeline(prepared, state, processes, tracker)
+        state.pipeline = pipeline
+        async with _in_training(prepared, pipeline, processes, tracker, loop_runner):
+            await pipeline.fit()
+        await _save_model(prepared.cfg, processes, tracker)
     except Exception as error:
         tracker.restart_begin = tracker.restart_begin or time.perf_counter()
         has_new_step = len(tracker.steps) > tracker.steps_before
@@ -214,41 +196,28 @@ async def run_attempt(
             await processes.end()
 
 
-@contextlib.asynccontextmanager
-async def _spares_after_first_step(
-    prepared: RunInputs, processes: Any, tracker: Tracker
-) -> AsyncIterator[None]:
-    """Inside it, `trainer.warm_spares` are started once a step has ended: their imports take
-    seconds of a core, which would delay the start."""
-    if not prepared.cfg.trainer.warm_spares or prepared.is_supervised:
-        yield
-        return
-
-    async def start_after_step() -> None:
-        while len(tracker.steps) <= tracker.steps_before:
-            await asyncio.sleep(SPARES_POLL_S)
-        processes.start_spares()
-
-    starting = asyncio.create_task(start_after_step())
-    try:
-        yield
-    finally:
-        starting.cancel()
-        (failure,) = await asyncio.gather(starting, return_exceptions=True)
-        if isinstance(failure, Exception):
-            tracker.log(f"trainer.warm_spares: they could not be started: {failure}")
+async def _start(prepared: RunInputs, state: RunState, processes: Any, tracker: Tracker) -> None:
+    """Load all models and engines of processes that were created, or let kept engines drop the work
+    of the attempt before."""
+    state.engines = None
+    if processes.keeps_engines:
+        state.engines_kept += 1
+    else:
+        log_pools(prepared.cfg, processes, tracker)
+    await processes.setup()
+    tracker.report_usage({"restarts/engines_kept": float(state.engines_kept)}, "")
+    if processes.endpoint:
+        processes.endpoint.report_to(tracker.log, tracker.report_usage)
 
 
 def create_processes(prepared: RunInputs, state: RunState, events: RunEvents) -> Any:
     """The processes of an attempt, which report to `events`; nothing is loaded yet. Raises
     ConfigError."""
+    from one_step_off.runtime import processes
+
     if prepared.is_supervised:
-        from one_step_off.runtime.supervised_processes import SupervisedProcesses
-
-        return SupervisedProcesses(prepared, events)
-    from one_step_off.runtime.processes import RunProcesses
-
-    return RunProcesses(prepared, state.attempt, kept=state.engines, events=events)
+        return processes.SupervisedProcesses(prepared, events)
+    return processes.RunProcesses(prepared, state.attempt, kept=state.engines, events=events)
 
 
 def log_pools(cfg: Config, processes: Any, tracker: Tracker) -> None:
@@ -258,43 +227,42 @@ def log_pools(cfg: Config, processes: Any, tracker: Tracker) -> None:
     tracker.log("created " + describe_pools(cfg, processes.pools))
 
 
-def log_sync_warning(processes: Any, tracker: Tracker) -> None:
-    """Log which setting of the weight sync has no effect in this run, if there is one."""
-    if processes.roles.sync is None:  # a supervised run
-        return
-    warning = processes.roles.sync.ahead.warning()
-    if warning:
-        tracker.log(warning)
-
-
-async def train_model(
-    prepared: RunInputs, state: RunState, processes: Any, tracker: Tracker, loop_runner: LoopRunner
-) -> None:
-    """Run the pipeline on processes that have started, and save the model."""
+@contextlib.asynccontextmanager
+async def _in_training(
+    prepared: RunInputs,
+    pipeline: Any,
+    processes: Any,
+    tracker: Tracker,
+    loop_runner: LoopRunner,
+) -> AsyncIterator[None]:
+    """While the block trains: show its progress, measure the processes, and let signals and
+    callbacks stop the pipeline. The block ends normally where a callback has stopped it."""
     from one_step_off.ray_trainer import Stopped
 
     cfg = prepared.cfg
     console = tracker.console
-    pipeline = await create_pipeline(prepared, state, processes, tracker)
-    state.pipeline = pipeline
+    if cfg.trainer.val_only:
+        progress = console.working("evaluating")
+    else:
+        progress = console.training(tracker.total_steps, tracker.first_step)
     watched_groups = _watched_groups(processes)
     async with watch_usage(watched_groups, prepared.device == "cuda", tracker.report_usage):
-        with contextlib.ExitStack() as stack:
-            if cfg.trainer.val_only:
-                stack.enter_context(console.working("evaluating"))
-            else:
-                stack.enter_context(console.training(tracker.total_steps, tracker.first_step))
-            interrupt = stack.enter_context(
-                stop_on_interrupt(loop_runner, pipeline, cfg.trainer.grace_s, tracker.log)
-            )
+        with (
+            progress,
+            stop_on_interrupt(loop_runner, pipeline, cfg.trainer.grace_s, tracker.log) as interrupt,
+        ):
             try:
-                await pipeline.fit()
+                yield
             except Stopped as stopped:
                 if interrupt.requested or not tracker.callbacks.stop_requested:
                     raise
                 tracker.log(f"stopped at {stopped}: {tracker.callbacks.stop_reason}")
+
+
+async def _save_model(cfg: Config, processes: Any, tracker: Tracker) -> None:
+    """Write hf_model, if the run is to have one."""
     if cfg.trainer.save_hf_model and not cfg.trainer.val_only:
-        with console.working("writing hf_model"):
+        with tracker.console.working("writing hf_model"):
             folder = Path(cfg.trainer.output_dir).resolve() / "hf_model"
             await processes.roles.actor.save_hf(str(folder))
 

@@ -1,8 +1,11 @@
 """What the user reads after a run failed."""
 
+import contextlib
 import errno
 import os
+import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from one_step_off.config.errors import ConfigError, first_line
@@ -10,10 +13,38 @@ from one_step_off.config.schema import Config
 from one_step_off.config.text import mask_secrets
 from one_step_off.config.user_code import find_user_line
 
+EXIT_FAILED = 1
+"""The exit code of a command whose run failed, which `failure_reported` has printed."""
+
 # Errors of a full or read-only disk. One that comes from writing names no file.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # Errors of opening a file, which the user can fix by another folder.
 FILE_ERRORS = (*DISK_ERRORS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+
+
+@contextlib.contextmanager
+def failure_reported(cfg: Config, prints: bool = False) -> Iterator[None]:
+    """Write `error.log` in the run folder if the block fails by anything but bad input.
+
+    Args:
+        cfg: of the run.
+        prints: print what happened and end the block, as a command does. Else the error is raised.
+
+    Raises:
+        ConfigError: bad input, and what another trainer.output_dir would help against.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        config_fault = as_config_fault(cfg, error)
+        if config_fault is not None:
+            raise config_fault from error
+        report = report_failure(cfg, error)
+        if not prints:
+            raise
+        print(report, file=sys.stderr)
 
 
 def as_config_fault(cfg: Config, error: Exception) -> ConfigError | None:

@@ -102,12 +102,11 @@ class LoopRunner:
         self.main_task: asyncio.Task | None = None
         self.handler: Callable[[int], None] | None = None
 
-    def run(self, main: Coroutine[Any, Any, Any]) -> Any:
-        """Like `asyncio.run`; in a thread of its own where this thread already runs an event
-        loop."""
-        if has_running_loop():
-            return self._run_in_thread(main)
-        return asyncio.run(main)
+    @property
+    def run(self) -> Callable[[Coroutine[Any, Any, Any]], Any]:
+        """`asyncio.run`; where this thread already runs an event loop, the same in a thread of its
+        own."""
+        return self._run_in_thread if has_running_loop() else asyncio.run
 
     @contextlib.contextmanager
     def handle_signals(self, handler: Callable[[int], None]) -> Iterator[None]:

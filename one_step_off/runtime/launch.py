@@ -6,20 +6,20 @@ failures), `run_folder.py` (whether a run may use its folder, and the first file
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from agent_loop.base import uses_endpoint
 from agent_loop.host.messages import no_proxy_variables
 from one_step_off import checkpoint
 from one_step_off.algorithms import schedule
 from one_step_off.cluster.ray_cluster import cleanup_after_run, require_cluster, start_ray
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import LOG_FOLDER
-from one_step_off.endpoint.usage import uses_endpoint
 from one_step_off.models.adapted_layers import adapted_layers
 from one_step_off.monitoring import report
 from one_step_off.monitoring.callbacks import StepCallback, StepCallbacks
@@ -39,15 +39,21 @@ from one_step_off.runtime.interrupts import (
     interrupt_once,
     signal_handlers,
 )
-from one_step_off.runtime.prepare import ResumePoint, RunInputs, prepare
-from one_step_off.runtime.prepare_supervised import prepare_supervised
+from one_step_off.runtime.prepare import (
+    ResumePoint,
+    RunInputs,
+    is_complete,
+    prepare,
+    prepare_supervised,
+)
+from one_step_off.runtime.sft_phase import sft_phase
 
 __all__ = [
     "RunInputs",
     "cleanup_after_run",
     "prepare",
     "run",
-    "run_on_ray",
+    "ray_session",
     "run_supervised",
     "start_ray",
 ]
@@ -69,19 +75,14 @@ def run(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> int:
         KeyboardInterrupt: by Ctrl-C or another of `interrupts.stop_signals`; all processes have
             ended by then.
     """
-    quiet_libraries()
-    os.environ.update(no_proxy_variables())
     begin = time.perf_counter()
-    run_folder.require(cfg)
-    with RunConsole(log_file=Path(cfg.trainer.output_dir, CONSOLE_LOG)) as console:
+    with _console_of_run(cfg) as console:
         with console.working("reading model and data"):
             prepared = prepare(cfg, console.print_line, console.progress)
         if is_complete(prepared, console.print_line):
             return 0
         if cfg.trainer.sft_steps:
-            from one_step_off.runtime.sft_phase import sft_phase
-
-            sft_phase(prepared, console)
+            sft_phase(prepared, console, train)
         train(prepared, console, begin, callbacks)
     return 0
 
@@ -89,16 +90,21 @@ def run(cfg: Config, callbacks: Sequence[StepCallback] = ()) -> int:
 def run_supervised(cfg: Config) -> int:
     """A whole run of supervised steps. `cfg`: of `validate_supervised`. Returns the exit code, and
     raises as `run`."""
-    quiet_libraries()
-    os.environ.update(no_proxy_variables())
     begin = time.perf_counter()
-    run_folder.require(cfg)
-    with RunConsole(log_file=Path(cfg.trainer.output_dir, CONSOLE_LOG)) as console:
+    with _console_of_run(cfg) as console:
         with console.working("reading model and data"):
             prepared = prepare_supervised(cfg, console.print_line, console.progress)
         if not is_complete(prepared, console.print_line):
             train(prepared, console, begin)
     return 0
+
+
+def _console_of_run(cfg: Config) -> RunConsole:
+    """The console of a run that may use its folder. Raises ConfigError: it may not."""
+    quiet_libraries()
+    os.environ.update(no_proxy_variables())
+    run_folder.require(cfg)
+    return RunConsole(log_file=Path(cfg.trainer.output_dir, CONSOLE_LOG))
 
 
 def train(
@@ -116,7 +122,8 @@ def train(
     tracker.begin = begin  # reading and building count as part of the run
     tracker.callbacks = StepCallbacks(callbacks)
     with report.at_the_end(tracker.folder, console.print_line):
-        run_on_ray(prepared, tracker)
+        with ray_session(cfg, tracker):
+            run_with_restarts(prepared, tracker)
         summary = tracker.summary()
     console.table(end_facts(summary, cfg))
 
@@ -125,27 +132,6 @@ def _resume_point_of_training(prepared: RunInputs) -> ResumePoint | None:
     """The checkpoint at which training resumes. An evaluation alone loads one, but trains
     nothing."""
     return None if prepared.cfg.trainer.val_only else prepared.resume_point
-
-
-def is_complete(prepared: RunInputs, print_line: Callable[[str], None]) -> bool:
-    """Whether the run that would be resumed has nothing left to do; prints how to train further
-    then."""
-    cfg = prepared.cfg
-    resume_point = _resume_point_of_training(prepared)
-    total_steps = prepared.data.stream.total_steps
-    if resume_point is None or resume_point.step < total_steps:
-        return False
-    # The summary is the last file of a run. Without it the run was killed before its model was
-    # written.
-    has_summary = (Path(cfg.trainer.output_dir) / "summary.json").exists()
-    if cfg.trainer.save_hf_model and not has_summary:
-        return False
-    print_line(
-        f"{resume_point.path} has {resume_point.step} of {total_steps} steps: "
-        "nothing left to do; "
-        "raise trainer.total_steps, or start over with trainer.resume=never trainer.overwrite=true"
-    )
-    return True
 
 
 def _use_evaluation_folder(prepared: RunInputs, print_line: Callable[[str], None]) -> None:
@@ -219,23 +205,19 @@ def _logger_links(tracker: Tracker) -> list[tuple[str, str]]:
     return [("wandb", wandb_logger.link)]
 
 
-@cleanup_after_run()
-def run_on_ray(
-    prepared: RunInputs,
-    tracker: Tracker,
-    body: Callable[[RunInputs, Tracker], Any] = run_with_restarts,
-) -> None:
-    """Start Ray, call `body`, and end Ray and all processes whatever happens in between.
+@contextlib.contextmanager
+def ray_session(cfg: Config, tracker: Tracker) -> Iterator[None]:
+    """Start Ray for the block, and end Ray and all processes whatever happens in it.
 
     Raises:
         KeyboardInterrupt: the run was stopped by a signal.
     """
     from one_step_off.ray_trainer import Stopped
 
-    cfg = prepared.cfg
     ray_logs = "none: Ray did not start"
     has_failed = True
     with (
+        cleanup_after_run(),
         signal_handlers(signal.default_int_handler, (signal.SIGTERM,)),
         signal_handlers(interrupt_once, hint_signals()),
     ):
@@ -250,7 +232,7 @@ def run_on_ray(
             # Ray sets a handler of its own, which ends this process without any cleanup.
             if in_main_thread():
                 signal.signal(signal.SIGTERM, signal.default_int_handler)
-            body(prepared, tracker)
+            yield
             has_failed = False
         except Stopped as stopped:
             tracker.log(f"stopped at {stopped}; {_how_to_resume(cfg)}")

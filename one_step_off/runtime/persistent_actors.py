@@ -16,8 +16,8 @@ from typing import Any
 import ray
 from ray.util.placement_group import remove_placement_group
 
+from agent_loop.base import uses_endpoint
 from agent_loop.tools import MCP_SCHEMAS
-from one_step_off.checkpoint import TRAINED_ROLES
 from one_step_off.cluster.placement import are_reserved, create_pools, spawn
 from one_step_off.cluster.remote_calls import call_all
 from one_step_off.cluster.run_events import RunEvents
@@ -25,7 +25,6 @@ from one_step_off.config.placement import processes_per_slot
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.data import source_rewards
 from one_step_off.config.user_code import LOG_FOLDER
-from one_step_off.endpoint.usage import uses_endpoint
 from one_step_off.engines.vllm.processes import kill_engines_of_run
 from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.replica import RolloutReplica
@@ -50,7 +49,6 @@ class PersistentActors:
         rollout: the replicas, as the latest attempt sees them.
         sync_epoch: of the latest attempt's weight sync.
         frozen_groups: roles that do not learn, which the latest attempt has handed over with these.
-        spares: role -> idle ranks for the next attempt, which have imported all and loaded nothing.
     """
 
     def __init__(
@@ -77,7 +75,6 @@ class PersistentActors:
         self.events = events
         self.sync_epoch = 0
         self.frozen_groups: dict[str, WorkerGroup] = {}
-        self.spares: dict[str, list[Any]] = {}
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(self.cfg, self.device)
         self.env = process_env(self.device, self.host)
@@ -118,18 +115,9 @@ class PersistentActors:
         self.former_rollout = None
         await reuse_engines(self.rollout, former, self.attempt)
 
-    def drop_spares(self, role: str) -> None:
-        """End the idle ranks of a role."""
-        kill_all(self.spares.pop(role))
-
     def slot_share(self, pool: str) -> float:
-        """The part of each process slot that Ray books for every process in it: those of the
-        pool's roles, and spares of the roles that learn."""
-        processes = processes_per_slot(self.cfg, pool)
-        if self.cfg.trainer.warm_spares and pool != self.cfg.placement.roles["rollout"]:
-            roles = [role for role in TRAINED_ROLES if self.cfg.placement.roles.get(role) == pool]
-            processes += len(roles)
-        return 1.0 / processes
+        """The part of each process slot that Ray books for every process in it."""
+        return 1.0 / processes_per_slot(self.cfg, pool)
 
     def _create_scorers(self) -> list[Any]:
         return [
@@ -236,8 +224,6 @@ class PersistentActors:
         frozen_ranks = [rank for group in self.frozen_groups.values() for rank in group.ranks]
         kill_all([*self.actors, *frozen_ranks])
         kill_engines_of_run()
-        for role in list(self.spares):
-            self.drop_spares(role)
         placement_groups = {}
         for slots in self.pools.values():
             for slot in slots:

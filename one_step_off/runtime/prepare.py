@@ -3,6 +3,7 @@
 `prepare` returns a `RunInputs`. It does not change afterwards: what differs between the attempts of
 a run is in `attempts.RunState`."""
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from agent_loop.processes import run_to_completion
 from one_step_off import checkpoint
 from one_step_off.algorithms.config_checks import check_own_functions
 from one_step_off.config.errors import ConfigError, as_config_error
-from one_step_off.config.lengths import longest_sequence
+from one_step_off.config.lengths import longest_row, longest_sequence
 from one_step_off.config.lora_checks import sends_adapters
 from one_step_off.config.placement import resolved_device
 from one_step_off.config.roles import own_optimizers, role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.user_code import is_user_spec
 from one_step_off.data import run_data
+from one_step_off.data.supervised_data import load_supervised_data
 from one_step_off.data.teacher_rows import check_teacher_sources
 from one_step_off.engines import engine
 from one_step_off.engines.vllm.checks import check_teachers
@@ -30,6 +33,8 @@ from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
 from one_step_off.models.torch_packages import check_torch_companions
 from one_step_off.models.weight_checks import check_weights
 from one_step_off.rewards import trial_call
+from one_step_off.training.back_ends import worker_class
+from one_step_off.training.worker_interface import INTERFACES
 
 # Tokens per sequence of the canary. With 16 a sync passed although some tensors differed by 1 %.
 CANARY_TOKENS = 32
@@ -128,6 +133,76 @@ def prepare(
     )
 
 
+def prepare_supervised(
+    cfg: Config,
+    print_line: PrintLine,
+    show_progress: ShowProgress = lambda task, done: None,
+) -> RunInputs:
+    """As `prepare`, for a run of supervised steps.
+
+    Args:
+        cfg: of `supervised_config`, validated.
+        print_line, show_progress: see `prepare`.
+
+    Raises:
+        ConfigError: bad input, in one line that says how to fix it.
+    """
+    named_models = find_models(cfg, show_progress)
+    tokenizer = check_models(cfg, longest_row(cfg))
+    check_weights(cfg)
+    data = load_supervised_data(cfg, tokenizer, _stop_ids(cfg, tokenizer))
+    for line in data.lines():
+        print_line(line)
+    check_profile_step(cfg, data.stream.total_steps)
+    check_own_back_ends(cfg, supervised=True)
+    check_own_optimizers(cfg)
+    resume_point = find_resume_point(cfg, data, print_line)
+    return RunInputs(
+        cfg,
+        resolved_device(cfg),
+        data,
+        [],
+        tokenizer,
+        named_models,
+        [],
+        resume_point,
+        is_supervised=True,
+    )
+
+
+def _stop_ids(cfg: Config, tokenizer: Any) -> frozenset[int]:
+    """The tokens at which an engine with this model ends a response: those of its generation
+    config, and the tokenizer's."""
+    from transformers import GenerationConfig
+
+    stop_ids: list[int | None] = [tokenizer.eos_token_id]
+    with contextlib.suppress(OSError):  # the model may have no generation config
+        eos: Any = GenerationConfig.from_pretrained(cfg.model.path).eos_token_id
+        stop_ids += eos if isinstance(eos, list) else [eos]
+    return frozenset(stop_id for stop_id in stop_ids if stop_id is not None)
+
+
+def is_complete(prepared: RunInputs, print_line: PrintLine) -> bool:
+    """Whether the run that would be resumed has nothing left to do; prints how to train further
+    then."""
+    cfg = prepared.cfg
+    resume_point = prepared.resume_point
+    total_steps = prepared.data.stream.total_steps
+    if resume_point is None or cfg.trainer.val_only or resume_point.step < total_steps:
+        return False
+    # The summary is the last file of a run. Without it the run was killed before its model was
+    # written.
+    has_summary = (Path(cfg.trainer.output_dir) / "summary.json").exists()
+    if cfg.trainer.save_hf_model and not has_summary:
+        return False
+    print_line(
+        f"{resume_point.path} has {resume_point.step} of {total_steps} steps: "
+        "nothing left to do; "
+        "raise trainer.total_steps, or start over with trainer.resume=never trainer.overwrite=true"
+    )
+    return True
+
+
 def find_models(cfg: Config, show_progress: ShowProgress) -> dict[str, str]:
     """Build tiny models, and put their folders into the config. Returns section -> the model as the
     user named it. Raises ConfigError."""
@@ -158,11 +233,20 @@ def check_own_code(cfg: Config) -> None:
     """What the user wrote must be importable before the engines start, and an optimizer must work.
     Raises ConfigError."""
     check_own_functions(cfg)
+    check_own_back_ends(cfg)
     check_own_optimizers(cfg)
     if cfg.pipeline.batch_source != "auto":
         from one_step_off.rollout.batch_sources import own_source  # slow, and few runs need it
 
         own_source(cfg)
+
+
+def check_own_back_ends(cfg: Config, supervised: bool = False) -> None:
+    """Raises ConfigError: a back end of the user's own has no worker for a role of this run."""
+    for role in cfg.placement.roles.keys() & INTERFACES.keys():
+        back_end = role_settings(cfg, role).backend
+        if is_user_spec(back_end):
+            worker_class(f"{role}.backend", back_end, "supervised" if supervised else role)
 
 
 def check_own_optimizers(cfg: Config) -> None:

@@ -1,11 +1,16 @@
-"""All processes of a run, created in the pools of their roles and grouped for the pipeline."""
+"""All processes of a run, created in the pools of their roles and grouped for the pipeline.
+
+`RunProcesses` are those of RL, `SupervisedProcesses` those of supervised steps."""
 
 import asyncio
-import functools
+import contextlib
+import os
 from typing import Any
 
+import ray
+from ray.util.placement_group import remove_placement_group
+
 from one_step_off.checkpoint import TRAINED_ROLES, loaded_roles
-from one_step_off.cluster.core_sharing import ROLLOUT, TRAINER, CoreSharing
 from one_step_off.cluster.errors import (
     CanaryFailed,
     PhaseTimeout,
@@ -13,25 +18,28 @@ from one_step_off.cluster.errors import (
     RoleError,
     SyncError,
 )
-from one_step_off.cluster.placement import ProcessSlot, spawn
+from one_step_off.cluster.placement import ProcessSlot, create_pools, spawn
 from one_step_off.cluster.remote_calls import not_alive, observed
 from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.placement import shares_device
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.teachers import DEFAULT_TEACHER, config_of_teacher, teacher_paths
+from one_step_off.data.run_data import RunData
+from one_step_off.data.teacher_rows import teacher_lookup
 from one_step_off.engines.vllm.teacher_engine import TeacherEngine
 from one_step_off.ray_trainer import WorkerGroups
-from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.runtime.persistent_actors import PersistentActors, kill_all
 from one_step_off.runtime.prepare import RunInputs
 from one_step_off.runtime.process_env import engine_env, trainer_env
-from one_step_off.runtime.teachers import config_of_groups, teachers_of
-from one_step_off.training.fsdp.fsdp_workers import WORKERS
+from one_step_off.supervised_trainer import SupervisedGroups
+from one_step_off.training.back_ends import worker_class
 from one_step_off.training.reward_models import LocalRewardModel, RemoteRewardModel
-from one_step_off.training.teachers import TeacherEngineGroup, TeacherGroup
+from one_step_off.training.teachers import TeacherEngineGroup, TeacherGroup, Teachers
 from one_step_off.training.trainer_group import WorkerGroup
+from one_step_off.training.worker_interface import INTERFACES
 from one_step_off.weight_sync.coordinator import WeightSync
 
 
@@ -43,7 +51,7 @@ class RunProcesses:
         keeps_engines: whether they come from the attempt before.
         hands_over: whether the next attempt gets them, so that they live on.
         has_started: whether everything is loaded and connected.
-        kept_roles: groups of roles that do not learn, with the ranks of the attempt before.
+        reused_groups: names of frozen groups that have the ranks of the previous attempt.
         roles: what the pipeline works with.
         groups: role -> its group, for every role that holds a model besides the replicas. The
             teachers of a source are "teacher.SOURCE".
@@ -78,10 +86,10 @@ class RunProcesses:
         if kept is not None:
             kept.begin_attempt(attempt)
         self.engines = kept or PersistentActors(prepared, attempt, trainers_only, self.events)
-        self.kept_roles: set[str] = set()
+        self.reused_groups: set[str] = set()
         pool_of_role = self.cfg.placement.roles
         self.groups: dict[str, WorkerGroup] = {}
-        for role in TRAINED_ROLES if trainers_only else WORKERS:
+        for role in TRAINED_ROLES if trainers_only else INTERFACES:
             if role in pool_of_role:
                 for name, cfg in config_of_groups(self.cfg, role).items():
                     self.groups[name] = self._create_group(name, role, cfg)
@@ -114,34 +122,18 @@ class RunProcesses:
         """
         former = self.engines.frozen_groups.pop(name, None)
         if former is None:
-            ranks = self.engines.spares.pop(name, None) or self._spawn_ranks(role, cfg)
-            return self._group_of(role, cfg, ranks)
-        self.kept_roles.add(name)
+            return self._group_of(role, cfg, self._spawn_ranks(role, cfg))
+        self.reused_groups.add(name)
         group = self._group_of(role, cfg, former.ranks)
         group.shares = former.shares
         group.has_answered = former.has_answered
         return group
 
-    def start_spares(self) -> None:
-        """Start idle ranks of the roles that learn, for the next attempt, if it can keep these
-        engines. The other roles live on beside the engines."""
-        if not self.engines.can_be_kept:
-            return
-        for role in TRAINED_ROLES:
-            if role in self.groups and role not in self.engines.spares:
-                self.engines.spares[role] = self._spawn_ranks(role, self.cfg)
-
-    async def _drop_dead_spares(self) -> None:
-        """An attempt with a dead rank would fail at once."""
-        spares = self.engines.spares
-        dead = await not_alive(_by_name(spares))
-        for role in {_role_of(name) for name in dead}:
-            self.engines.drop_spares(role)
-
     def _spawn_ranks(self, role: str, cfg: Config) -> list[Any]:
         if role_settings(cfg, role).backend == "vllm":
             return self._spawn_teacher_engines(cfg)
-        worker_class = self._worker_class(role)
+        back_end = role_settings(cfg, role).backend
+        cls = worker_class(f"{role}.backend", back_end, role)
         pool = self.cfg.placement.roles[role]
         slots = self.pools[pool]
         total_steps = self.prepared.data.stream.total_steps
@@ -150,7 +142,7 @@ class RunProcesses:
         ranks = []
         for index, slot in enumerate(slots):
             args = (cfg, role, index, len(slots), self.device, total_steps)
-            ranks.append(spawn(worker_class, args, slot, self.device, share, env))
+            ranks.append(spawn(cls, args, slot, self.device, share, env))
         return ranks
 
     def _spawn_teacher_engines(self, cfg: Config) -> list[Any]:
@@ -182,14 +174,6 @@ class RunProcesses:
             reward_tokenizer=load_section_tokenizer(self.cfg, role),
         )
 
-    def _worker_class(self, role: str) -> type:
-        if role_settings(self.cfg, role).backend == "megatron":
-            # An extra, and slow to import.
-            from one_step_off.training.megatron import megatron_workers
-
-            return megatron_workers.WORKERS[role]
-        return WORKERS[role]
-
     def _create_roles(self) -> WorkerGroups:
         actor = self.groups["actor"]
         rollout = self.engines.rollout
@@ -213,21 +197,7 @@ class RunProcesses:
             models["reward_model"] = RemoteRewardModel(
                 self.cfg, self.prepared.data.find, self.events
             )
-        self._share_idle_cores(rollout, sync)
         return WorkerGroups(actor, rollout, sync, **models)
-
-    def _share_idle_cores(self, rollout: RolloutGroup, sync: WeightSync) -> None:
-        """Let each side tell when it works, if the other then has cores to leave or to take."""
-        slots = [slot for slots in self.pools.values() for slot in slots]
-        if not any(slot.guest_cores for slot in slots):
-            return
-        ranks = [rank for group in self.groups.values() for rank in group.ranks]
-        sharing = CoreSharing({ROLLOUT: lambda: rollout.replicas, TRAINER: lambda: ranks})
-        rollout.at_work = functools.partial(sharing.at_work, ROLLOUT)
-        sync.at_work = functools.partial(sharing.at_work, ROLLOUT)
-        for group in self.groups.values():
-            group.at_work = functools.partial(sharing.at_work, TRAINER)
-        self.groups["actor"].core_metrics = sharing.take_metrics
 
     def _replicas_on_device_of_rank(self) -> list[list[int]]:
         """Per rank of the actor the replicas on its device: in its process slot, or on CPUs
@@ -278,7 +248,7 @@ class RunProcesses:
     async def _load_groups(self) -> None:
         """Load the models of all roles that were not kept, those of teachers in engines first where
         they measure a GPU that other roles share."""
-        groups = [group for role, group in self.groups.items() if role not in self.kept_roles]
+        groups = [group for role, group in self.groups.items() if role not in self.reused_groups]
         measuring = [group for group in groups if self._measures_shared_gpu(group)]
         for group in measuring:
             await group.setup()
@@ -332,7 +302,6 @@ class RunProcesses:
         failed_roles = {_role_of(name) for name in failed}
         for role in self.groups.keys() - TRAINED_ROLES - failed_roles:
             self.engines.frozen_groups[role] = self.groups.pop(role)
-        await self._drop_dead_spares()
         self.hands_over = True
         self.engines.sync_epoch = self.roles.sync.epoch
         return self.engines
@@ -365,22 +334,100 @@ class RunProcesses:
         await asyncio.gather(*loads)
 
 
+class SupervisedProcesses:
+    """As `RunProcesses`, for a run without rollouts.
+
+    Attributes:
+        pools: pool name -> its process slots.
+        groups: the actor's group.
+        roles: what the supervised pipeline works with.
+        keeps_engines, endpoint: there are none.
+    """
+
+    keeps_engines = False
+    endpoint = None
+
+    def __init__(self, prepared: RunInputs, events: RunEvents | None = None) -> None:
+        """Reserve the pool and create the ranks, which report to `events`; nothing is loaded yet.
+        Raises ConfigError: the cluster has too little for the pool."""
+        self.cfg = prepared.cfg
+        host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+        self.pools = create_pools(self.cfg, prepared.device)
+        slots = self.pools[self.cfg.placement.roles["actor"]]
+        total_steps = prepared.data.stream.total_steps
+        env = trainer_env(prepared.device, host)
+        cls = worker_class("actor.backend", self.cfg.actor.backend, "supervised")
+        ranks = []
+        for index, slot in enumerate(slots):
+            args = (self.cfg, "actor", index, len(slots), prepared.device, total_steps)
+            ranks.append(spawn(cls, args, slot, prepared.device, env=env))
+        self.actor = WorkerGroup("actor", ranks, self.cfg, host=host, events=events)
+        self.groups = {"actor": self.actor}
+        self.roles = SupervisedGroups(self.actor)
+
+    async def setup(self) -> None:
+        """Load the model on all ranks."""
+        await self.actor.setup()
+
+    async def is_process_failure(self, error: Exception, rejoin_failed: bool = False) -> bool:
+        """Whether the attempt ended because a process died or hangs; see `RunProcesses`."""
+        if isinstance(error, (ProcessDied, PhaseTimeout)):
+            return True
+        # A process that waited for the one that died may have failed first.
+        may_follow = isinstance(error, (RoleError, ConfigError))
+        return may_follow and bool(await not_alive(answering_ranks(self.groups)))
+
+    async def hand_over_engines(self) -> None:
+        """None: there are no engines that the next attempt could keep."""
+
+    async def end(self) -> None:
+        """End all processes and release the pool."""
+        for rank in self.actor.ranks:
+            with contextlib.suppress(Exception):
+                ray.kill(rank)
+        groups = {id(slot.group): slot.group for slots in self.pools.values() for slot in slots}
+        for placement_group in groups.values():
+            remove_placement_group(placement_group)
+
+    async def save_state(self, folder: str) -> asyncio.Future:
+        """Let the actor copy its part of a checkpoint. The part is written when the answer is
+        awaited."""
+        return observed(asyncio.gather(await self.actor.save_state(folder)))
+
+    async def load_state(self, folder: str) -> None:
+        """Load a checkpoint's state into the actor; after `setup`."""
+        await self.actor.load_state(folder)
+
+
+def config_of_groups(cfg: Config, role: str) -> dict[str, Config]:
+    """Name -> config, of each group of processes of a role: one, but for teachers."""
+    if role != "teacher":
+        return {role: cfg}
+    return {_group_name(name): config_of_teacher(cfg, name) for name in teacher_paths(cfg)}
+
+
+def _group_name(teacher: str) -> str:
+    return "teacher" if teacher == DEFAULT_TEACHER else f"teacher.{teacher}"
+
+
+def teachers_of(cfg: Config, groups: dict[str, WorkerGroup], data: RunData) -> Teachers:
+    """The teachers for the pipeline, out of all groups of the run."""
+    own: dict[str, Any] = {name: groups[_group_name(name)] for name in teacher_paths(cfg)}
+    return Teachers(own, teacher_lookup(cfg, data), cfg.teacher.top_k)
+
+
 def ranks_by_name(groups: dict[str, WorkerGroup]) -> dict[str, Any]:
     """ "ROLE RANK" -> the Ray actor, for the ranks of all roles."""
-    return _by_name({role: group.ranks for role, group in groups.items()})
+    named = {}
+    for role, group in groups.items():
+        for index, rank in enumerate(group.ranks):
+            named[f"{role} {index}"] = rank
+    return named
 
 
 def answering_ranks(groups: dict[str, WorkerGroup]) -> dict[str, Any]:
     """As `ranks_by_name`, of the groups whose ranks have all answered once."""
     return ranks_by_name({role: group for role, group in groups.items() if group.has_answered})
-
-
-def _by_name(ranks_of_role: dict[str, list[Any]]) -> dict[str, Any]:
-    named = {}
-    for role, ranks in ranks_of_role.items():
-        for index, rank in enumerate(ranks):
-            named[f"{role} {index}"] = rank
-    return named
 
 
 def _role_of(name: str) -> str:

@@ -7,6 +7,7 @@ repeated, a warm-up that has ended is not made again.
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,7 @@ from one_step_off.config.text import format_value
 from one_step_off.config.yaml_io import parse_yaml, resolved_yaml
 from one_step_off.monitoring.console import RunConsole
 from one_step_off.runtime import run_folder
-from one_step_off.runtime.launch import is_complete, train
-from one_step_off.runtime.prepare import RunInputs
-from one_step_off.runtime.prepare_supervised import prepare_supervised
+from one_step_off.runtime.prepare import RunInputs, is_complete, prepare_supervised
 
 COMPARED_SECTIONS = ("model", "sft")
 COMPARED_KEYS = (
@@ -50,7 +49,11 @@ COMPARED_KEYS = (
 FIX = "start over with trainer.resume=never trainer.overwrite=true, or name another output_dir"
 
 
-def sft_phase(prepared: RunInputs, console: RunConsole) -> None:
+Train = Callable[[RunInputs, RunConsole, float], None]
+"""`launch.train`: it trains a prepared run that began at that time."""
+
+
+def sft_phase(prepared: RunInputs, console: RunConsole, train: Train) -> None:
     """Make the supervised steps of a run that is about to start RL, or find what an earlier attempt
     made, and let RL start with that model.
 
@@ -74,7 +77,7 @@ def sft_phase(prepared: RunInputs, console: RunConsole) -> None:
         if model is not None:
             console.print_line(f"the supervised steps have been made: {model}")
     else:
-        model = _warmed_up(prepared, supervised, folder, console)
+        model = _warmed_up(prepared, supervised, folder, console, train)
     if model is not None:
         cfg.model.path = str(model)
 
@@ -86,7 +89,9 @@ def finished_model(folder: Path) -> Path | None:
     return model if model.is_dir() and (folder / "summary.json").exists() else None
 
 
-def _warmed_up(prepared: RunInputs, supervised: Config, folder: Path, console: RunConsole) -> Path:
+def _warmed_up(
+    prepared: RunInputs, supervised: Config, folder: Path, console: RunConsole, train: Train
+) -> Path:
     """The model of the supervised steps, made now or before."""
     model = finished_model(folder)
     if model is not None and supervised.trainer.resume != "never":

@@ -36,7 +36,7 @@ from one_step_off.rewards import trial_call
 from one_step_off.rewards.functions import RewardFunctions
 from one_step_off.rewards.reward import RewardItem, Score
 from one_step_off.runtime import prepare
-from one_step_off.runtime.prepare_supervised import prepare_supervised
+from one_step_off.runtime.prepare import prepare_supervised
 from one_step_off.runtime.run_folder import replaced_by
 from one_step_off.runtime.validation import missing_hardware, validate, validate_supervised
 

@@ -5,7 +5,6 @@ log-probs and ratios are those of the run only where it saved a checkpoint of th
 the run is changed."""
 
 import asyncio
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,8 @@ def replay(cfg: Config, folder: str) -> int:
         # The batch holds its rewards: no reward function is called.
         prepared = launch.prepare(cfg, console.print_line, console.progress, calls_rewards=False)
         tracker = Tracker(folder, 0, console=console)
-        launch.run_on_ray(prepared, tracker, partial(_run_replay, batch))
+        with launch.ray_session(cfg, tracker):
+            LoopRunner().run(_replay_on_trainers(batch, prepared, tracker))
     return 0
 
 
@@ -54,10 +54,6 @@ def _newest_checkpoint_until(cfg: Config, step: int) -> Path | None:
         if int(path.name.removeprefix("step_")) <= step
     ]
     return earlier[-1] if earlier else None
-
-
-def _run_replay(batch: Batch, prepared: RunInputs, tracker: Tracker) -> None:
-    LoopRunner().run(_replay_on_trainers(batch, prepared, tracker))
 
 
 async def _replay_on_trainers(batch: Batch, prepared: RunInputs, tracker: Tracker) -> None:

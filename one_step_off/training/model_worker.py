@@ -27,8 +27,8 @@ from torch import Tensor
 
 from one_step_off.algorithms import batching, core_algos
 from one_step_off.algorithms.advantages import TokenArrays
-from one_step_off.cluster.core_sharing import CoreUser
 from one_step_off.cluster.network import reachable_host, select_gloo_interface
+from one_step_off.cluster.placement import PlacedActor
 from one_step_off.cluster.resource_usage import (
     UsageProbe,
     peak_resident_bytes,
@@ -42,9 +42,9 @@ from one_step_off.data.packing import AbsentSample, PackedShares
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.training import lora
-from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.device_memory import limit_memory
 from one_step_off.training.update_stats import PhaseTimer
+from one_step_off.training.worker_interface import BatchShare
 
 
 @dataclass
@@ -66,7 +66,7 @@ def token_ids_of(sample: Sample) -> np.ndarray:
     return np.concatenate([sample.prompt_ids, sample.response_ids])
 
 
-class ModelWorker(UsageProbe, CoreUser, ABC):
+class ModelWorker(UsageProbe, PlacedActor, ABC):
     """One rank of a role with a model. A back end defines the abstract methods; a role adds what it
     is asked for.
 

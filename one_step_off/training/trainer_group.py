@@ -3,8 +3,7 @@
 import asyncio
 import operator
 import os
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -24,8 +23,8 @@ from one_step_off.data.packing import (
     SampleSlice,
 )
 from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch, Sample
-from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.device_memory import with_memory_advice
+from one_step_off.training.worker_interface import BatchShare
 from one_step_off.training.written_files import FileFacts
 
 T = TypeVar("T")
@@ -55,8 +54,6 @@ class WorkerGroup:
         has_answered: whether all ranks have answered once. Before, one that does not answer may be
             starting; from then on it hangs.
         colocated: the replicas in the same pool; None: they have devices of their own.
-        at_work: entered while the ranks work, see `CoreSharing.at_work`.
-        core_metrics: metrics of the cores that were used since the last call, for an update's.
     """
 
     def __init__(
@@ -85,8 +82,6 @@ class WorkerGroup:
         self.has_answered = False
         self.colocated: Colocated | None = None
         self.events = events or RunEvents()
-        self.at_work: Callable[[], AbstractContextManager] = nullcontext
-        self.core_metrics: Callable[[], dict[str, float]] = dict
 
     async def setup(self) -> None:
         """Form the role's process group and load the model on every rank."""
@@ -131,8 +126,7 @@ class WorkerGroup:
             what = f"step {step}, {self.role}"
             arguments = [(batch, *args) for batch in batch_for_ranks]
             work = call_each(self.time_limit_s, what, self.ranks, method, arguments)
-            with self.at_work():
-                answers = await with_memory_advice(self.cfg, self.role, work)
+            answers = await with_memory_advice(self.cfg, self.role, work)
             self.events.span(self.role, method, step, begin, now())
         return answers
 
@@ -146,7 +140,7 @@ class WorkerGroup:
         mini_batch = getattr(role_settings(self.cfg, self.role), "ppo_mini_batch_size", 0)
         stored = self._batch_for_ranks(batch, mini_batch)
         answers = await self._on_devices(batch.step, "update", stored, learn, profile)
-        return answers[0] | self.core_metrics()  # the same on every rank
+        return answers[0]  # the same on every rank
 
     async def log_prob(self, batch: Batch) -> list[np.ndarray]:
         """Log-probs (nats) of all response tokens at the current weights: one float32 [R] per
@@ -175,8 +169,7 @@ class WorkerGroup:
         answers = call_all(self.time_limit_s, what, self.ranks, "score", sequences)
 
         async def first_report() -> list[np.ndarray]:
-            with self.at_work():
-                return next(scores for scores in await answers if scores)
+            return next(scores for scores in await answers if scores)
 
         return observed(first_report())
 

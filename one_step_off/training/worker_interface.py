@@ -1,9 +1,9 @@
 """What a training back end offers: the methods of each role's worker.
 
-A worker is one rank of one role. A back end (FSDP2 in `fsdp_workers.py`, Megatron-core in
-`megatron_workers.py`) has one worker class per role, in its table `WORKERS`. It knows nothing of
-vLLM, and the weight receiver knows nothing of FSDP or Megatron: between them stand `WeightPiece`s,
-blocks of tensors named as the Hugging Face checkpoint names them.
+A worker is one rank of one role. A back end has one worker class per role, in a table that
+`back_ends.py` finds: FSDP2 in `fsdp_workers.py`, Megatron-core in `megatron_workers.py`. It knows
+nothing of vLLM, and the weight receiver knows nothing of FSDP or Megatron: between them stand
+`WeightPiece`s, blocks of tensors named as the Hugging Face checkpoint names them.
 
 Collective methods are called on all ranks of a role together, with the same arguments; every rank
 runs the same collectives in the same order.
@@ -14,12 +14,12 @@ position once.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from one_step_off.data.samples import Batch
-from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.written_files import FileFacts
 from one_step_off.weight_sync.weight_piece import FrozenBlock, WeightPiece
 
@@ -28,6 +28,26 @@ TRAINED_ROLES = ("actor", "critic")
 
 Share = dict[int, np.ndarray]
 """Position in the batch -> array of that sample."""
+
+
+@dataclass
+class BatchShare:
+    """The part of a batch that a rank computes, and how it is cut into micro-batches.
+
+    Attributes:
+        index: which share, 0 .. count - 1. Ranks that hold one model together have the same share.
+        count: into how many shares a batch is divided: the data-parallel size.
+        reports: whether this rank returns the results of its share; one of the ranks with the same
+            share does.
+        width_multiple: the width of a padded micro-batch is a multiple of it, in tokens.
+        micro_batch_multiple: the number of micro-batches of a share is a multiple of it.
+    """
+
+    index: int
+    count: int
+    reports: bool = True
+    width_multiple: int = 1
+    micro_batch_multiple: int = 1
 
 
 class ModelInterface(Protocol):
@@ -136,7 +156,7 @@ class TeacherInterface(ModelInterface, Protocol):
 
     def score_responses(self, batch: Batch) -> Share:
         """Log-probs of all response tokens of this rank's share: float32 [R] per sample, or [R, 1 +
-        2 k] with the k likeliest tokens, see `teacher_role.py` (collective)."""
+        2 k] with the k likeliest tokens, see `roles.TeacherWorker` (collective)."""
 
 
 INTERFACES: dict[str, type] = {

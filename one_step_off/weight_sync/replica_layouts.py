@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from one_step_off.cluster.remote_calls import store_once
-from one_step_off.weight_sync.base_model import BaseModel
+from one_step_off.weight_sync.base_weights import BaseModel
 from one_step_off.weight_sync.bucket_plan import Pieces
 from one_step_off.weight_sync.report import Report
 from one_step_off.weight_sync.routes import ShardsOfReceivers

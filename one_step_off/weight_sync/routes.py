@@ -185,24 +185,6 @@ class Routes:
                     streams.append((sender, number))
         return sorted(streams, key=lambda stream: self.turn(*stream))
 
-    def leading_buckets(self, limit_bytes: int) -> int:
-        """How many of the first buckets every receiver can hold in so much memory."""
-        count = len(self.messages)
-        for receiver in self._one_receiver_of_each_kind():
-            messages_of_bucket = self.messages_of_receiver(receiver)
-            sizes = [sum(message.nbytes for message in messages) for messages in messages_of_bucket]
-            totals = itertools.accumulate(sizes)
-            count = min(count, sum(total <= limit_bytes for total in totals))
-        return count
-
-    def _one_receiver_of_each_kind(self) -> list[int]:
-        """Receivers in the same sets get the same messages."""
-        receiver_of_sets: dict[tuple[int, ...], int] = {}
-        for receiver in self.sets[ALL_RECEIVERS]:
-            sets = tuple(number for number, members in enumerate(self.sets) if receiver in members)
-            receiver_of_sets.setdefault(sets, receiver)
-        return list(receiver_of_sets.values())
-
     def turn(self, sender: int, receivers: int) -> tuple[int, int]:
         """When a sender's message of a bucket to a set of receivers is due.
 

@@ -78,6 +78,14 @@ class StandInActor:
             setattr(self, name, method)
 
 
+def train_with(monkeypatch: Any, train: Callable[[Any, Any], Any]) -> None:
+    """Let runs start no Ray, and train by calling `train(prepared, tracker)`."""
+    from one_step_off.runtime import launch
+
+    monkeypatch.setattr(launch, "ray_session", lambda cfg, tracker: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "run_with_restarts", train)
+
+
 def asyncio_reports(main: Callable[[], Coroutine[Any, Any, Any]]) -> list[str]:
     """What asyncio prints of a program beside its own failure: failures that nobody has read, and
     coroutines that nobody has awaited."""

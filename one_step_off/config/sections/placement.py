@@ -26,8 +26,3 @@ class PlacementConfig:
         "CPU runs on one machine: pin each process to its own cores, "
         "separate for rollout and trainer",
     )
-    share_idle_cores: bool = config_key(
-        False,
-        "with pinned cores: while rollout or trainer waits for the other, "
-        "the other also works on its cores",
-    )

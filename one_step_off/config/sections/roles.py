@@ -30,6 +30,9 @@ RESERVED_SETTINGS = {
 }
 """What a class of the user's own receives from elsewhere."""
 
+BACK_ENDS = ("fsdp", "megatron")
+"""The back ends of this program; see `training/back_ends.py`."""
+
 LOSS_AGGREGATIONS = "token-mean token-sum sequence-mean seq-mean-token-sum seq-sum-norm"
 
 
@@ -37,7 +40,9 @@ LOSS_AGGREGATIONS = "token-mean token-sum sequence-mean seq-mean-token-sum seq-s
 class BackendConfig:
     """The training back end of a role, trained or frozen."""
 
-    backend: str = shared_key("fsdp", "training back end", choices="fsdp megatron")
+    backend: str = shared_key(
+        "fsdp", "training back end: fsdp, megatron, or your own as module:TABLE of workers by role"
+    )
     micro_batch_tokens: int = shared_key(
         16384, "tokens per forward pass and rank, padding included", low=1
     )
@@ -178,8 +183,8 @@ class TeacherConfig(with_actor_defaults(BackendConfig)):
     )
     backend: Optional[str] = config_key(
         None,
-        "training back end, or vllm: an engine in a pool of its own; null: the actor's value",
-        choices="fsdp megatron vllm",
+        "training back end as the actor's, or vllm: an engine in a pool of its own; null: the "
+        "actor's value",
     )
     weight: float = config_key(
         1.0,

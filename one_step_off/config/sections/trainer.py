@@ -63,11 +63,6 @@ class TrainerConfig:
         "largest number of restarts after failures in a row without completing a new step",
         low=0,
     )
-    warm_spares: bool = config_key(
-        False,
-        "keep an idle process, with its imports done, for each rank that learns: after a death it "
-        "takes the rank's place",
-    )
     max_skipped_updates: int = config_key(
         10, "end the run after this many skipped optimizer steps in a row", low=1
     )

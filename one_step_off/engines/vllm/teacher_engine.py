@@ -2,14 +2,12 @@
 and generates nothing that is used."""
 
 import asyncio
-import os
 from typing import Any
 
 import numpy as np
 import psutil
 import ray
 
-from one_step_off.cluster.core_sharing import CoreUser
 from one_step_off.cluster.resource_usage import UsageProbe
 from one_step_off.config.lengths import longest_sequence
 from one_step_off.config.placement import device_share
@@ -54,7 +52,7 @@ def teacher_engine_args(cfg: Config, device: str) -> dict[str, Any]:
     return args | cfg.teacher.engine_kwargs
 
 
-class TeacherEngine(UsageProbe, CoreUser):
+class TeacherEngine(UsageProbe):
     """One engine that scores sequences."""
 
     calls_at_once = 1000
@@ -151,12 +149,6 @@ class TeacherEngine(UsageProbe, CoreUser):
                 raise RuntimeError(
                     f"engine {self.index} of the teacher, process {process.pid}, is {state}"
                 )
-
-    def bound_pids(self) -> list[int]:
-        """See `CoreUser`: none before the engine has started."""
-        if not self.engine_processes:
-            return []
-        return [os.getpid(), *(process.pid for process in self.engine_processes)]
 
     async def stop(self) -> None:
         """End the engine's processes."""

@@ -231,9 +231,6 @@ def compare(cfg: Config, work: Work, gpus: int, min_ranks: int = 1) -> list[Simu
             # The first and the last steps of a run have less in flight.
             steps=steps + STEPS_PER_STALE_VERSION * max(0, arrangement.staleness - 1),
             shared=arrangement.name == SHARED,
-            idle_cores=_shares_idle_cores(cfg) and arrangement.name != SHARED,
-            canary_overlap=cfg.weight_sync.canary_overlap,
-            receive_ahead=cfg.weight_sync.receive_ahead,
         )
         results.append(Simulated(arrangement, figures, samples))
     return results
@@ -270,13 +267,6 @@ def _has_static_routing(cfg: Config) -> bool:
     if rollout.seed_samples == "auto":
         return resolved_device(cfg) == "cpu"
     return rollout.seed_samples == "on"
-
-
-def _shares_idle_cores(cfg: Config) -> bool:
-    """Whether a side also works on the other's cores while the other waits."""
-    placement = cfg.placement
-    on_cpu = resolved_device(cfg) == "cpu"
-    return on_cpu and placement.pin_cores and placement.share_idle_cores
 
 
 def report(work: Work, assumptions: list[str], results: list[Simulated]) -> None:
@@ -534,11 +524,6 @@ def main(argv: list[str]) -> int:
     )
     results = compare(cfg, work, gpus, plan.min_ranks)
     report(work, plan.lines, results)
-    if _shares_idle_cores(cfg):
-        print(
-            "  while rollout or trainer waits, the other also works on its cores: times are those "
-            "without that"
-        )
     if args.hardware:
         for line in advice(cfg, results, args.response_tokens is not None):
             print(f"next: {line}")

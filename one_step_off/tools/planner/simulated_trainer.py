@@ -1,18 +1,117 @@
-"""Stand-ins for the trainer and the weight sync, whose calls sleep for modeled times.
-
-`SimulatedSync` does what `WeightSync` does at the calls of the pipeline, in the same order: the
-trainer's half of the canary, the transfer, the replicas' half. Samples are held back by the
-program's own `ReplicaSupervisor`.
-"""
+"""The trainer's side of the simulation, and the devices that both sides share."""
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from one_step_off.cluster.remote_calls import now
 from one_step_off.data.samples import Batch, PolicyVersion
 from one_step_off.rollout.replica_group import RolloutGroup
-from one_step_off.tools.planner.shared_device import SharedDevice
 from one_step_off.tools.planner.work import Work
 from one_step_off.weight_sync.versions import VersionTable
+
+SLOWDOWN = 2.0
+"""While both work on one GPU, each takes this many times as long: the driver gives processes equal
+slices of the device's time."""
+
+TRAINER_GAIN = 0.8
+"""Of the time that perfect division among more cores would save, what training saves. Measured:
+docs/concepts/placement.md."""
+
+ROLLOUT_GAIN = 0.5
+"""The same of generation, whose work per token is partly Python's, on one core."""
+
+SMALLEST_REST_S = 1e-9
+
+
+@dataclass(frozen=True)
+class Pace:
+    """By what the times of one side are multiplied while the other waits, and while both work."""
+
+    alone: float = 1.0
+    together: float = SLOWDOWN
+
+
+ONE_GPU = Pace()
+"""Of both sides on one GPU."""
+
+
+def pace_with_idle_cores(own: int, other: int, gain: float) -> Pace:
+    """The pace of a side that may use the other's cores while the other waits.
+
+    Args:
+        own: cores of the side; other: of the other side.
+        gain: share of the perfect gain in speed that the further cores bring, 0 to 1.
+    """
+    return Pace(alone=1 / (1 + gain * other / own), together=1.0)
+
+
+class SharedDevice:
+    """The replicas and the ranks, whose speed depends on whether the other side works.
+
+    Attributes:
+        training: whether the ranks are at work.
+        advance_replicas: let each replica count its progress up to now and plan its next event
+            again; they must run before and after the replicas' speed changes.
+    """
+
+    def __init__(self, rollout: Pace = ONE_GPU, trainer: Pace = ONE_GPU) -> None:
+        self.rollout = rollout
+        self.trainer = trainer
+        self.training = False
+        self.advance_replicas: list[Callable[[], None]] = []
+        self._generating: set[object] = set()
+        self._generating_changed = asyncio.Event()
+
+    @property
+    def replica_slowdown(self) -> float:
+        """By what the replicas' times are multiplied now."""
+        return self.rollout.together if self.training else self.rollout.alone
+
+    def set_generating(self, replica: object, generating: bool) -> None:
+        """A replica begins or ends its work."""
+        generated_before = bool(self._generating)
+        if generating:
+            self._generating.add(replica)
+        else:
+            self._generating.discard(replica)
+        if generated_before != bool(self._generating):
+            self._generating_changed.set()
+
+    async def train(self, seconds: float) -> None:
+        """Train for `seconds` of pace 1."""
+        self._set_training(True)
+        rest = seconds
+        while rest > SMALLEST_REST_S:
+            slowdown = self.trainer.together if self._generating else self.trainer.alone
+            begin = now()
+            self._generating_changed.clear()
+            await self._wait_for_change(rest * slowdown)
+            rest -= (now() - begin) / slowdown
+        self._set_training(False)
+
+    async def _wait_for_change(self, limit_s: float) -> None:
+        change = asyncio.ensure_future(self._generating_changed.wait())
+        await asyncio.wait([change], timeout=limit_s)
+        change.cancel()
+
+    def _set_training(self, training: bool) -> None:
+        self._advance()
+        self.training = training
+        self._advance()
+
+    def _advance(self) -> None:
+        for advance in self.advance_replicas:
+            advance()
+
+
+def divided_cores(replicas: int, ranks: int) -> SharedDevice:
+    """The cores of a CPU, equally many for each replica and each rank; a side also works on the
+    other's while the other waits."""
+    return SharedDevice(
+        pace_with_idle_cores(replicas, ranks, ROLLOUT_GAIN),
+        pace_with_idle_cores(ranks, replicas, TRAINER_GAIN),
+    )
 
 
 class SimulatedTrainer:
@@ -58,43 +157,14 @@ class SimulatedTrainer:
         return {"actor/sync_wait_s": waited}
 
 
-class SimulatedAhead:
-    """The part of a transfer that the replicas receive while they still generate, as
-    `AheadTransfer`. All layouts are taken as proved."""
-
-    def __init__(self, seconds: float) -> None:
-        """`seconds`: of this part."""
-        self.seconds = seconds
-        self._task: asyncio.Task | None = None
-
-    def begin(self, version: int) -> None:
-        """The replicas begin to receive `version`."""
-        self._task = asyncio.ensure_future(asyncio.sleep(self.seconds))
-
-    async def finish(self) -> float:
-        """Wait for what was begun. Returns the seconds by which the transfer at the pause is
-        shorter."""
-        if self._task is None:
-            return 0.0
-        await self._task
-        self._task = None
-        return self.seconds
-
-
 class SimulatedSync:
-    """The weight sync from a trainer to all replicas of a group.
-
-    Attributes:
-        ahead: called by the pipeline with weight_sync.receive_ahead.
-    """
+    """The weight sync from a trainer to all replicas of a group."""
 
     def __init__(self, work: Work, trainer: SimulatedTrainer, rollout: RolloutGroup) -> None:
         self.work = work
         self.trainer = trainer
         self.rollout = rollout
         self.versions = VersionTable()
-        self.ahead = SimulatedAhead(work.ahead_s)
-        self._canary_beside: asyncio.Task | None = None  # the replicas' half, under way
 
     def score_canary(self) -> asyncio.Task:
         """The trainer's half of the canary, before anything that is called later."""
@@ -118,25 +188,6 @@ class SimulatedSync:
         await self.release(version)
         return metrics | {"time/sync_s": now() - begin}
 
-    async def deliver(
-        self, stamp: PolicyVersion, expected: asyncio.Task | None = None
-    ) -> dict[str, float]:
-        """A weight sync until the replicas have the weights; `verified` must be awaited next.
-        Arguments: as a call."""
-        begin = now()
-        metrics = await self._transfer(expected, stamp)
-        self._canary_beside = asyncio.ensure_future(self._score_beside_prompts())
-        return metrics | {"time/sync_s": now() - begin}
-
-    async def verified(self) -> dict[str, float]:
-        """Wait until the canary of the last `deliver` was accepted."""
-        if self._canary_beside is None:
-            return {}
-        await self._canary_beside
-        self._canary_beside = None
-        await self.release(0)
-        return {}
-
     async def _transfer(
         self, expected: asyncio.Task | None, stamp: PolicyVersion
     ) -> dict[str, float]:
@@ -147,25 +198,14 @@ class SimulatedSync:
         for i, replica in enumerate(self.rollout.replicas):
             # Not `mark_stale`: prompts that come now wait in the paused replica. With it they would
             # ask for a healthy one every RETRY_S, which are many steps of a long simulated sync.
-            self.rollout.supervisor.mark_unverified(i, replica)
-        received_s = await self.ahead.finish()
+            self.rollout.supervisor.mark_synced(i, replica)
+            self.rollout.supervisor.hold_back(i)
         for replica in self.rollout.replicas:
             replica.pause()
-        paused_s = self.work.transfer_s - received_s
-        await asyncio.sleep(paused_s)
+        await asyncio.sleep(self.work.transfer_s)
         for replica in self.rollout.replicas:
             replica.resume(stamp)
-        return {"sync/paused_s": paused_s}
-
-    async def _score_beside_prompts(self) -> None:
-        """The same, where the replicas divide their time between canary and prompts."""
-        slowdown = self.work.canary_slowdown
-        for replica in self.rollout.replicas:
-            replica.set_slowdown(slowdown)
-        await asyncio.sleep(self.work.replica_canary_s * (slowdown - 1))
-        await self._score_at_replicas()
-        for replica in self.rollout.replicas:
-            replica.set_slowdown(1.0)
+        return {"sync/paused_s": self.work.transfer_s}
 
     async def _score_at_replicas(self) -> None:
         """The replicas' half of the canary, and its acceptance."""

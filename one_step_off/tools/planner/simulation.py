@@ -9,6 +9,7 @@ durations are, see `work.Work`.
 import asyncio
 import heapq
 import io
+import selectors
 import tempfile
 from collections import deque
 from collections.abc import Coroutine
@@ -26,12 +27,11 @@ from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, WorkerGroups
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.sampling import Sampling
-from one_step_off.tools.planner.shared_device import (
+from one_step_off.tools.planner.simulated_trainer import (
     SharedDevice,
-    divided_cores,
+    SimulatedSync,
+    SimulatedTrainer,
 )
-from one_step_off.tools.planner.simulated_clock import simulated_loop
-from one_step_off.tools.planner.simulated_trainer import SimulatedSync, SimulatedTrainer
 from one_step_off.tools.planner.work import Work
 from one_step_off.weight_sync.overlap import DECIDING_STEPS, StepPhases, should_overlap
 
@@ -207,15 +207,12 @@ def simulate(
     steps: int = 8,
     seed: int = 0,
     shared: bool = False,
-    idle_cores: bool = False,
     in_flight: str = "wait",
-    canary_overlap: bool = False,
-    receive_ahead: bool = False,
 ) -> dict[str, Any]:
     """Simulate a run. The same arguments give the same figures.
 
     Args:
-        rollout: replicas on devices of their own; 0: colocated, each device does both in turn.
+        rollout: replicas on devices of their own; 0: colocated, each device alternates.
         trainer: ranks.
         staleness: see pipeline.staleness. 1: one step off; 0: synchronous.
         overlap: "true", "false" or "auto", see weight_sync.overlap. The figures of "auto" are those
@@ -224,9 +221,7 @@ def simulate(
         steps: of the run; the first one is left out of the figures.
         seed: of the drawn response lengths.
         shared: one replica and one rank work at once on one device.
-        idle_cores: as placement.share_idle_cores; all replicas and ranks have as many cores.
         in_flight: see weight_sync.in_flight; recompute and keep take the same time here.
-        canary_overlap, receive_ahead: see these keys of weight_sync.
 
     Returns:
         What `Tracker.summary` reports: median/time/step_s and the other medians in seconds,
@@ -235,17 +230,16 @@ def simulate(
     Raises:
         StalenessError: a token was trained on that other weights made.
     """
-    sync_settings = (in_flight, canary_overlap, receive_ahead)
     if overlap == "auto" and shared:
         overlap = "true"
     if overlap == "auto" and staleness and rollout:
-        rest = (static, steps, seed, shared, idle_cores, *sync_settings)
+        rest = (static, steps, seed, shared, in_flight)
         without = simulate(work, rollout, trainer, staleness, "false", *rest)
         if not _chooses_overlap(without):
             return without
         overlap = "true"
-    cfg = _run_config(work, rollout, staleness, overlap, static, sync_settings)
-    device = _common_device(rollout, trainer, shared, idle_cores)
+    cfg = _run_config(work, rollout, staleness, overlap, static, in_flight)
+    device = SharedDevice() if shared else None
     return _in_simulated_time(_run(work, cfg, rollout, trainer, steps, seed, device))
 
 
@@ -258,7 +252,7 @@ async def _run(
     work: Work, cfg: Config, rollout: int, trainer: int, steps: int, seed: int, device: Any
 ) -> dict[str, Any]:
     """One run in the simulated time of the present loop; arguments and result as `simulate`.
-    `device`: what both sides use, as `_common_device`."""
+    `device`: what both sides use; None: each has its own alone."""
     replicas = [SimulatedReplica(work, seed, device) for _ in range(rollout or trainer)]
     pool_lock = None if rollout else asyncio.Lock()
     group = RolloutGroup(replicas, cfg, False, pool_lock)
@@ -283,32 +277,17 @@ def _chooses_overlap(figures: dict[str, Any]) -> bool:
     return should_overlap([phases] * DECIDING_STEPS, overlapped=False)
 
 
-def _common_device(
-    rollout: int, trainer: int, shared: bool, idle_cores: bool
-) -> SharedDevice | None:
-    """What both sides use; None: each has its own alone. The arguments are those of `simulate`."""
-    if shared:
-        return SharedDevice()
-    if idle_cores and rollout:
-        return divided_cores(rollout, trainer)
-    return None
-
-
 def _run_config(
     work: Work,
     rollout: int,
     staleness: int,
     overlap: str,
     static: bool,
-    sync_settings: tuple[str, bool, bool],
+    in_flight: str,
 ) -> Config:
-    """The config of the simulated run. Arguments: of `simulate`; `sync_settings`: in_flight,
-    canary_overlap and receive_ahead."""
-    in_flight, canary_overlap, receive_ahead = sync_settings
+    """The config of the simulated run. Arguments: of `simulate`."""
     cfg = Config()
     cfg.weight_sync.in_flight = in_flight
-    cfg.weight_sync.canary_overlap = canary_overlap
-    cfg.weight_sync.receive_ahead = receive_ahead
     cfg.pipeline.staleness = staleness
     cfg.weight_sync.overlap = overlap if rollout > 0 else "false"
     cfg.data.train_batch_size = work.prompts
@@ -318,3 +297,28 @@ def _run_config(
     cfg.rollout.heartbeat_timeout_s = NO_TIME_LIMIT_S
     cfg.trainer.step_timeout_s = NO_TIME_LIMIT_S
     return cfg
+
+
+class SimulatedClock(selectors.DefaultSelector):
+    """Adds to `seconds` what an event loop would have waited for."""
+
+    seconds = 0.0
+
+    def select(self, timeout: float | None = None) -> list:
+        """Return at once; nothing outside of the simulation calls.
+
+        Raises:
+            RuntimeError: there is no timer, so nothing would ever happen again.
+        """
+        if timeout is None:
+            raise RuntimeError("the simulation waits for an event that no task will cause")
+        self.seconds += max(0.0, timeout)
+        return super().select(0)
+
+
+def simulated_loop() -> asyncio.AbstractEventLoop:
+    """An event loop whose time, from 0, jumps to the next timer when no task is ready."""
+    clock = SimulatedClock()
+    loop = asyncio.SelectorEventLoop(clock)
+    loop.time = lambda: clock.seconds
+    return loop

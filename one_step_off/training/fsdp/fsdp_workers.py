@@ -1,8 +1,7 @@
 """The FSDP2 training back end, on GPUs or CPUs: one worker class per role.
 
-`FsdpBackend` builds, runs, steps and saves a model; what a role computes is in `policy_role.py`,
-`critic_role.py`, `reward_model_role.py` and `teacher_role.py`, and shared with the Megatron back
-end.
+`FsdpBackend` builds, runs, steps and saves a model; what a role computes is in `roles.py`, and
+shared with the Megatron back end.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,14 +15,15 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.tensor import DTensor
 
 from one_step_off.algorithms import batching, core_algos
-from one_step_off.training import lora, optimizer_trial, optimizers, packed_attention
-from one_step_off.training.critic_role import CriticWorker
+from one_step_off.training import (
+    lora,
+    optimizer_trial,
+    optimizers,
+    packed_attention,
+    roles,
+)
 from one_step_off.training.fsdp import fsdp_model
 from one_step_off.training.model_worker import ModelWorker, WorkItem
-from one_step_off.training.policy_role import PolicyWorker
-from one_step_off.training.reward_model_role import RewardModelWorker
-from one_step_off.training.supervised_role import SupervisedWorker
-from one_step_off.training.teacher_role import TeacherWorker
 from one_step_off.training.update_stats import PhaseTimer
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -159,7 +159,7 @@ class FsdpBackend(ModelWorker):
         return fsdp_model.sharded_adapters(self.model, self.cfg.model.dtype)
 
 
-class PolicyWorker(FsdpBackend, PolicyWorker):
+class PolicyWorker(FsdpBackend, roles.PolicyWorker):
     """The role "ref", and the policy of an actor that streams no weights."""
 
 
@@ -167,19 +167,19 @@ class ActorWorker(WeightSenderMixin, PolicyWorker):
     """The role "actor", whose ranks also send the weights."""
 
 
-class CriticWorker(FsdpBackend, CriticWorker):
+class CriticWorker(FsdpBackend, roles.CriticWorker):
     """The role "critic"."""
 
 
-class RewardModelWorker(FsdpBackend, RewardModelWorker):
+class RewardModelWorker(FsdpBackend, roles.RewardModelWorker):
     """The role "reward_model"."""
 
 
-class SupervisedWorker(FsdpBackend, SupervisedWorker):
+class SupervisedWorker(FsdpBackend, roles.SupervisedWorker):
     """The role "actor" in supervised steps."""
 
 
-class TeacherWorker(FsdpBackend, TeacherWorker):
+class TeacherWorker(FsdpBackend, roles.TeacherWorker):
     """The role "teacher"."""
 
 
@@ -189,4 +189,5 @@ WORKERS = {
     "critic": CriticWorker,
     "reward_model": RewardModelWorker,
     "teacher": TeacherWorker,
+    "supervised": SupervisedWorker,
 }

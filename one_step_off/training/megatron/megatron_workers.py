@@ -26,15 +26,11 @@ from one_step_off.algorithms import batching
 from one_step_off.algorithms.core_algos import Figure, TokenOutputs
 from one_step_off.config.sections.roles import TrainedConfig
 from one_step_off.models import megatron_support
-from one_step_off.training.critic_role import CriticWorker
+from one_step_off.training import roles
 from one_step_off.training.megatron import megatron_model, megatron_weights
 from one_step_off.training.megatron.megatron_checkpoint import BackgroundWriter, copy_to_host
 from one_step_off.training.megatron.megatron_shims import count_padding_in_checkpoints, cuda_is_cpu
 from one_step_off.training.model_worker import BatchShare, ModelWorker, WorkItem
-from one_step_off.training.policy_role import PolicyWorker
-from one_step_off.training.reward_model_role import RewardModelWorker
-from one_step_off.training.supervised_role import SupervisedWorker
-from one_step_off.training.teacher_role import TeacherWorker
 from one_step_off.training.update_stats import PhaseTimer
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -299,7 +295,7 @@ def _as_loss(loss: Tensor) -> tuple[Tensor, Tensor, dict]:
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
 
-class MegatronPolicyWorker(MegatronBackend, PolicyWorker):
+class MegatronPolicyWorker(MegatronBackend, roles.PolicyWorker):
     """The role "ref", and the policy of an actor that streams no weights."""
 
 
@@ -307,19 +303,19 @@ class MegatronActorWorker(WeightSenderMixin, MegatronPolicyWorker):
     """The role "actor", whose ranks also send the weights."""
 
 
-class MegatronCriticWorker(MegatronBackend, CriticWorker):
+class MegatronCriticWorker(MegatronBackend, roles.CriticWorker):
     """The role "critic"."""
 
 
-class MegatronRewardModelWorker(MegatronBackend, RewardModelWorker):
+class MegatronRewardModelWorker(MegatronBackend, roles.RewardModelWorker):
     """The role "reward_model"."""
 
 
-class MegatronSupervisedWorker(MegatronBackend, SupervisedWorker):
+class MegatronSupervisedWorker(MegatronBackend, roles.SupervisedWorker):
     """The role "actor" in supervised steps."""
 
 
-class MegatronTeacherWorker(MegatronBackend, TeacherWorker):
+class MegatronTeacherWorker(MegatronBackend, roles.TeacherWorker):
     """The role "teacher"."""
 
 
@@ -329,4 +325,5 @@ WORKERS = {
     "critic": MegatronCriticWorker,
     "reward_model": MegatronRewardModelWorker,
     "teacher": MegatronTeacherWorker,
+    "supervised": MegatronSupervisedWorker,
 }

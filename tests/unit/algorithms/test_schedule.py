@@ -20,6 +20,7 @@ from one_step_off.config.schema import Config
 from one_step_off.runtime import launch
 from one_step_off.runtime.prepare import ResumePoint
 from tests.conftest import tiny_config
+from tests.unit.stand_ins import train_with
 from tests.unit.training.fsdp_helpers import config, make_batch
 
 
@@ -361,9 +362,7 @@ def test_a_run_says_it_before_any_engine_starts(
         return replace(result, cfg=cfg, resume_point=ResumePoint(path, state))
 
     monkeypatch.setattr(launch, "prepare", prepared)
-    monkeypatch.setattr(
-        launch, "run_on_ray", lambda prepared, tracker: ran.append(SimpleNamespace(tracker=tracker))
-    )
+    train_with(monkeypatch, lambda prepared, tracker: ran.append(SimpleNamespace(tracker=tracker)))
     assert launch.run(cfg) == 0
     assert len(ran) == 1
     out = " ".join(capsys.readouterr().out.split())

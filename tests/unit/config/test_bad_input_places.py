@@ -26,6 +26,7 @@ from one_step_off.main_ppo import main
 from one_step_off.runtime import launch
 from one_step_off.runtime.failure_report import report_failure
 from tests.bad_input import base, refused, without_privileges, write
+from tests.unit.stand_ins import train_with
 
 # --- folders and disks
 # -------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ def test_a_disk_that_fills_up_in_the_run_ends_it_in_one_line(models, tmp_path, c
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(launch, "run_on_ray", full)
+    train_with(monkeypatch, full)
     arguments = [*base(tmp_path, models()), f"trainer.output_dir={tmp_path}/new"]
     assert main(arguments) == 2
     err = capsys.readouterr().err
@@ -163,7 +164,7 @@ def test_only_a_fault_of_the_runs_own_folder_asks_for_another(
     def fail(*_: object) -> None:
         raise make(run)
 
-    monkeypatch.setattr(launch, "run_on_ray", fail)
+    train_with(monkeypatch, fail)
     arguments = [*base(tmp_path, models()), f"trainer.output_dir={run}"]
     capsys.readouterr()  # the model may just have been written
     code = main(arguments)

@@ -18,7 +18,7 @@ from one_step_off.config import hardware, packages
 from one_step_off.config.errors import ConfigError, UnknownKeys
 from one_step_off.config.help import help_text
 from one_step_off.config.loading import KEYS, load_config
-from one_step_off.config.placement import guest_cores, placement_text, process_cores
+from one_step_off.config.placement import placement_text, process_cores
 from one_step_off.config.sections import data, reward, rollout
 from one_step_off.config.sections.data import split_files, train_sources
 from one_step_off.config.yaml_io import resolved_yaml
@@ -469,30 +469,6 @@ def test_resolved_yaml_keeps_awkward_texts() -> None:
         cfg = dataclasses.replace(good())
         cfg.data.instruction = text
         assert load_text(resolved_yaml(cfg)).data.instruction == text
-
-
-def test_idle_cores_are_shared_with_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
-    def guests(cores: list[int], *keys: str) -> dict[str, list[list[int]]]:
-        cfg = good(*keys)
-        return guest_cores(cfg, process_cores(cfg, "cpu", cores))
-
-    share = "placement.share_idle_cores=true"
-    assert guests([0, 1], share) == {"rollout": [[1]], "actor": [[0]]}
-    pools = "placement.pools={rollout: [2], actor: [1], critic: [1]}"
-    roles = "placement.roles={rollout: rollout, actor: actor, critic: critic}"
-    keys = [pools, roles, "algorithm.adv_estimator=gae"]
-    assert guests(list(range(8)), share, *keys) == {
-        "rollout": [[4, 5], [6, 7]],
-        "actor": [[0, 1]],
-        "critic": [[2, 3]],
-    }
-    none = {"rollout": [[]], "actor": [[]]}
-    assert guests([0, 1]) == none
-    assert guests([0, 1], share, "placement.pin_cores=false") == none
-    assert guests([0], share) == none, "both have the same core"
-    assert guests([0, 1], share, *SHARED, "pipeline.staleness=0") == {"all": [[], []]}
 
 
 def test_placement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,13 @@ from tests.unit.config.config_helpers import SHARED, fault, write
 pytestmark = pytest.mark.filterwarnings("error")
 
 BAD = [
+    # keys that were removed
+    (
+        ["weight_sync.receive_ahead=true"],
+        ["weight_sync.receive_ahead", "is no key any more; remove it"],
+    ),
+    (["weight_sync.sender=gather"], ["weight_sync.sender", "each rank sends its own shard"]),
+    (["weight_sync.canary_overlap=true"], ["weight_sync.canary_overlap", "is no key any more"]),
     # unknown keys
     (["actor.lrr=1"], ["actor.lrr", "did you mean actor.lr?"]),
     (["actr.lr=1"], ["actr.lr", "did you mean actor.lr?"]),
@@ -161,10 +168,6 @@ BAD = [
     (["placement.roles={actor: actor}"], ["placement.roles", "rollout", "add"]),
     ([*SHARED], ["actor and rollout share the pool all", "one step off", "pipeline.staleness=0"]),
     (
-        [*SHARED, "pipeline.staleness=0", "trainer.warm_spares=true"],
-        ["trainer.warm_spares=true", "share the pool all", "false"],
-    ),
-    (
         [*SHARED, "pipeline.staleness=0", "rollout.tensor_parallel_size=2"],
         ["share the pool all", "rollout.tensor_parallel_size=1"],
     ),
@@ -182,15 +185,7 @@ BAD = [
         ["virtual_pipeline_parallel_size=2", "needs pipeline stages"],
     ),
     (["rollout.n=1"], ["rollout.n=1", "at least 2"]),
-    (
-        ["weight_sync.sender=gather", "weight_sync.overlap=true"],
-        ["weight_sync.sender=gather", "weight_sync.overlap=false or auto"],
-    ),
     (["weight_sync.overlap=often"], ["weight_sync.overlap=often", "auto, true, false"]),
-    (
-        ["weight_sync.sender=gather", "weight_sync.overlap=false", "weight_sync.mode=delta"],
-        ["weight_sync.mode=delta", "weight_sync.sender=sharded"],
-    ),
     (["algorithm.kl_coef=0.1"], ["algorithm.kl_coef=0.1", "placement.roles.ref=actor"]),
     (["placement.roles.ref=actor"], ["placement.roles.ref", "algorithm.kl_coef"]),
     (

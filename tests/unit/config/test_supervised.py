@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -12,6 +13,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.config.placement import placement_text, process_cores
 from one_step_off.config.supervised import supervised_config, warm_up_config
+from one_step_off.runtime import launch
 from one_step_off.runtime.validation import validate, validate_supervised
 
 RUN = (
@@ -102,7 +104,8 @@ def test_shipped_configs_name_their_learning_rate(name, lr, schedule, warmup_ste
 
 
 def test_a_rate_that_supervised_steps_do_not_read_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(main_sft, "_run", lambda cfg: 0)
+    monkeypatch.setattr(launch, "run_supervised", lambda cfg: 0)
+    monkeypatch.setattr(main_sft, "locked", lambda cfg: contextlib.nullcontext())
     assert main_sft.main([*RUN, "actor.lr=0.25"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("warning: actor.lr=0.25: is the learning rate of RL")
@@ -117,7 +120,6 @@ def test_a_rate_that_supervised_steps_do_not_read_is_named(monkeypatch, capsys):
     [
         (["trainer.sft_steps=5"], r"trainer.sft_steps=5: .*set it to 0"),
         (["trainer.keep_best=val/reward"], "trainer.keep_best=val/reward: .*set it to null"),
-        (["trainer.warm_spares=true"], "trainer.warm_spares=true: .*set it to false"),
         (["data.val_sets={a: generator:products}"], "data.val_sets=a: .*sft.val_files"),
         (["sft.train_files=/no/such.jsonl"], "sft.train_files=/no/such.jsonl: no such file"),
         (["data.train_files=/no/such.jsonl"], "data.train_files=/no/such.jsonl: no such file"),

@@ -17,7 +17,7 @@ from one_step_off.config.teachers import (
 )
 from one_step_off.data.samples import Prompt
 from one_step_off.data.teacher_rows import check_teacher_sources, teacher_lookup
-from one_step_off.runtime.teachers import config_of_groups
+from one_step_off.runtime.processes import config_of_groups
 from one_step_off.runtime.validation import validate
 from tests.unit.config.config_helpers import fault, good
 

@@ -4,6 +4,7 @@ starts.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from one_step_off.checkpoint import write_batch
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.runtime import launch
+from one_step_off.tools import replay as replay_module
 from one_step_off.tools.replay import replay
 from tests.bad_input import base, refused
 from tests.conftest import tiny_config
@@ -151,7 +153,12 @@ def test_a_replay_scores_nothing_so_it_calls_no_function(models, own, monkeypatc
     )
     write_batch(Batch(0, [sample], (0,)), own / "step_000000")
     ran = []
-    monkeypatch.setattr(launch, "run_on_ray", lambda prepared, *_: ran.append(prepared))
+
+    async def replay_on_trainers(batch, prepared, tracker):
+        ran.append(prepared)
+
+    monkeypatch.setattr(launch, "ray_session", lambda cfg, tracker: contextlib.nullcontext())
+    monkeypatch.setattr(replay_module, "_replay_on_trainers", replay_on_trainers)
     assert replay(cfg, str(own / "step_000000")) == 0
     assert len(ran) == 1
 

@@ -20,8 +20,8 @@ from one_step_off.config.schema import ActorConfig, ModelConfig
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.monitoring.callbacks import StepCallbacks
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.runtime import launch
 from tests.conftest import tiny_config
+from tests.unit.stand_ins import train_with
 
 ROOT = Path(__file__).parents[3]
 TIMES = {"time/step_s": 1.0, "time/generate_s": 0.5, "time/train_s": 0.5}
@@ -166,14 +166,14 @@ def sample(row: int) -> Sample:
 
 
 def train_steps(prepared, tracker: Tracker) -> None:
-    """What `run_on_ray` stands for: two steps."""
+    """In place of `run_with_restarts`: two steps."""
     for step in range(2):
         tracker.step(Batch(step, [sample(step)], (0, 0)), step, dict(TIMES))
 
 
 @pytest.fixture
 def cfg(models, tmp_path, monkeypatch) -> Config:
-    monkeypatch.setattr(launch, "run_on_ray", train_steps)
+    train_with(monkeypatch, train_steps)
     return tiny_config(models(), str(tmp_path / "run"), **{"logging.tensorboard": False})
 
 
@@ -221,7 +221,7 @@ def test_a_full_disk_is_bad_input(cfg, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(launch, "run_on_ray", full)
+    train_with(monkeypatch, full)
     with pytest.raises(ConfigError, match="No space left on device; name another folder"):
         train(cfg)
 
@@ -230,7 +230,7 @@ def test_an_interrupt_is_raised(cfg, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "run_on_ray", interrupt)
+    train_with(monkeypatch, interrupt)
     with pytest.raises(KeyboardInterrupt):
         train(cfg)
 

@@ -23,10 +23,9 @@ from one_step_off.config.command_line import exit_code
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.runtime import attempts, processes, supervised_processes
+from one_step_off.runtime import attempts, processes
 from one_step_off.runtime.prepare import ResumePoint, RunInputs
-from one_step_off.runtime.processes import RunProcesses
-from one_step_off.runtime.supervised_processes import SupervisedProcesses
+from one_step_off.runtime.processes import RunProcesses, SupervisedProcesses
 from tests.unit.stand_ins import ActorMethod, StandInActor
 
 
@@ -37,6 +36,7 @@ class ActorDiedError(Exception):
 WELL = ActorMethod(None)
 GONE = ActorMethod(ActorDiedError("gone"))
 SILENT = ActorMethod(None, delay=30.0)
+NO_USAGE = ActorMethod(RuntimeError("this process tells nothing"))
 
 DIED = ProcessDied("rollout 0, start: its process died (pid 41)")
 TOO_SLOW = PhaseTimeout("rollout, start: no answer in 900 s")
@@ -61,7 +61,7 @@ class Attempt:
         assert kept is None, "engines of a failed start are not kept"
         self.name = f"attempt {attempt}"
         self.events.append(f"{self.name} begins")
-        ranks = [StandInActor(alive=alive) for alive in self.ranks]
+        ranks = [StandInActor(alive=alive, usage=NO_USAGE) for alive in self.ranks]
         self.groups = {"actor": SimpleNamespace(ranks=ranks, has_answered=self.has_answered)}
         rollout = SimpleNamespace(replicas=[], active=[], has_answered=False)
         sync = SimpleNamespace(ahead=SimpleNamespace(warning=lambda: ""))
@@ -109,6 +109,7 @@ def start(monkeypatch, tmp_path):
         cfg = Config()
         cfg.trainer.output_dir = str(tmp_path)
         cfg.trainer.max_restarts = max_restarts
+        cfg.trainer.save_hf_model = False
         stream = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
         data: Any = SimpleNamespace(stream=stream)
         prepared = RunInputs(cfg, "cpu", data, [], None, {}, [], resume_point, is_supervised)
@@ -123,12 +124,15 @@ def start(monkeypatch, tmp_path):
         assert not Attempt.failures, "it ended before the last attempt"
         return raised, [line for line in out.getvalue().splitlines() if "attempt" in line]
 
-    async def train(*_: Any) -> None: ...
+    async def fit() -> None: ...
+
+    async def create_pipeline(*_: Any) -> Any:
+        return SimpleNamespace(stopping=False, fit=fit)
 
     monkeypatch.setattr(remote_calls, "LIVENESS_TIMEOUT_S", 0.1)
     monkeypatch.setattr(processes, "RunProcesses", Attempt)
-    monkeypatch.setattr(supervised_processes, "SupervisedProcesses", SupervisedAttempt)
-    monkeypatch.setattr(attempts, "train_model", train)
+    monkeypatch.setattr(processes, "SupervisedProcesses", SupervisedAttempt)
+    monkeypatch.setattr(attempts, "create_pipeline", create_pipeline)
     monkeypatch.setattr(attempts, "log_pools", lambda *_: None)
     return start
 

@@ -99,7 +99,7 @@ def test_the_first_signal_asks_the_pipeline_to_stop(number, in_a_loop):
     ]
     assert (run.thread is threading.main_thread()) is not in_a_loop
     if not in_a_loop:
-        handlers[2:] = [signal.SIG_IGN, signal.SIG_IGN]  # `run_on_ray` restores them
+        handlers[2:] = [signal.SIG_IGN, signal.SIG_IGN]  # `ray_session` restores them
     assert handlers == handlers_now()
 
 

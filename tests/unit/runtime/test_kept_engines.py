@@ -15,7 +15,6 @@ from one_step_off.cluster.errors import ProcessDied, SyncError
 from one_step_off.config.schema import Config
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime import attempts, processes
-from one_step_off.runtime import persistent_actors as engines_module
 from one_step_off.runtime.persistent_actors import PersistentActors
 from one_step_off.runtime.prepare import RunInputs
 from one_step_off.runtime.processes import RunProcesses
@@ -42,7 +41,6 @@ def team(
     run.engines = object.__new__(PersistentActors)
     run.engines.rollout = SimpleNamespace(shares_pool=shares_pool, active=list(active))
     run.engines.frozen_groups = {}
-    run.engines.spares = {}
     run.engines.pools = {}
     run.roles = SimpleNamespace(sync=SimpleNamespace(epoch=6))
     run.groups = {role: SimpleNamespace(ranks=[StandInActor(alive=a)]) for role, a in ranks.items()}
@@ -91,44 +89,6 @@ def test_pools_with_a_failed_node_are_not_kept(monkeypatch):
     assert asyncio.run(run.hand_over_engines()) is run.engines
 
 
-def test_living_spares_take_the_place_of_the_ranks(monkeypatch):
-    monkeypatch.setattr(remote_calls, "LIVENESS_TIMEOUT_S", 0.1)
-    run = team(actor=GONE, critic=WELL)
-    actor_spare, dead_spare, living_spare = [
-        StandInActor(alive=alive) for alive in (WELL, GONE, WELL)
-    ]
-    run.engines.spares = {"actor": [actor_spare], "critic": [living_spare, dead_spare]}
-    killed: list[Any] = []
-    monkeypatch.setattr(engines_module, "kill_all", killed.extend)
-    engines = asyncio.run(run.hand_over_engines())
-    assert engines.spares == {"actor": [actor_spare]}, "an attempt with a dead rank fails"
-    assert killed == [living_spare, dead_spare]
-
-    run._group_of = lambda role, cfg, ranks: ranks
-    run._spawn_ranks = lambda role, cfg: f"new {role}"
-    cfg = Config()
-    assert run._create_group("actor", "actor", cfg) == [actor_spare]
-    assert run._create_group("actor", "actor", cfg) == "new actor", "a spare serves once"
-    assert run._create_group("critic", "critic", cfg) == "new critic"
-
-
-@pytest.mark.parametrize("run", [team(shares_pool=True, actor=WELL), team(active=(), actor=WELL)])
-def test_there_are_no_spares_where_engines_cannot_be_kept(run):
-    run._spawn_ranks = None  # so a call fails
-    run.start_spares()
-    assert run.engines.spares == {}
-
-
-def test_each_role_that_learns_has_spares():
-    run = team(actor=WELL, critic=WELL, ref=WELL)
-    run.cfg = Config()
-    run._spawn_ranks = lambda role, cfg: [f"spare {role}"]
-    run.start_spares()
-    assert run.engines.spares == {"actor": ["spare actor"], "critic": ["spare critic"]}
-    run._spawn_ranks = None
-    run.start_spares()  # those that there are stay
-
-
 class Attempt:
     """In place of `RunProcesses`: one attempt, which fails with the next of `failures`."""
 
@@ -142,7 +102,7 @@ class Attempt:
         self.endpoint = None
         ahead = SimpleNamespace(warning=lambda: "warning: of the sync")
         self.roles = SimpleNamespace(
-            rollout=SimpleNamespace(active=[], has_answered=True),
+            rollout=SimpleNamespace(replicas=[], active=[], has_answered=True),
             sync=SimpleNamespace(ahead=ahead),
         )
         self.engines = kept or SimpleNamespace(end=self.end_engines, name=f"of {attempt}")
@@ -170,22 +130,25 @@ def run(monkeypatch, tmp_path, outcomes: list, max_restarts: int = 5) -> tuple[A
     cfg = Config()
     cfg.trainer.output_dir = str(tmp_path)
     cfg.trainer.max_restarts = max_restarts
+    cfg.trainer.save_hf_model = False
     stream = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
     prepared = RunInputs(cfg, "cpu", SimpleNamespace(stream=stream), [], None, {}, [])
     tracker = Tracker(str(tmp_path), 10, io.StringIO())
     remaining = iter(outcomes)
 
-    async def train(prepared, state, processes, tracker, loop_runner):
-        state.pipeline = SimpleNamespace(stopping=False)
+    async def fit():
         steps, error = next(remaining)
         tracker.steps = [{"step": step} for step in range(steps)]
         if error is not None:
             raise error
 
+    async def create_pipeline(*_: Any) -> Any:
+        return SimpleNamespace(stopping=False, fit=fit)
+
     for name in ("started", "ended"):
         monkeypatch.setattr(Attempt, name, [])
     monkeypatch.setattr(processes, "RunProcesses", Attempt)
-    monkeypatch.setattr(attempts, "train_model", train)
+    monkeypatch.setattr(attempts, "create_pipeline", create_pipeline)
     monkeypatch.setattr(attempts, "log_pools", lambda *_: None)
     monkeypatch.setattr(attempts, "open_files", lambda *_: tracker.start(0))
     raised = None

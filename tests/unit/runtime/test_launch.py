@@ -20,6 +20,7 @@ from one_step_off.runtime import prepare as prepare_module
 from one_step_off.runtime.failure_report import report_failure
 from one_step_off.runtime.prepare import CANARY_TOKENS, ResumePoint, prepare
 from tests.conftest import tiny_config
+from tests.unit.stand_ins import train_with
 
 ROOT = Path(__file__).parents[3]
 SLOW_IMPORTS = ("torch", "ray", "transformers", "vllm")
@@ -177,7 +178,7 @@ def test_a_run_that_has_ended_has_nothing_left_to_do(
     def fail(prepared, tracker):
         raise AssertionError("nothing is left to do, and Ray was started")
 
-    monkeypatch.setattr(launch, "run_on_ray", fail)
+    train_with(monkeypatch, fail)
     (tmp_path / "summary.json").write_text("{}")
     assert launch.run(cfg_at_last_step) == 0
     assert "nothing left to do; raise trainer.total_steps" in capsys.readouterr().out
@@ -192,7 +193,7 @@ def test_a_run_that_was_killed_before_its_model_was_written_writes_it(
         first_steps.append(tracker.first_step)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "run_on_ray", interrupt)
+    train_with(monkeypatch, interrupt)
     with pytest.raises(KeyboardInterrupt):
         launch.run(cfg_at_last_step)
     assert first_steps == [3]

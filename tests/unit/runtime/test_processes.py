@@ -29,7 +29,7 @@ def processes(*overrides: str, **attributes: Any) -> Any:
     run.engines.former_rollout = None
     run.device = "cpu"
     run.keeps_engines = False
-    run.kept_roles = set()
+    run.reused_groups = set()
     for name, value in attributes.items():
         setattr(run.engines if name in ("pools", "rollout") else run, name, value)
     return run
@@ -51,19 +51,6 @@ def test_on_separate_devices_all_weights_go_over_the_network() -> None:
     actor = [ProcessSlot(trainer_group, bundle, 0, ()) for bundle in range(2)]
     run = processes(pools={"rollout": rollout, "actor": actor}, device="cuda")
     assert run._replicas_on_device_of_rank() == [[], []]
-
-
-def test_spares_have_a_part_of_their_slots() -> None:
-    """Of the trainers' pool alone: a replica books its whole device."""
-    keys = [
-        "placement.pools={rollout: [1], actor: [1]}",
-        "placement.roles={rollout: rollout, actor: actor, critic: actor, ref: actor}",
-    ]
-    without = processes(*keys).engines
-    with_spares = processes(*keys, "trainer.warm_spares=true").engines
-    assert without.slot_share("actor") == pytest.approx(1 / 3)
-    assert with_spares.slot_share("actor") == pytest.approx(1 / 5)
-    assert without.slot_share("rollout") == with_spares.slot_share("rollout") == 1.0
 
 
 def test_a_restarted_engine_gets_the_kv_cache_of_the_first_start() -> None:
@@ -168,6 +155,6 @@ def test_beside_kept_engines_the_teacher_measures_first_too() -> None:
 def test_a_teacher_that_was_kept_is_not_loaded_again() -> None:
     parts = Parts()
     pools = "placement.pools={rollout: [1], actor: [0.5], teacher: [0.5]}"
-    run = parts.run(pools, TEACHER_ROLES, *TEACHER, device="cuda", kept_roles={"teacher"})
+    run = parts.run(pools, TEACHER_ROLES, *TEACHER, device="cuda", reused_groups={"teacher"})
     asyncio.run(run.setup())
     assert "teacher begins" not in parts.loaded

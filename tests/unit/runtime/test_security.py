@@ -19,9 +19,9 @@ from one_step_off.config.text import mask_secrets
 from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.distributed_util import bind_rendezvous_to_its_host, open_store
 from one_step_off.main_ppo import main
-from one_step_off.runtime import launch
 from one_step_off.runtime.validation import validate
 from tests.bad_input import base
+from tests.unit.stand_ins import train_with
 
 ROOT = Path(__file__).parents[3]
 URL = "https://me:hunter2pass@scores.example/v1?token=s3cr3tvalue&size=4"
@@ -65,7 +65,7 @@ def test_no_file_and_no_screen_shows_a_secret(models, tmp_path, capsys, monkeypa
     def fail(*_: object) -> None:
         raise RuntimeError(f"401 from {URL} with hf_abcdefgh123")
 
-    monkeypatch.setattr(launch, "run_on_ray", fail)
+    train_with(monkeypatch, fail)
     assert main([*arguments, secret]) == 1
     assert (
         main([*arguments, f"reward_model.path={models()}", "placement.roles.reward_model=actor"])

@@ -13,6 +13,7 @@ from one_step_off.config.schema import Config
 from one_step_off.config.supervised import warm_up_config
 from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.monitoring.console import RunConsole
+from one_step_off.runtime import launch
 from one_step_off.runtime import sft_phase as module
 from one_step_off.runtime.prepare import ResumePoint, RunInputs
 
@@ -32,7 +33,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         finish(Path(prepared.cfg.trainer.output_dir), prepared.cfg, prepared.named_models["model"])
 
     monkeypatch.setattr(module, "prepare_supervised", prepare)
-    monkeypatch.setattr(module, "train", train)
+    monkeypatch.setattr(launch, "train", train)
     monkeypatch.setattr(module, "is_complete", lambda *arguments: False)
     return made
 
@@ -63,7 +64,7 @@ def a_run(folder: Path, resume_point: ResumePoint | None = None, **trainer: obje
 def sft_phase(prepared: RunInputs) -> str:
     """The model with which RL starts."""
     with RunConsole() as console:
-        module.sft_phase(prepared, console)
+        module.sft_phase(prepared, console, launch.train)
     return prepared.cfg.model.path
 
 

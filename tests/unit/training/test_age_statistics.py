@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from one_step_off.training.policy_role import age_sums, means_by_age
+from one_step_off.training.roles import age_sums, means_by_age
 
 
 def test_means_are_over_all_ranks_and_ages_without_tokens_have_none():

@@ -22,9 +22,9 @@ from one_step_off.data.packing import AbsentSample, BatchOutline, SampleSlice
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.data.staleness import StalenessError, assert_staleness
 from one_step_off.training import trainer_group
-from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.model_worker import token_ids_of
 from one_step_off.training.trainer_group import WorkerGroup, put_slices
+from one_step_off.training.worker_interface import BatchShare
 from tests.unit.training.fsdp_helpers import config, make_batch
 from tests.unit.training.rank_helpers import join, leave, of_fsdp, of_megatron, weights_of
 

@@ -14,9 +14,9 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch
 from one_step_off.runtime.prepare import _check_reward_model_of_loops
-from one_step_off.training.batch_share import BatchShare
 from one_step_off.training.reward_models import mix
 from one_step_off.training.trainer_group import put_batch, put_slices
+from one_step_off.training.worker_interface import BatchShare
 from tests.unit.data.episode_helpers import cut, cut_arrays, make_sample
 from tests.unit.training.fsdp_helpers import (
     RecordingCritic,

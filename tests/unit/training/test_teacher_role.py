@@ -8,7 +8,7 @@ import torch
 
 from one_step_off.algorithms.distillation import top_k_reverse_kl
 from one_step_off.training.fsdp.fsdp_workers import TeacherWorker
-from one_step_off.training.teacher_role import likeliest_tokens
+from one_step_off.training.roles import likeliest_tokens
 from one_step_off.training.teachers import Teachers
 from tests.unit.training.fsdp_helpers import (
     assert_gradients_equal,

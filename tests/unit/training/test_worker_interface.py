@@ -1,18 +1,18 @@
 """Every back end offers what `worker_interface.py` lists, by the same names and parameters."""
 
-import importlib
 import importlib.util
 import inspect
 
 import pytest
 
+from one_step_off.training.back_ends import worker_class
 from one_step_off.training.worker_interface import INTERFACES, TRAINED_ROLES
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 BACKENDS = [
-    "fsdp_workers",
+    "fsdp",
     pytest.param(
-        "megatron_workers",
+        "megatron",
         marks=pytest.mark.skipif(not HAS_MEGATRON, reason="megatron-core is not installed"),
     ),
 ]
@@ -32,8 +32,7 @@ def parameters_of(signature: inspect.Signature) -> list[tuple[str, object]]:
 @pytest.mark.parametrize("role", INTERFACES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_worker_offers_its_interface(backend, role):
-    workers = importlib.import_module(f"one_step_off.training.{backend}").WORKERS
-    worker = workers[role]
+    worker = worker_class(f"{role}.backend", backend, role)
     assert not inspect.isabstract(worker)
     methods = methods_of(INTERFACES[role])
     assert "setup" in methods

@@ -9,7 +9,7 @@ import torch
 
 from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.shard_blocks import Block, KeptBlocks
-from tests.unit.weight_sync.weight_stream import Job, Weights, WeightStream, run_together
+from tests.unit.weight_sync.weight_stream import Job, Weights, WeightStream
 
 SHAPES = {
     "embed": (40, 6),
@@ -148,15 +148,3 @@ class KeptStream(WeightStream):
 
         results, _ = self.sync(weights, version, change_jobs=change)
         return results
-
-    def send_ahead(self, weights: Weights, version: int, limit_bytes: int) -> list[Any]:
-        """The part of a sync that comes while the models are in use: results of senders, then of
-        receivers."""
-        jobs: list[Job] = []
-        for index, sender in enumerate(self.senders):
-            jobs.append(
-                lambda s=sender, i=index: s.send_ahead(self.rows(weights, i), version, limit_bytes)
-            )
-        for receiver in self.receivers:
-            jobs.append(lambda r=receiver: r.receive_ahead(version, limit_bytes))
-        return run_together(jobs)
