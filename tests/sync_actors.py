@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -174,7 +174,6 @@ class LightReplica(FaultInjector):
         self.stamp: tuple[int, int] | None = None
         self.receiver: WeightReceiver | None = None
         self.layout: LightLayout | None = None
-        self.ahead: Future | None = None
         self.rollout_s = 0.01
         self.score_s = 0.0
         self.engine = ThreadPoolExecutor(1)

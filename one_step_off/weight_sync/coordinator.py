@@ -123,8 +123,9 @@ class WeightSync:
         groups = await asyncio.to_thread(form_groups, plans, self.cfg.max_senders)
         shared_groups = store_once(groups)
         pieces_for_rank = self._pieces_for_ranks(plans, groups)
+        transport = transport_settings(self.actor.cfg)
         arguments = [
-            (shared_groups, pieces, bucket_bytes, self.host, timeout_s)
+            (shared_groups, pieces, bucket_bytes, self.host, timeout_s, transport)
             for pieces in pieces_for_rank
         ]
         addresses = await call_each(timeout_s, who, ranks, "open_sender", arguments)
@@ -144,7 +145,7 @@ class WeightSync:
             "addresses": [addresses[group.leader].store for group in groups],
             "host": self.host,
             "timeout_s": timeout_s,
-            "transport": transport_settings(self.actor.cfg),
+            "transport": transport,
             "pieces": [[astuple(piece) for piece in sent] for sent in pieces_of_sender],
         }
 

@@ -97,7 +97,6 @@ class SyncOverlap:
     undisturbed cores. On a shared device `auto` is `true`.
 
     Attributes:
-        possible: whether the run can train beside a sync.
         overlapped: the setting of the present step.
     """
 
@@ -106,9 +105,9 @@ class SyncOverlap:
         setting = cfg.weight_sync.overlap
         if setting == "auto" and shared_devices(cfg):
             setting = "true"
-        self.possible = can_overlap(cfg)
-        self.is_auto = self.possible and setting == "auto"
-        self.overlapped = self.possible and setting == "true"
+        is_possible = can_overlap(cfg)
+        self.is_auto = is_possible and setting == "auto"
+        self.overlapped = is_possible and setting == "true"
         self.steps: deque[StepPhases] = deque(maxlen=REMEMBERED_STEPS)
         self.steps_per_sync = sync_period(cfg)
         self.since_sync: list[StepPhases] = []

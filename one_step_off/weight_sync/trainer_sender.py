@@ -30,7 +30,6 @@ from one_step_off.weight_sync.sync_calls import transfer_limits
 from one_step_off.weight_sync.transports.transport import (
     Address,
     load_transport,
-    transport_settings,
 )
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
@@ -74,6 +73,7 @@ class WeightSenderMixin:
         bucket_bytes: int,
         host: str,
         timeout_s: float,
+        transport: tuple[str, str] = ("auto", ""),
     ) -> SenderAddress | None:
         """Build the plan over all groups' pieces. A leader also listens for its members and for
         receivers.
@@ -84,6 +84,7 @@ class WeightSenderMixin:
             bucket_bytes: weight_sync.bucket_mb.
             host: the address at which to listen; empty: this node's address on the network.
             timeout_s: weight_sync.timeout_s.
+            transport: the arguments of `load_transport`.
 
         Returns:
             The addresses of the sender, or None on a rank that sends nothing to receivers.
@@ -104,8 +105,7 @@ class WeightSenderMixin:
             return None
         host = reachable_host(host)
         sync_cfg = self.cfg.weight_sync
-        transport = load_transport(*transport_settings(self.cfg))
-        self.sender = WeightSender(plan, index, device, host, timeout_s, transport)
+        self.sender = WeightSender(plan, index, device, host, timeout_s, load_transport(*transport))
         self.sender.full_every = sync_cfg.full_every if sync_cfg.mode == "delta" else 0
         self.sender.keep_sent = self._may_send_again()
         if not group.members:
