@@ -27,7 +27,7 @@ from agent_loop.trajectory import (
 from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.registry import Registry
 from one_step_off.config.schema import Config
-from one_step_off.config.sources import source_of
+from one_step_off.config.sections.data import source_of
 from one_step_off.data.messages import Message, normalized_messages
 from one_step_off.data.samples import Prompt
 
@@ -211,7 +211,7 @@ class Loops:
         `source`: the name of the prompt's source, whose own limits take precedence.
         """
         agent = self.cfg.agent
-        own = source_of(self.cfg, source)
+        own = source_of(self.cfg.data, source)
         return Limits(
             tokens,
             own.max_turns or agent.max_turns,

@@ -24,9 +24,9 @@ from agent_loop.environment import failure_of_environment
 from agent_loop.episode import LIMITS, RewardMissing, data_kind
 from agent_loop.episode_row import episode_row
 from agent_loop.host_client import AgentDied, AgentHosts, HostFailed, HostPlan
-from one_step_off.config.agent_section import AgentConfig
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.agent import AgentConfig
 from one_step_off.config.text import one_line
 from one_step_off.data.samples import Prompt
 

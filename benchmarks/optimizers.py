@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from benchmarks.common.command_line import Parser
 from benchmarks.common.models import SMOLLM2_135M
-from one_step_off.config.optimizer_checks import OPTIMIZERS
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.roles import OPTIMIZERS
 from one_step_off.models import tiny_qwen
 from one_step_off.training import optimizers
 from one_step_off.training.fsdp.fsdp_workers import PolicyWorker

@@ -14,11 +14,10 @@ from one_step_off.config.loading import load_config
 from one_step_off.config.placement import placement_text
 from one_step_off.config.schema import Config
 from one_step_off.config.text import mask_secrets
-from one_step_off.config.validation import missing_hardware
 from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.runtime.failure_report import EXIT_FAILED, failure_reported
 from one_step_off.runtime.run_folder import locked, replaced_by
-from one_step_off.runtime.validation import validate
+from one_step_off.runtime.validation import missing_hardware, validate
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ from one_step_off.algorithms.batch_advantages import (
     set_baselines,
 )
 from one_step_off.checkpoint import Checkpointer
-from one_step_off.checkpoint.background_writes import BackgroundWrites, Contents
+from one_step_off.checkpoint.checkpointer import BackgroundWrites, Contents
 from one_step_off.checkpoint.in_flight import samples_and_state
 from one_step_off.checkpoint.skipped_updates import SkippedUpdates
 from one_step_off.cluster.remote_calls import now
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.errors import first_cause
 from one_step_off.config.schema import Config
 from one_step_off.config.sync_schedule import (
@@ -39,7 +40,7 @@ from one_step_off.data.episodes import one_per_episode
 from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample
 from one_step_off.data.staleness import age_shares, assert_staleness
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.rollout.batch_sources import BatchSource, InFlight
+from one_step_off.rollout.batch_sources import BatchSource, InFlight, own_source
 from one_step_off.rollout.pooled_batches import PooledSource
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
@@ -48,6 +49,7 @@ from one_step_off.training.reward_models import mix
 from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 from one_step_off.weight_sync.overlap import SyncOverlap
+from one_step_off.weight_sync.versions import VersionTable
 
 NO_SYNC = {"time/wait_trainer_s": 0.0, "time/sync_s": 0.0, "sync/bytes": 0.0}
 """The metrics of a step at which no weights are sent."""
@@ -90,7 +92,8 @@ class Pipeline:
 
     Attributes:
         batches: where the batches come from.
-        stopping: set from outside: the run saves and stops at the next step's beginning or end.
+        stopping: the run saves and stops at the next step's beginning or end; set from outside, or
+            since a callback has asked for it.
     """
 
     def __init__(
@@ -123,28 +126,24 @@ class Pipeline:
         self.start = resumed.step if resumed else 0
         self.one_step_ahead = bool(cfg.pipeline.staleness)
         self.sync_overlap = SyncOverlap(cfg)
-        self.batches = batch_source(cfg, roles.rollout, stream, resumed, attempt)
+        self.batches = batch_source(cfg, roles.rollout, stream, resumed, attempt, tracker)
         self.kl_controller = make_kl_controller(cfg, resumed.kl_coef if resumed else None)
-        self.trained_steps = self.start  # the trainer's weight version
-        self.synced_version = -1  # the replicas' weight version
         self.expected_canary: Any = None  # the trainer's half of the next canary
         self.canary_metrics: dict[str, float] = {}
         self.evaluation: asyncio.Task | None = None
         self.writes = BackgroundWrites(tracker, cfg.trainer.step_timeout_s)
         self.skipped_updates = SkippedUpdates(cfg, tracker)
         self.stopping = False
-        for role in (roles.actor, roles.ref, roles.critic, roles.reward_model, roles.teacher):
-            if role is not None:
-                role.on_span = tracker.span
+
+    @property
+    def versions(self) -> VersionTable:
+        """Which weights are where."""
+        return self.roles.sync.versions
 
     async def fit(self) -> None:
         """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is
         raised."""
-        self.roles.sync.on_trace = self.tracker.trace
-        self.roles.sync.on_log = self.tracker.log
-        self.roles.rollout.on_trace = self.tracker.trace
-        self.roles.rollout.on_message = self.tracker.log
-        self.batches.activity.on_span = self.tracker.span
+        self.versions.begin(self.attempt, self.start)
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as self.background:
@@ -207,7 +206,7 @@ class Pipeline:
         train_metrics |= self.batches.record(batch)
         metrics = batch_metrics | train_metrics | await verified
         metrics["time/step_s"] = now() - begin
-        self.trained_steps = step + 1
+        self.versions.step_ended(step)
         if self.batches.is_continuous:
             metrics["time/generate_s"] = generation_seconds(metrics)
         metrics |= self.sync_overlap.end_step(metrics)
@@ -218,6 +217,7 @@ class Pipeline:
                 await self._final_evaluation(total_steps)
         finally:
             self.tracker.step(batch, step, metrics)
+            self.stopping |= self.tracker.callbacks.stop_requested
 
     async def _train(self, batch: Batch) -> dict[str, float]:
         """Train on a batch; returns the metrics. Roles in different pools work at once, and roles
@@ -306,7 +306,7 @@ class Pipeline:
         if self.cfg.trainer.val_before_train and not self.resumed:
             self._start_evaluation(0)
         if self.one_step_ahead and self.start < total_steps:
-            self.batches.launch(self.start, self.synced_version, self.background)
+            self.batches.launch(self.start, self.versions.synced, self.background)
 
     async def _sync_and_launch(self, step: int) -> dict[str, Any]:
         """What the replicas do at a step's beginning, beside the trainer where they overlap:
@@ -324,7 +324,7 @@ class Pipeline:
         if self._evaluation_due(step):
             self._start_evaluation(step)
         last_begun = last_begun_batch(self.cfg, step)
-        self.batches.launch(last_begun, self.synced_version, self.background)
+        self.batches.launch(last_begun, self.versions.synced, self.background)
         return metrics
 
     async def _verified(self, delivered: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
@@ -337,7 +337,7 @@ class Pipeline:
         if self.evaluation is not None:
             await self.evaluation
         metrics = {"time/wait_trainer_s": self.batches.idle_seconds()}
-        if self.synced_version == version:
+        if self.versions.synced == version:
             self.batches.activity.sync_ended()
             return NO_SYNC | metrics | self.canary_metrics
         begin = now()
@@ -348,7 +348,7 @@ class Pipeline:
         if self.batches.is_continuous and not metrics["time/wait_trainer_s"]:
             # They generate again while the canary is scored.
             metrics["time/rollout_paused_s"] = sync_metrics.get("sync/paused_s", 0.0)
-        self.synced_version = version
+        self.versions.sync_ended(version)
         self.canary_metrics = {
             name: value for name, value in sync_metrics.items() if name.startswith("canary/")
         }
@@ -422,8 +422,9 @@ class Pipeline:
 
     async def _save_before_failing(self) -> None:
         """No replica is left: save the steps that were trained, and what is complete."""
-        if self.checkpointer and self.trained_steps > self.start:
-            await self._save(self.trained_steps)
+        trained = self.versions.trained
+        if self.checkpointer and trained > self.start:
+            await self._save(trained)
             await self.writes.finished()
 
     async def _save(self, step: int) -> None:
@@ -446,13 +447,20 @@ class Pipeline:
 
 
 def batch_source(
-    cfg: Config, rollout: RolloutGroup, stream: Any, resumed: Resumed | None, attempt: int
+    cfg: Config,
+    rollout: RolloutGroup,
+    stream: Any,
+    resumed: Resumed | None,
+    attempt: int,
+    events: RunEvents,
 ) -> BatchSource:
-    """Whole batches, or a pool of prompts where a sync pauses requests."""
+    """The user's own source; else whole batches, or a pool of prompts where a sync pauses
+    requests. Raises ConfigError: see `own_source`."""
     first_step = resumed.step if resumed else 0
     restored = resumed.in_flight if resumed else InFlight()
-    source = ScheduledSource if waits_for_requests(cfg) else PooledSource
-    return source(cfg, rollout, stream, first_step, attempt, restored)
+    source: type[BatchSource] = ScheduledSource if waits_for_requests(cfg) else PooledSource
+    source = own_source(cfg) or source
+    return source(cfg, rollout, stream, first_step, attempt, restored, events)
 
 
 def count_faults(samples: list[Sample]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.checkpoint import Checkpointer
-from one_step_off.checkpoint.background_writes import BackgroundWrites
+from one_step_off.checkpoint.checkpointer import BackgroundWrites
 from one_step_off.cluster.errors import RoleError
 from one_step_off.cluster.remote_calls import now
 from one_step_off.config.errors import first_cause
@@ -36,7 +36,8 @@ class SupervisedPipeline:
     """Runs the supervised steps of one attempt.
 
     Attributes:
-        stopping: set from outside: the run saves and stops at the next step's beginning or end.
+        stopping: the run saves and stops at the next step's beginning or end; set from outside, or
+            since a callback has asked for it.
     """
 
     def __init__(
@@ -67,7 +68,6 @@ class SupervisedPipeline:
         self.attempt = attempt
         self.writes = BackgroundWrites(tracker, cfg.trainer.step_timeout_s)
         self.stopping = False
-        self.actor.on_span = tracker.span
 
     async def fit(self) -> None:
         """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is
@@ -113,6 +113,7 @@ class SupervisedPipeline:
                 await self._evaluate_at_the_end(total_steps)
         finally:
             self.tracker.step(batch, step, metrics)
+            self.stopping |= self.tracker.callbacks.stop_requested
 
     def _batch(self, version: int, rows: list[SupervisedRow]) -> Batch:
         """Rows as the trainers take them, at the weights `version`."""

@@ -34,6 +34,7 @@ from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.shard_blocks import Block, plain_shards
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
+from one_step_off.weight_sync.versions import VersionTable
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 CPU = torch.device("cpu")
@@ -369,7 +370,7 @@ class Team:
         await asyncio.gather(*(rank.reset.remote() for rank in ranks))
         for replica in self.rollout.replicas:
             await replica.set_fault.remote(None)
-        self.sync.last_sent = None
+        self.sync.versions = VersionTable()
         self.rollout.supervisor.syncing = False
         self.respawned.clear()
 

@@ -18,6 +18,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.endpoint.keys import make_service_key
 from one_step_off.endpoint.replica_server import EndpointAccess, ReplicaServer
+from one_step_off.engines.vllm.engine import VllmEngine
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling
 
@@ -43,20 +44,18 @@ class EndpointArm:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """The endpoint of the replica, during the block."""
-        from one_step_off.engines.vllm.chat.serving import (
-            Serving,  # vLLM, after the environment is set
-        )
-
         data = self.cfg.data
         access = EndpointAccess("", make_service_key())
         longest = data.max_prompt_length + data.max_response_length
         self.endpoint = ReplicaServer(0, access, longest)
-        self.endpoint.serving = Serving(self.cfg, self.started.engine, self.started.tokenizer)
+        started_engine: Any = self.started.engine
+        self.endpoint.serving = started_engine.agent_serving(self.started.tokenizer)
         await self.endpoint.start("127.0.0.1")
         self.replica = RolloutReplica(self.cfg, 0, "cpu", [RewardWorker(0.0)])
         self.replica.tokenizer = self.started.tokenizer
         self.replica.stamp = (0, 0)
-        self.replica.engine = SimpleNamespace(generate=self.started.engine.generate)
+        self.replica.engine = engine = VllmEngine(self.cfg, "cpu")
+        engine.llm = SimpleNamespace(generate=started_engine.llm.generate)
         self.replica.endpoint = self.endpoint
         generate = self.replica._generate
 

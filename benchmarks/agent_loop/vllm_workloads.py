@@ -18,6 +18,7 @@ from benchmarks.common.paths import config_path
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
+from one_step_off.engines.vllm.engine import VllmEngine
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling
 
@@ -50,6 +51,8 @@ class Workload:
     ) -> None:
         self.cfg = cfg
         self.started = started
+        started_engine: Any = started.engine
+        self.llm = started_engine.llm
         self.prompts = prompts
         self.sampling = sampling
         self.current_trajectory = contextvars.ContextVar("current_trajectory")
@@ -66,7 +69,8 @@ class Workload:
         replica = RolloutReplica(self.cfg, 0, "cpu", reward_workers)
         replica.tokenizer = self.started.tokenizer
         replica.stamp = (0, 0)
-        replica.engine = SimpleNamespace(generate=self.generate_recorded)
+        replica.engine = engine = VllmEngine(self.cfg, "cpu")
+        engine.llm = SimpleNamespace(generate=self.generate_recorded)
         generate = replica._generate
         make_trajectory = replica._trajectory
 
@@ -89,7 +93,7 @@ class Workload:
         """Record the request of the current trajectory, and give it to the engine."""
         requests = self.requests.setdefault(self.current_trajectory.get(), [])
         requests.append(EngineRequest(prompt, params))
-        return self.started.engine.generate(prompt, params, request_id, lora_request=lora_request)
+        return self.llm.generate(prompt, params, request_id, lora_request=lora_request)
 
     async def repeat_requests(self, *_: Any) -> None:
         """Give the recorded requests to the engine, each after the one that it builds on."""
@@ -97,7 +101,7 @@ class Workload:
         async def repeat(trajectory: Any, requests: list[EngineRequest]) -> None:
             for turn, request in enumerate(requests):
                 request_id = f"{trajectory} {turn}"
-                answers = self.started.engine.generate(request.prompt, request.params, request_id)
+                answers = self.llm.generate(request.prompt, request.params, request_id)
                 async for _ in answers:
                     pass
                 self.note_answer()
@@ -110,7 +114,7 @@ class Workload:
 
     async def run(self, arm: str) -> float:
         """Run an arm once. Returns the seconds until the last token."""
-        await self.started.engine.reset_prefix_cache()
+        await self.llm.reset_prefix_cache()
         if arm not in (BARE_VLLM, ENDPOINT):
             self.requests.clear()
         begin = time.perf_counter()
@@ -160,7 +164,7 @@ async def measure(repeats: int, reward_s: float) -> dict[str, dict[str, list[flo
     cfg.data.max_response_length = SINGLE_TURN_TOKENS
     started = RolloutReplica(cfg, 0, "cpu", [])
     await started.start()
-    await started.engine.update_weight_version("0.0")
+    await started.engine.resume((0, 0))
     workloads = make_workloads(cfg, started, prompts, conversation_tokens, reward_s)
     single_turns = workloads[SINGLE_TURNS]
     endpoint = EndpointArm(single_turns.cfg, started, single_turns.note_answer)

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 
 from benchmarks.common import lengths
 from benchmarks.common.models import SMOLLM2_135M
-from one_step_off.config.device_shares import devices_of_run, devices_per_node, shared_devices
-from one_step_off.config.placement import resolved_device
+from one_step_off.config.placement import (
+    devices_of_run,
+    devices_per_node,
+    resolved_device,
+    shared_devices,
+)
 from one_step_off.config.schema import Config
 
 COLOCATED = "colocated sync"

@@ -21,14 +21,12 @@ class BenchmarkReplica(RolloutReplica):
     The last five methods have the names and arguments that vLLM's `RayVLLMWeightSyncClient` calls.
     """
 
+    engine: Any
+
     @property
     def first_receiver(self) -> int:
         """The number of its first worker among those of all replicas."""
         return self.index * self.cfg.rollout.tensor_parallel_size
-
-    async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker. Returns the answers."""
-        return await self.engine.collective_rpc(method, args=args)
 
     async def use_arm(self, arm: str, keys: dict[str, Any], vllms: bool) -> None:
         """Install an arm. See `team.Team.use_arm`."""
@@ -50,17 +48,17 @@ class BenchmarkReplica(RolloutReplica):
         """
         pause_s = await self._pause()
         reports = await self.call_workers(method, *args)
-        await self.engine.resume_generation()
+        await self.engine.llm.resume_generation()
         return {"pause": pause_s} | slowest(reports)
 
     async def _pause(self) -> float:
         begin = time.perf_counter()
-        await self.engine.pause_generation(mode="wait", clear_cache=True)
+        await self.engine.llm.pause_generation(mode="wait", clear_cache=True)
         return time.perf_counter() - begin
 
     async def restamp(self, stamp: PolicyVersion) -> None:
         """Give the weights another version without changing them: a sync that costs nothing."""
-        await self.engine.update_weight_version(f"{stamp[0]}.{stamp[1]}")
+        await self.engine.llm.update_weight_version(f"{stamp[0]}.{stamp[1]}")
         self.stamp = stamp
 
     async def report(self) -> dict[str, float]:
@@ -72,7 +70,7 @@ class BenchmarkReplica(RolloutReplica):
         added.
         """
         request.init_info["rank_offset"] += self.first_receiver
-        await self.engine.init_weight_transfer_engine(request)
+        await self.engine.llm.init_weight_transfer_engine(request)
 
     async def start_weight_update(self) -> None:
         """As AsyncLLM's, after a pause.
@@ -80,17 +78,17 @@ class BenchmarkReplica(RolloutReplica):
         Without the pause an engine step between the three calls would use half-loaded layers.
         """
         self.pause_s = await self._pause()
-        await self.engine.start_weight_update()
+        await self.engine.llm.start_weight_update()
 
     async def update_weights(self, request: Any) -> None:
         """As AsyncLLM's."""
-        await self.engine.update_weights(request)
+        await self.engine.llm.update_weights(request)
 
     async def finish_weight_update(self) -> None:
         """As AsyncLLM's, and generation resumes."""
-        await self.engine.finish_weight_update()
-        await self.engine.resume_generation()
+        await self.engine.llm.finish_weight_update()
+        await self.engine.llm.resume_generation()
 
     async def update_weight_version(self, version: str) -> None:
         """As AsyncLLM's."""
-        await self.engine.update_weight_version(version)
+        await self.engine.llm.update_weight_version(version)

@@ -13,7 +13,7 @@ from one_step_off.algorithms import advantages
 from one_step_off.algorithms.core_algos import KLController
 from one_step_off.algorithms.distillation import distill
 from one_step_off.config.schema import Config
-from one_step_off.data.episodes import episode_numbers, first_positions
+from one_step_off.data.episodes import episode_numbers, episodes_of, first_positions
 from one_step_off.data.samples import Batch, Sample
 
 
@@ -101,17 +101,18 @@ def fill_advantages(batch: Batch, cfg: Config, kl_controller: KLController) -> d
     """
     algorithm = cfg.algorithm
     parts = reward_parts(batch.samples)
+    episodes = episodes_of(batch)
     first_of_episodes = first_positions(batch.samples)
     metrics = _mean_parts(parts or {}, first_of_episodes)
     if algorithm.filter_overlong:
-        batch.samples = _without_overlong(batch.samples)
+        batch.samples = _without_overlong(batch.samples, episodes)
     # By the weights about to be trained, if the trainer was asked; else by the engine's.
     log_probs = batch.old_log_probs or [sample.log_probs for sample in batch.samples]
     token_rewards = None
     if algorithm.kl_in_reward:
         log_ratios = _log_ratios(log_probs, batch.ref_log_probs)
         token_rewards = [-kl_controller.value * log_ratio for log_ratio in log_ratios]
-        metrics["kl/response"] = _mean_kl(log_ratios, batch.samples)
+        metrics["kl/response"] = _mean_kl(log_ratios, batch.samples, episodes)
         metrics["kl/coef"] = kl_controller.value
         kl_controller.update(metrics["kl/response"], len(first_of_episodes))
     trajectories = advantages.Trajectories(
@@ -124,7 +125,7 @@ def fill_advantages(batch: Batch, cfg: Config, kl_controller: KLController) -> d
         baselines=_baselines(batch.samples),
         log_probs=log_probs,
         prob_squares=batch.prob_squares,
-        episodes=episode_numbers(batch.samples),
+        episodes=episodes,
     )
     batch.advantages, batch.returns = advantages.estimate_advantages(
         algorithm.adv_estimator,
@@ -143,9 +144,8 @@ def _mean_parts(parts: dict[str, np.ndarray], positions: np.ndarray) -> dict[str
     }
 
 
-def _without_overlong(samples: list[Sample]) -> list[Sample]:
+def _without_overlong(samples: list[Sample], episodes: np.ndarray | None) -> list[Sample]:
     cut_off = np.array([sample.finish_reason == "length" for sample in samples], bool)
-    episodes = episode_numbers(samples)
     if episodes is not None:
         # The reward is that of the whole episode: it says as little of the other segments.
         cut_off = np.isin(episodes, episodes[cut_off])
@@ -159,11 +159,12 @@ def _log_ratios(log_probs: list[np.ndarray], ref_log_probs: list[np.ndarray]) ->
     return [log_prob - ref_log_prob for log_prob, ref_log_prob in pairs]
 
 
-def _mean_kl(log_ratios: list[np.ndarray], samples: list[Sample]) -> float:
+def _mean_kl(
+    log_ratios: list[np.ndarray], samples: list[Sample], episodes: np.ndarray | None
+) -> float:
     """The mean of the episodes' KL (nats, summed over trained tokens); episodes without trained
     tokens aside."""
     sums_of_episodes: dict[int, Any] = {}
-    episodes = episode_numbers(samples)
     numbers = range(len(samples)) if episodes is None else episodes.tolist()
     for number, log_ratio, sample in zip(numbers, log_ratios, samples, strict=True):
         if sample.loss_mask.any():

@@ -1,6 +1,6 @@
 """The mathematics of the trainer: pure functions of numpy arrays or tensors.
 
-Value loss, KL, log-probs and entropy, loss aggregation, learning rate. No I/O, no config object, no
+Value loss, KL, log-probs and entropy, loss aggregation. No I/O, no config object, no
 collective. Three policies appear throughout:
 
     mu        the policy that generated the tokens (the engine's weights, one step behind)
@@ -13,7 +13,6 @@ Log-probs are in nats. Sums over micro-batches and ranks are per-token weights w
 denominators (`token_weights`), so the gradient does not depend on how the batch was cut.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor
 
 from one_step_off.algorithms.policy_losses import clamp_log_ratio, ratio_of
-from one_step_off.algorithms.schedule import Decay
 
 TokenOutputs = tuple[Tensor, Tensor | None]
 """Outputs for n tokens: their log-probs (or the values of a scalar head), [n]; and [n] of the
@@ -250,44 +248,3 @@ def token_stats(log_probs: Tensor, mu_log_probs: Tensor, clipped: Tensor) -> tup
         "logprob_diff": torch.cat([difference, zero]).max(),
     }
     return sums, maxima
-
-
-def learning_rate(
-    step: int,
-    total: int | None,
-    peak: float,
-    schedule: str = "constant",
-    warmup: int = 0,
-    min_ratio: float = 0.0,
-    begin: int | None = None,
-    done: float = 0.0,
-) -> float:
-    """The learning rate of an optimizer step: linear warm-up, then constant, cosine or linear.
-
-    Warm-up step s uses peak * (s + 1) / warmup, so that the first step does not have a rate of
-    zero. cosine (SGDR, arXiv:1608.03983, eq. 5) and linear would reach peak * min_ratio at step
-    `total`, after the last one: no step has a rate of zero.
-
-    Args:
-        step: from 0.
-        total: optimizer steps of the run.
-        warmup: optimizer steps of the warm-up.
-        begin, done: as in `schedule.Decay`; None: the decay begins after the warm-up.
-
-    Raises:
-        ValueError: there is no such schedule.
-    """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if schedule == "constant":
-        return peak
-    if begin is None:
-        begin = warmup
-    progress = Decay(total, begin, done).progress(step)
-    if schedule == "cosine":
-        share = 0.5 * (1.0 + math.cos(math.pi * progress))
-    elif schedule == "linear":
-        share = 1.0 - progress
-    else:
-        raise ValueError(f"unknown learning rate schedule {schedule!r}")
-    return peak * (min_ratio + (1.0 - min_ratio) * share)

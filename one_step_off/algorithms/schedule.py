@@ -1,15 +1,15 @@
-"""The position of a learning rate's decay, in a new run and in one that is resumed with other
-settings.
+"""The learning rate, and the position of its decay, in a new run and in one that is resumed with
+other settings.
 
 A decay (cosine, linear) runs from the end of the warm-up to the end of the run: it is complete at
 the step after the last one, so that the last step still learns. A run that is resumed with another
 number of steps, or with more or fewer optimizer steps in each, must not jump: the decay continues
 from the progress that it had made, and covers the rest by the new end. A decay that was complete is
 planned anew for the whole length, as if the run had been that long from its beginning.
-A decay that the checkpoint's run did not have begins at the resume. The rate itself is
-`core_algos.learning_rate`.
+A decay that the checkpoint's run did not have begins at the resume.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -41,6 +41,47 @@ class Decay:
         remaining_steps = max(self.total - self.begin, 1)
         progress = self.done + (1.0 - self.done) * (step - self.begin) / remaining_steps
         return min(progress, 1.0)
+
+
+def learning_rate(
+    step: int,
+    total: int | None,
+    peak: float,
+    schedule: str = "constant",
+    warmup: int = 0,
+    min_ratio: float = 0.0,
+    begin: int | None = None,
+    done: float = 0.0,
+) -> float:
+    """The learning rate of an optimizer step: linear warm-up, then constant, cosine or linear.
+
+    Warm-up step s uses peak * (s + 1) / warmup, so that the first step does not have a rate of
+    zero. cosine (SGDR, arXiv:1608.03983, eq. 5) and linear would reach peak * min_ratio at step
+    `total`, after the last one: no step has a rate of zero.
+
+    Args:
+        step: from 0.
+        total: optimizer steps of the run.
+        warmup: optimizer steps of the warm-up.
+        begin, done: as in `Decay`; None: the decay begins after the warm-up.
+
+    Raises:
+        ValueError: there is no such schedule.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule == "constant":
+        return peak
+    if begin is None:
+        begin = warmup
+    progress = Decay(total, begin, done).progress(step)
+    if schedule == "cosine":
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif schedule == "linear":
+        share = 1.0 - progress
+    else:
+        raise ValueError(f"unknown learning rate schedule {schedule!r}")
+    return peak * (min_ratio + (1.0 - min_ratio) * share)
 
 
 @dataclass(frozen=True)
@@ -182,8 +223,6 @@ def report_resumed_schedules(
 
 def _rate(settings: Any, decay: Decay, step: int) -> float:
     """The learning rate of a role at an optimizer step."""
-    from one_step_off.algorithms.core_algos import learning_rate  # imports torch, which is slow
-
     return learning_rate(
         step,
         decay.total,

@@ -5,6 +5,13 @@ where a run resumes.
 """
 
 from one_step_off.checkpoint.checkpointer import Checkpointer
+from one_step_off.checkpoint.files import (
+    read_batch,
+    read_samples,
+    read_state,
+    write_batch,
+    write_samples,
+)
 from one_step_off.checkpoint.finding import (
     TRAINED_ROLES,
     find,
@@ -15,13 +22,6 @@ from one_step_off.checkpoint.finding import (
     put_aside,
 )
 from one_step_off.checkpoint.manifest import empty_models
-from one_step_off.checkpoint.sample_files import (
-    read_batch,
-    read_samples,
-    write_batch,
-    write_samples,
-)
-from one_step_off.checkpoint.state_files import read_state
 
 __all__ = [
     "TRAINED_ROLES",

@@ -7,14 +7,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from one_step_off.checkpoint.files import read_state
 from one_step_off.checkpoint.manifest import find_fault, parameter_shapes
-from one_step_off.checkpoint.state_files import read_state
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.free_folder import free_folder_setting
-from one_step_off.config.old_keys import replace_old_settings
-from one_step_off.config.optimizer_checks import ADAMW, ADAMW_8BIT, BLOCK_SIZE
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.roles import ADAMW, ADAMW_8BIT, BLOCK_SIZE
+from one_step_off.config.sections.trainer import free_folder_setting
 from one_step_off.training.worker_interface import TRAINED_ROLES
 
 FIXED_KEYS = (
@@ -152,7 +151,7 @@ def _candidates(cfg: Config) -> list[Path]:
 
 def _check_fixed_keys(cfg: Config, path: Path) -> None:
     """Raises ConfigError: the checkpoint was made with another value of one of `fixed_keys`."""
-    made_with = replace_old_settings(read_state(path)["fixed"])
+    made_with = read_state(path)["fixed"]
     for key, value in fixed_keys(cfg).items():
         made_with_value = made_with.get(key, _value_before_it_was_named(key))
         if made_with_value != value:
@@ -169,7 +168,7 @@ def _how_to_restart(cfg: Config) -> str:
     # A checkpoint that is named would be resumed in a new folder too.
     never = "" if cfg.trainer.resume == "auto" else "trainer.resume=never "
     return (
-        f"start from step 0 with {never}{free_folder_setting(cfg)} (a new folder) or with "
+        f"start from step 0 with {never}{free_folder_setting(cfg.trainer)} (a new folder) or with "
         "trainer.resume=never trainer.overwrite=true (replaces the run)"
     )
 

@@ -67,7 +67,16 @@ def restored_in_flight(
     def take(count: int) -> list[Sample]:
         return [next(remaining) for _ in range(count)]
 
-    batches = [FinishedBatch(**row | {"samples": take(row["samples"])}) for row in rows]
+    batches = [
+        FinishedBatch(
+            step=row["step"],
+            samples=take(row["samples"]),
+            version=row["version"],
+            attempt=row["incarnation"],
+            generate_s=row["generate_s"],
+        )
+        for row in rows
+    ]
     pool = []
     for row in pool_rows:
         prompt_id = tuple(row["prompt"])

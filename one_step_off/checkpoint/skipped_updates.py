@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from one_step_off.checkpoint.sample_files import write_batch
+from one_step_off.checkpoint.files import write_batch
 from one_step_off.cluster.errors import RoleError
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch

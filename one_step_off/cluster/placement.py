@@ -17,13 +17,15 @@ from ray.util.scheduling_strategies import (
 from one_step_off.cluster.core_binding import pin_process
 from one_step_off.config import hardware
 from one_step_off.config.console_streams import never_fail
-from one_step_off.config.device_shares import device_share, shared_devices, shares_device
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.hardware import CoresPerProcess
 from one_step_off.config.placement import (
+    device_share,
     devices_of_process,
     process_cores,
     processes_per_node,
+    shared_devices,
+    shares_device,
 )
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import redirect_output

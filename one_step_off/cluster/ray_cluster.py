@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from one_step_off.cluster import process_cleanup
-from one_step_off.config.device_shares import devices_of_pool
 from one_step_off.config.errors import as_config_error
+from one_step_off.config.placement import devices_of_pool
 from one_step_off.config.schema import Config
 
 # The first bytes of an HTTP/2 connection, as a gRPC client sends them: the preface and an empty

@@ -1,7 +1,7 @@
 """Calls of Ray actors: every call has a time limit, and every failure names the process."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
@@ -9,10 +9,6 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.data.staleness import StalenessError
 
 T = TypeVar("T")
-
-OnSpan = Callable[[str, str, int, float, float], None]
-"""Receives a role's work for the timeline: (role, method, step, begin, end), in seconds of
-`now`."""
 
 LIVENESS_TIMEOUT_S = 5.0
 """Seconds for a process to answer on the thread that is never busy."""

@@ -3,8 +3,8 @@
 import os
 from collections.abc import Mapping
 
-from one_step_off.config.device_shares import shares_device
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.placement import shares_device
 from one_step_off.config.schema import Config
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")

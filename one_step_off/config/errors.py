@@ -103,6 +103,11 @@ def key_error(cfg: Any, keys: str, problem: str) -> ConfigError:
     return ConfigError(f"{' and '.join(shown)}: {problem}")
 
 
+def value_error(key: str, value: Any, problem: str) -> ConfigError:
+    """As `key_error`, for one key and its value."""
+    return ConfigError(f"{key}={format_value(value)}: {problem}")
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The failure that came first, out of the groups that asyncio wraps around it."""
     while isinstance(error, BaseExceptionGroup):

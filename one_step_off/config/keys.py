@@ -18,7 +18,7 @@ def config_key(default: Any, help: str, *, choices: str = "", **metadata: Any) -
             above: an exclusive lower bound.
             also: one more allowed value outside the bounds.
             path: True where the value is one path, so that ~ means the home directory.
-            files: the same where it is a list of files, see `sources.split_files`.
+            files: the same where it is a list of files, see `sections.data.split_files`.
             entries: a dataclass of such keys: those of a mapping, or of each mapping in a list.
             shared: True where other roles take the actor's value unless they set their own.
     """

@@ -1,16 +1,19 @@
 """From a YAML file and `key=value` arguments to a `Config` of the right types.
 
 Like the schema, this imports neither torch nor Ray nor vLLM. Every fault is a `ConfigError` of one
-line that names the key (or file), the value, and how to fix it.
+line that names the key (or file), the value, and how to fix it. pydantic would replace `_convert`
+and `_check_bounds` alone, and each of its messages would have to be translated into such a line.
 """
 
 import contextlib
+import copy
 import dataclasses
 import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
@@ -23,21 +26,24 @@ from one_step_off.config.errors import (
     UnknownKeys,
     located_config_error,
 )
-from one_step_off.config.old_keys import replace_old_keys
 from one_step_off.config.schema import Config
-from one_step_off.config.shipped import find_config_file, shipped_names
-from one_step_off.config.sources import join_files, split_files
+from one_step_off.config.sections.data import join_files, split_files
 from one_step_off.config.text import did_you_mean, format_value
-from one_step_off.config.typed_scalars import (
+from one_step_off.config.unknown_keys import PAGES, REMOVED_KEYS, hint, leaves
+from one_step_off.config.yaml_io import (
     MERGE_TAG,
+    YAML_ERRORS,
     item_type,
+    parse_yaml,
     retag,
     retag_key,
     takes_text,
     text_retagger,
+    yaml_error_text,
 )
-from one_step_off.config.unknown_keys import PAGES, hint, leaves
-from one_step_off.config.yaml_io import YAML_ERRORS, parse_yaml, yaml_error_text
+
+CONFIG_FOLDER = Path(__file__).parents[1] / "shipped_configs"
+"""The configs that come with the package: `config=NAME` finds them from any folder."""
 
 FLAGS = ("--dry-run", "--check", "--help", "-h", "--config", "--replay", "--profile")
 """Of the commands that take a config."""
@@ -127,11 +133,29 @@ def find_key(dotted: str, value: Any = None) -> ConfigKey:
             f"{format_value(dotted)}: a section, not a key; "
             f"write {section}.KEY=VALUE (all keys: --help)"
         )
+    if dotted in REMOVED_KEYS:
+        raise UnknownKey(f"{dotted}: is no key any more; {REMOVED_KEYS[dotted]}")
     shown, suggestion = hint(dotted, value, KEYS, SECTIONS)
     raise UnknownKey(f"{format_value(shown)}: unknown key; {suggestion}{ALL_KEYS}")
 
 
 # --- from the file and the arguments to assignments ---
+
+
+def shipped_names() -> list[str]:
+    """The names of the configs that come with the package, sorted."""
+    return sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
+
+
+def find_config_file(config: str) -> str:
+    """The file that `config` means: that file, or the package's config of that name.
+
+    A file in the working directory comes first. A name that is neither is returned as it is.
+    """
+    shipped = CONFIG_FOLDER / f"{config}.yaml"
+    if Path(config).exists() or config not in shipped_names():
+        return config
+    return str(shipped)
 
 
 @dataclass(frozen=True)
@@ -527,7 +551,6 @@ def _config_of(assignments: Iterable[_Assignment]) -> Config:
         with located_config_error(locations.get(key.dotted, "")):
             value = checked_value(key, tree[key.section][key.name])
         setattr(getattr(cfg, key.section), key.name, value)
-    replace_old_keys(cfg)
     return cfg
 
 
@@ -639,3 +662,53 @@ def _resolve_interpolations(tree: dict, locations: dict[str, str]) -> dict:
             f"{location}{format_value(name)}: cannot be resolved: {reason}; "
             rf"write the value itself, or \${{ ({form}) for a text with ${{"
         ) from None
+
+
+# --- a config that was built in Python ---
+
+
+def checked_copy(cfg: Config) -> Config:
+    """A copy of a config whose values have the types of the schema, as "0.5" becomes 0.5 for a
+    number.
+
+    Raises:
+        ConfigError: a value of a wrong type or out of bounds, or an attribute that is no key. Names
+            the key, the value and what it must be.
+    """
+    if not isinstance(cfg, Config):
+        raise ConfigError(
+            f"config of type {type(cfg).__name__}: must be a Config, for example from load_config"
+        )
+    checked = copy.deepcopy(cfg)
+    _refuse_unknown_attributes(checked)
+    for key in KEYS.values():
+        section = getattr(checked, key.section)
+        value = checked_value(key, getattr(section, key.name))
+        setattr(section, key.name, value)
+    return checked
+
+
+def check_types(cfg: Config) -> None:
+    """Raises ConfigError, as `checked_copy`."""
+    checked_copy(cfg)
+
+
+def _refuse_unknown_attributes(cfg: Config) -> None:
+    """Raises ConfigError: a section is no section of the schema, or has an attribute that the
+    schema lacks.
+    """
+    sections = {field.name: field.type for field in dataclasses.fields(Config)}
+    for name in vars(cfg):
+        if name not in sections:
+            raise ConfigError(f"{name}: unknown section; the sections are {', '.join(sections)}")
+    for name, section_type in sections.items():
+        section = getattr(cfg, name)
+        _require_section_type(name, section, section_type)
+        for attribute, value in vars(section).items():
+            find_key(f"{name}.{attribute}", value)
+
+
+def _require_section_type(name: str, section: Any, section_type: Any) -> None:
+    if not isinstance(section, section_type):
+        shown = format_value(section)
+        raise ConfigError(f"{name}={shown}: must be an instance of {section_type.__name__}")

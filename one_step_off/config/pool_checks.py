@@ -8,19 +8,20 @@ import shutil
 from typing import Any
 
 from one_step_off.config import packages
-from one_step_off.config.device_shares import (
+from one_step_off.config.errors import ConfigError, key_error, refuse_here
+from one_step_off.config.placement import (
+    MODEL_PARALLEL,
     SHARE_TOLERANCE,
+    data_parallel_size,
     devices_of_pool,
     devices_of_run,
     devices_per_node,
     on_one_node,
     shares_device,
 )
-from one_step_off.config.errors import ConfigError, key_error, refuse_here
-from one_step_off.config.placement import MODEL_PARALLEL
-from one_step_off.config.role_sections import BACK_ENDS
-from one_step_off.config.roles import data_parallel_size, role_settings
+from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.roles import BACK_ENDS
 from one_step_off.config.text import did_you_mean, format_value
 from one_step_off.config.user_code import is_user_spec
 

@@ -69,6 +69,12 @@ class Entry:
         parameters = inspect.signature(self.function).parameters.values()
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
+    @property
+    def takes_any_setting(self) -> bool:
+        """Whether the function has **kwargs."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return any(p.kind is p.VAR_KEYWORD for p in parameters)
+
 
 class Registry(dict[str, Entry]):
     """Entries by name."""

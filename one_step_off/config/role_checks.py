@@ -4,8 +4,9 @@ import math
 import re
 
 from one_step_off.config.errors import key_error
-from one_step_off.config.model_checks import check_model_path
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.model import check_model_path
+from one_step_off.config.sections.rollout import check_rollout
 
 
 def check_run(cfg: Config, held_out_key: str = "data.val_files") -> None:
@@ -32,19 +33,7 @@ def check_run(cfg: Config, held_out_key: str = "data.val_files") -> None:
         key = "trainer.val_only" if cfg.trainer.val_only else "trainer.test_freq"
         problem = f"there is no held-out data to evaluate on; set {held_out_key}"
         raise key_error(cfg, key, problem)
-    heartbeat_s = cfg.rollout.heartbeat_s
-    if cfg.rollout.heartbeat_timeout_s <= heartbeat_s:
-        raise key_error(
-            cfg,
-            "rollout.heartbeat_timeout_s",
-            f"must be above rollout.heartbeat_s={heartbeat_s:g}",
-        )
-    if cfg.rollout.val_n > 1 and cfg.rollout.val_temperature == 0:
-        raise key_error(
-            cfg,
-            "rollout.val_n",
-            "greedy samples are all identical; set rollout.val_temperature above 0",
-        )
+    check_rollout(cfg.rollout)
     _check_keep_best(cfg)
     if (cfg.trainer.total_steps is None) == (cfg.trainer.total_epochs is None):
         raise key_error(

@@ -3,9 +3,16 @@
 from dataclasses import fields, replace
 from typing import Any
 
-from one_step_off.config.device_shares import devices_of_pool
-from one_step_off.config.role_sections import ActorConfig, BackendConfig
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.roles import (
+    OPTIMIZERS,
+    ActorConfig,
+    BackendConfig,
+    check_optimizer,
+)
+
+TRAINED_ROLES = ("actor", "critic")
+"""The roles that have an optimizer."""
 
 
 def role_settings(cfg: Config, role: str) -> Any:
@@ -27,21 +34,6 @@ def role_settings(cfg: Config, role: str) -> Any:
         defaults = replace(defaults, optimizer_kwargs={})
     unset_names = [f.name for f in fields(section) if getattr(section, f.name) is None]
     return replace(section, **{name: getattr(defaults, name) for name in unset_names})
-
-
-def data_parallel_size(cfg: Config, role: str) -> int:
-    """Into how many parts the ranks of a role split a batch.
-
-    FSDP: one part per rank. Megatron: one part per group of ranks that holds one whole model.
-    """
-    settings = role_settings(cfg, role)
-    ranks = devices_of_pool(cfg, cfg.placement.roles[role])
-    ranks_per_model = (
-        settings.tensor_parallel_size
-        * settings.pipeline_parallel_size
-        * settings.context_parallel_size
-    )
-    return ranks // ranks_per_model
 
 
 def role_model_path(cfg: Config, role: str) -> str:
@@ -73,3 +65,21 @@ def load_section_tokenizer(cfg: Config, section: str) -> Any:
     return AutoTokenizer.from_pretrained(
         getattr(cfg, section).path, trust_remote_code=cfg.model.trust_remote_code
     )
+
+
+def own_optimizers(cfg: Config) -> dict[str, Any]:
+    """Role -> its settings, of the roles whose optimizer is a class of the user's own."""
+    found = {}
+    for role in TRAINED_ROLES:
+        if role in cfg.placement.roles:
+            settings = role_settings(cfg, role)
+            if settings.optimizer not in OPTIMIZERS:
+                found[role] = settings
+    return found
+
+
+def check_optimizers(cfg: Config) -> None:
+    """Check the optimizer of each role that is trained, see `check_optimizer`."""
+    for role in TRAINED_ROLES:
+        if role in cfg.placement.roles:
+            check_optimizer(role, role_settings(cfg, role))

@@ -1,5 +1,5 @@
-"""What to suggest for an unknown key: our key for a key of verl or TRL, or the key that was
-probably meant.
+"""What to suggest for an unknown key: what replaced a key of an earlier version, our key for a key
+of verl or TRL, or the key that was probably meant.
 
 The keys of other trainers are in `other_keys.yaml`. docs/make_reference.py generates the tables of
 docs/reference/from_verl.md and docs/reference/from_trl.md from the same file.
@@ -14,15 +14,26 @@ from typing import Any
 
 import yaml
 
-from one_step_off.config.engine_checks import (
+from one_step_off.config.sections.rollout import (
     ENGINE_FIELDS_SET_BY_US,
     UNSAFE_ENGINE_FIELDS,
     key_of_vllm_field,
 )
-from one_step_off.config.schema import Config
 from one_step_off.config.text import format_value
 
 PAGES = {"verl": "docs/reference/from_verl.md", "TRL": "docs/reference/from_trl.md"}
+REMOVED_KEYS = {
+    "pipeline.partial_rollout": (
+        "use weight_sync.in_flight=recompute and pipeline.staleness=2 or more; "
+        "where it is false or null, remove it"
+    ),
+    "pipeline.max_carry": (
+        "use pipeline.staleness, which is larger by 1; where it is null, remove it"
+    ),
+}
+"""Key of an earlier version -> what to write in its place. A config that names one is refused with
+this sentence."""
+
 COMMON = "common"  # names that many trainers use
 ENGINE_ARGUMENTS = "engine_arguments"
 MAX_LONGER = 3  # keys that are suggested for a part of their names
@@ -170,7 +181,7 @@ def engine_argument(dotted: str) -> str:
         return ""
     for candidate in (name, name.removeprefix("vllm_")):
         refused = candidate in (*ENGINE_FIELDS_SET_BY_US, *UNSAFE_ENGINE_FIELDS)
-        has_key = key_of_vllm_field(Config(), candidate) is not None
+        has_key = key_of_vllm_field(candidate) is not None
         if candidate in _content()[ENGINE_ARGUMENTS].split() and not refused and not has_key:
             return candidate
     return ""

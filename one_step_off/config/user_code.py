@@ -11,10 +11,13 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
-from one_step_off.config.text import mask_secrets
+from one_step_off.config.text import did_you_mean, mask_secrets
 
+USER_FUNCTION_FORM = "module:function, where the module is in this folder or on PYTHONPATH"
+USER_CLASS_FORM = "module:Class, where the module is in this folder or on PYTHONPATH"
 LOG_FOLDER = "logs"  # folder in the run folder with the output of reward workers and replicas
 AGENT_LOG_FOLDER = "agents"  # the same of external agents
 MAX_QUOTED_RESPONSE_CHARS = 80  # in an error message
@@ -56,6 +59,12 @@ def similar_spec(spec: str) -> str:
         if matches and matches[0] != top:
             return f"{matches[0]}{dot}{rest}:{function}"
     return ""
+
+
+def did_you_mean_function(spec: str, names: Iterable[str], otherwise: str) -> str:
+    """As `did_you_mean`, for a built-in name or the user's `module:function`."""
+    similar = similar_spec(spec)
+    return f"did you mean {similar}?" if similar else did_you_mean(spec, names, otherwise)
 
 
 @functools.cache

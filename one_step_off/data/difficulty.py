@@ -1,4 +1,5 @@
-"""How hard the prompts were so far, and when each may be drawn again.
+"""What became of the prompts so far: how many of their samples solved them, how hard they are, and
+when each may be drawn again.
 
 Pure bookkeeping on numpy arrays. A prompt that was visited in epoch E of its source is due again in
 epoch E + 1. The curriculum makes that E + 2 or later where its pass rate is far from the target,
@@ -6,15 +7,50 @@ and the difficulty filter E + 1 + `return_after` where all last visits agreed. S
 back: no rule lasts longer than its number of epochs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from one_step_off.config.data_sections import Curriculum, DifficultyFilter
-from one_step_off.data.samples import PromptId
-from one_step_off.data.visits import Visit
+from one_step_off.config.sections.data import Curriculum, DifficultyFilter
+from one_step_off.data.rounding import reaches
+from one_step_off.data.samples import PromptId, Sample
+
+Visit = list[int]
+"""One prompt of a step, as [epoch, row, samples, samples that solved it]. JSON-compatible."""
+
+
+def sample_rewards(samples: Iterable[Sample]) -> dict[PromptId, dict[int, float]]:
+    """The reward of each trajectory, by prompt and by index in the group.
+
+    A trajectory may have several samples; it counts once. Greedy responses and trajectories that
+    could not be scored do not count.
+    """
+    rewards: dict[PromptId, dict[int, float]] = {}
+    for sample in samples:
+        if "greedy" not in sample.extra and "error" not in sample.extra:
+            rewards.setdefault(sample.prompt_id, {})[sample.index] = sample.reward
+    return rewards
+
+
+def visits_of(samples: Sequence[Sample], solved_at: float) -> list[Visit]:
+    """One visit for each prompt with a scored sample, in the order of the samples.
+
+    Args:
+        solved_at: the least reward of a sample that solves its prompt.
+    """
+    visits = []
+    for (epoch, row), rewards in sample_rewards(samples).items():
+        solved = sum(reaches(reward, solved_at) for reward in rewards.values())
+        visits.append([epoch, row, len(rewards), solved])
+    return visits
+
+
+def replaced_visits(samples: Iterable[Sample]) -> list[Visit]:
+    """The visits of the groups that dynamic sampling replaced by these samples."""
+    return [visit for sample in samples for visit in sample.extra.get("replaced_visits", ())]
+
 
 ARRAYS = ("visits", "rate", "streak", "due", "dropped_until")
 """The numbers that are kept for each prompt: 24 bytes."""

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from one_step_off.config.data_checks import ENVIRONMENT_SOURCE as SOURCE
-from one_step_off.config.data_checks import EXTERNAL_LOOP
 from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.agent import EXTERNAL_LOOP
+from one_step_off.config.sections.data import ENVIRONMENT_SOURCE as SOURCE
 
 HELD_OUT_TASKS = 128
 """The first tasks are held out, this many or `data.val_size`, whether they are used or not: so a

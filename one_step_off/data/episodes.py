@@ -2,15 +2,16 @@
 
 An external agent's episode may give several samples, its segments: where the agent edits or drops
 history, a new context begins. They have the same prompt, the same index and the same reward, and
-`extra["segment"]`. A sample without it is an episode of its own. Whatever compares or averages
+`extra["segment"]`. A sample without it is an episode of its own. Here alone episodes are numbered
+and ordered. Whatever compares or averages
 outcomes counts episodes; whatever counts tokens counts samples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from one_step_off.data.samples import NOT_GENERATED, Sample
+from one_step_off.data.samples import NOT_GENERATED, Batch, Prompt, Sample
 
 
 class EpisodeError(AssertionError):
@@ -30,6 +31,22 @@ def episode_numbers(samples: Sequence[Sample]) -> np.ndarray | None:
             key = (sample.prompt_id, sample.index)
         numbers_of_samples.append(numbers.setdefault(key, len(numbers)))
     return np.array(numbers_of_samples, np.int64)
+
+
+def episodes_of(batch: Batch) -> np.ndarray | None:
+    """The `episode_numbers` of a batch. One that has travelled without its samples' extras has
+    brought them along."""
+    return episode_numbers(batch.samples) if batch.episodes is None else batch.episodes
+
+
+def in_batch_order(samples: Iterable[Sample], prompts: Iterable[Prompt]) -> list[Sample]:
+    """The samples ordered by (position of the prompt, index, segment of the episode), as in every
+    `Batch`. `prompts`: those that the samples belong to."""
+    position = {prompt.id: i for i, prompt in enumerate(prompts)}
+    return sorted(
+        samples,
+        key=lambda sample: (position[sample.prompt_id], sample.index, segment_index(sample)),
+    )
 
 
 def positions_of_episodes(numbers: np.ndarray) -> list[np.ndarray]:

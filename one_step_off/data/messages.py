@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from one_step_off.config.data_checks import TEMPLATE_ARGUMENTS
+from one_step_off.config.sections.data import TEMPLATE_ARGUMENTS
 
 Message = dict[str, Any]
 """{"role": ..., "content": text}, and what else the message has."""

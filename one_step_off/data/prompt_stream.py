@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from one_step_off.config.errors import ConfigError
+from one_step_off.data.difficulty import Visit
 from one_step_off.data.samples import Batch, Prompt, Sample
-from one_step_off.data.visits import Visit
 
 
 class PromptOrder:

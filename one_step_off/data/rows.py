@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config.data_checks import ENVIRONMENT_SOURCE, FILE_ENDINGS
 from one_step_off.config.errors import ConfigError, first_line
 from one_step_off.config.schema import DataConfig
-from one_step_off.config.sources import split_files
+from one_step_off.config.sections.data import ENVIRONMENT_SOURCE, FILE_ENDINGS, split_files
 from one_step_off.data.environment_rows import no_environment
 from one_step_off.data.messages import (
     BadMessage,

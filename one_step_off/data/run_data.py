@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from one_step_off.config.data_checks import EXTERNAL_LOOP
-from one_step_off.config.data_sections import SourceConfig
 from one_step_off.config.errors import ConfigError, located_config_error
 from one_step_off.config.schema import Config
-from one_step_off.config.sources import (
+from one_step_off.config.sections.agent import EXTERNAL_LOOP
+from one_step_off.config.sections.data import (
+    SourceConfig,
     curriculum,
     difficulty_filter,
     source_of,
@@ -91,7 +91,7 @@ def load_run_data(cfg: Config, tokenizer: Any, tools_of_loop: ToolsOfLoop = no_t
                 cfg.data.val_size,
                 partial(read_tasks, cfg),
             )
-            rows = _rows_of_source(rows, source_of(cfg, name))
+            rows = _rows_of_source(rows, source_of(cfg.data, name))
             rows = _rows_with_labels(rows, cfg, set_report)
             set_prompts = tokenize_rows(
                 rows, tokenizer, cfg.data, set_epoch(index), set_report, tools_of_loop
@@ -154,7 +154,7 @@ def _rows_with_labels(rows: list[Row], cfg: Config, report: DataReport) -> list[
 
     Raises ConfigError: there are others, and `data.bad_rows` is "fail" or no row is left.
     """
-    functions = source_rewards(cfg)
+    functions = source_rewards(cfg.data)
     good = []
     for row in rows:
         default = cfg.reward.functions.get(row.data_source, cfg.reward.function)
@@ -181,7 +181,7 @@ def _training_stream(cfg: Config, sources: list[PromptSource]) -> PromptStream |
         cfg.trainer.total_steps or 0,
         cfg.trainer.total_epochs or 0,
     )
-    draw = DrawRules(cfg.data.solved_at, difficulty_filter(cfg), curriculum(cfg))
+    draw = DrawRules(cfg.data.solved_at, difficulty_filter(cfg.data), curriculum(cfg.data))
     is_plain = not sources[0].name and draw.rules is None and draw.curriculum is None
     if is_plain:
         return PromptStream(sources[0].prompts, *order)

@@ -91,7 +91,7 @@ class Sample:
             greedy: this is that greedy response; it is scored and never trained on.
             replaces: the prompt ids of the zero-variance groups that dynamic sampling replaced;
                 only the first sample of the new groups has it.
-            replaced_visits: what became of these groups, see data/visits.py.
+            replaced_visits: what became of these groups, see data/difficulty.py.
             replaced_work: what the engine did for them, see data/token_work.py.
             error: one line: why its reward is 0.
             fault: which of FAULT_METRICS the error counts in.

@@ -2,7 +2,7 @@
 
 All generators take (split, size, seed). Train and test never share a problem, whatever their seeds.
 To add a generator, write a function here, add it to GENERATORS, and repeat its name in
-`config.data_checks.GENERATORS`.
+`config.sections.data.GENERATORS`.
 """
 
 import hashlib

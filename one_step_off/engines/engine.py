@@ -2,8 +2,8 @@
 
 An engine is a plain object in the replica's process, and may have processes of its own. It holds
 the policy in one or more workers (`tensor_parallel_size`), each of which is a receiver of the
-weight sync. The replica, `rollout/replica.py`, knows nothing more of it. What every engine
-guarantees:
+weight sync. The replica, `rollout/replica.py`, knows nothing more of it. How to add one:
+docs/how_to/add_an_engine.md. What every engine guarantees:
 
 - Nothing is generated between `pause` and `resume`, and a token is sampled with the weights whose
   version the last `resume` named. Each token carries that version.
@@ -51,15 +51,17 @@ class GenerationRequest:
 
 
 class Engine(Protocol):
-    """See the module. `create(cfg, device, seed, log)` makes one, and loads nothing.
+    """See the module. `create(cfg, device, seed, log)` makes one, and loads nothing. Before `start`
+    only `errored`, `processes` and `shutdown` are called.
+
+    An engine's class may have a static method `check(cfg)` that raises ConfigError for what the
+    engine cannot do. It is called where a run is prepared, before anything is started.
 
     Attributes:
-        tokenizer: that of the policy.
         max_sequences: how many requests it works on at once; known after `start`.
         finished_requests, started_requests: counts since the start, for the heartbeat.
     """
 
-    tokenizer: Any
     max_sequences: int
     started_requests: int
     finished_requests: int
@@ -121,6 +123,19 @@ class Engine(Protocol):
         """End its processes."""
 
 
+class ServesAgents(Protocol):
+    """What an engine has besides, if external agents can use it (agent.loop=external)."""
+
+    @staticmethod
+    def check_agents(cfg: Config) -> None:
+        """Check `agent.tool_parser` and `agent.reasoning_parser`; called as `check`. Raises
+        ConfigError."""
+
+    def agent_serving(self, tokenizer: Any) -> Any:
+        """What answers the requests of agents, an `endpoint.replica_server.AnswersRequests`; called
+        once, after `start`. `tokenizer`: the policy's."""
+
+
 CreateEngine = Callable[[Config, str, int, str], Engine]
 """(config, "cpu" or "cuda", seed of the engine, file with the output of this process or "")."""
 
@@ -128,8 +143,17 @@ ENGINES = {
     "vllm": "one_step_off.engines.vllm.engine:VllmEngine",
     "transformers": "one_step_off.engines.transformers.engine:TransformersEngine",
 }
-"""The value of `rollout.engine` -> what creates the engine. It is imported only in the processes
-that use it."""
+"""The value of `rollout.engine` -> what creates the engine. The driver imports it too, for `check`,
+so its module imports what is large only in `start`."""
+
+
+def check_name(spec: str) -> None:
+    """Refuse a `rollout.engine` that is neither a name of `ENGINES` nor of the form `module:Class`,
+    without importing anything. Raises ConfigError."""
+    if spec not in ENGINES and ":" not in spec:
+        otherwise = f"use module:Class or one of {', '.join(ENGINES)}"
+        fix = did_you_mean(spec, ENGINES, otherwise)
+        raise ConfigError(f"rollout.engine={spec!r}: unknown; {fix}")
 
 
 def find_engine(spec: str) -> CreateEngine:
@@ -138,8 +162,31 @@ def find_engine(spec: str) -> CreateEngine:
     Raises:
         ConfigError: there is none.
     """
-    if spec not in ENGINES and ":" not in spec:
-        otherwise = f"use module:Class or one of {', '.join(ENGINES)}"
-        fix = did_you_mean(spec, ENGINES, otherwise)
-        raise ConfigError(f"rollout.engine={spec!r}: unknown; {fix}")
-    return import_object("rollout.engine", ENGINES.get(spec, spec))
+    check_name(spec)
+    create = import_object("rollout.engine", ENGINES.get(spec, spec))
+    if not callable(create):
+        kind = type(create).__name__
+        raise ConfigError(f"rollout.engine={spec!r}: is a {kind}, not callable; name a class")
+    return create
+
+
+def check(cfg: Config) -> None:
+    """Let the engine of a run refuse what it cannot do. Raises ConfigError."""
+    create = find_engine(cfg.rollout.engine)
+    if hasattr(create, "check"):
+        create.check(cfg)
+
+
+def check_agents(cfg: Config, loop_name: str) -> None:
+    """Check that the engine of a run serves external agents. `loop_name`: the loop that has them.
+
+    Raises:
+        ConfigError: it does not, or has not the parsers that the config names.
+    """
+    create: Any = find_engine(cfg.rollout.engine)
+    if not hasattr(create, "agent_serving"):
+        raise ConfigError(
+            f"agent.loop={loop_name}: rollout.engine={cfg.rollout.engine} serves no external "
+            "agents; use rollout.engine=vllm"
+        )
+    create.check_agents(cfg)

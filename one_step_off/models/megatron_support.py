@@ -10,9 +10,9 @@ from transformers.utils.hub import has_file
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.pool_checks import nearest_divisor
-from one_step_off.config.role_sections import BackendConfig
 from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.roles import BackendConfig
 from one_step_off.models import rope
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")

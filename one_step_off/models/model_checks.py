@@ -8,9 +8,9 @@ import math
 from importlib import metadata
 from typing import Any
 
-from one_step_off.config.device_shares import devices_per_node
 from one_step_off.config.errors import ConfigError, as_config_error, first_line
 from one_step_off.config.lengths import engine_length
+from one_step_off.config.placement import devices_per_node
 from one_step_off.config.pool_checks import nearest_divisor
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
@@ -233,8 +233,7 @@ def _how_to_fix(error: BaseException) -> str:
 
 
 def _require_causal_model(name: str, model_config: Any) -> None:
-    """Refuse a model that is not a causal language model, or that vLLM has no code for. Raises
-    ConfigError."""
+    """Refuse a model that is not a causal language model. Raises ConfigError."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -248,21 +247,4 @@ def _require_causal_model(name: str, model_config: Any) -> None:
         raise ConfigError(
             f"{name}: {what} is not a causal language model of transformers; "
             "give one that generates text"
-        )
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
-    # vLLM runs any model with the code of transformers where that code accepts vLLM's attention.
-    runs_in_any_engine = (
-        model_class.is_backend_compatible() or model_class._can_set_attn_implementation()
-    )
-    if not runs_in_any_engine:
-        _require_vllm_model(name, architecture or model_class.__name__)
-
-
-def _require_vllm_model(name: str, architecture: str) -> None:
-    from vllm import ModelRegistry, plugins  # imported late: it takes ten seconds
-
-    plugins.load_general_plugins()  # plugins may add models
-    if architecture not in ModelRegistry.get_supported_archs():
-        raise ConfigError(
-            f"{name}: vLLM, which generates, has no code for {architecture}; give another"
         )

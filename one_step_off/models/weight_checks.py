@@ -8,10 +8,10 @@ from typing import Any
 import psutil
 
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.optimizer_checks import ADAMW_8BIT, MUON
 from one_step_off.config.placement import processes_per_node, resolved_device
 from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.roles import ADAMW_8BIT, MUON
 from one_step_off.config.teachers import config_of_teacher, teacher_paths
 from one_step_off.models.quantization import quantization_method, weight_file_bytes
 

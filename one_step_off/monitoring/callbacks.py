@@ -24,14 +24,12 @@ class StepCallbacks:
     Attributes:
         stop_requested: whether a callback has raised StopTraining.
         stop_reason: what it said.
-        on_stop_request: called then; set by the attempt that is training.
     """
 
     def __init__(self, callbacks: Sequence[StepCallback] = ()) -> None:
         self.callbacks = list(callbacks)
         self.stop_requested = False
         self.stop_reason = ""
-        self.on_stop_request: Callable[[], None] | None = None
 
     def step(self, row: dict[str, Any]) -> None:
         """Call all with a copy of the step's row of metrics. What a callback returns is ignored.
@@ -45,5 +43,3 @@ class StepCallbacks:
             except StopTraining as stop:
                 self.stop_requested = True
                 self.stop_reason = str(stop) or "a callback raised StopTraining"
-        if self.stop_requested and self.on_stop_request is not None:
-            self.on_stop_request()

@@ -9,7 +9,7 @@ from typing import Any
 
 from one_step_off.config.placement import placement_text
 from one_step_off.config.schema import Config
-from one_step_off.config.sources import train_files_text
+from one_step_off.config.sections.data import train_files_text
 from one_step_off.config.sync_schedule import waits_for_requests
 from one_step_off.monitoring.loggers import EVALUATION_PREFIX, sample_files
 from one_step_off.monitoring.summary import sampling_text
@@ -68,7 +68,7 @@ def start_facts(
     held_out = f"{len(data.val)} prompts of {cfg.data.val_files}" if data.val else "none"
     facts = [
         ("model", f"{named_model}{size}, {cfg.model.dtype}"),
-        ("data", f"{len(data.stream)} prompts of {train_files_text(cfg)}"),
+        ("data", f"{len(data.stream)} prompts of {train_files_text(cfg.data)}"),
         ("held out", held_out),
     ]
     if "teacher" in cfg.placement.roles:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config.device_shares import devices_of_pool
+from one_step_off.config.placement import devices_of_pool
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch
 from one_step_off.data.token_work import TokenWork, generation_work, pass_work, replaced_work

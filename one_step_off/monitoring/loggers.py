@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from one_step_off.config.errors import as_config_error
+from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.registry import import_object
 from one_step_off.config.schema import Config
 from one_step_off.config.yaml_io import parse_yaml, resolved_yaml
 from one_step_off.data.samples import NOT_GENERATED, Batch, PromptLookup, Sample
@@ -395,18 +396,37 @@ def _finite(figures: dict[str, Any]) -> dict[str, float]:
 
 
 def start_remote_loggers(cfg: Config, resumed: bool) -> dict[str, Any]:
-    """The loggers that other programs reach: name -> logger. They start before anything else is
-    begun.
+    """The loggers that other programs reach, and the user's own: name -> logger. They start before
+    anything else is begun.
 
     Raises:
-        ConfigError: W&B is not logged in, or the port of Prometheus is taken.
+        ConfigError: W&B is not logged in, the port of Prometheus is taken, or the user's own logger
+            does not start.
     """
     started: dict[str, Any] = {}
     if cfg.logging.prometheus_port:
         started["Prometheus"] = Prometheus(cfg.logging.prometheus_port)
     if cfg.logging.wandb:
         started["W&B"] = Wandb(cfg, resumed)
+    if cfg.logging.logger:
+        started[cfg.logging.logger] = own_logger(cfg)
     return started
+
+
+def own_logger(cfg: Config) -> Logger:
+    """The user's own logger, which `logging.logger` names. Raises ConfigError: it does not exist,
+    or does not start."""
+    key = "logging.logger"
+    create = import_object(key, cfg.logging.logger)
+    with as_config_error(f"{key}={cfg.logging.logger}", "fix its __init__"):
+        logger = create(cfg)
+    missing = [name for name in ("write", "close") if not callable(getattr(logger, name, None))]
+    if missing:
+        raise ConfigError(
+            f"{key}={cfg.logging.logger}: has no method {' and '.join(missing)}; "
+            "see docs/how_to/add_a_logger.md"
+        )
+    return logger
 
 
 def open_loggers(

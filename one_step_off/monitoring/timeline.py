@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from one_step_off.cluster.run_events import Span
+
 # The lanes of the pipeline as a whole, in the order in which they are shown.
 PIPELINE_LANES = (
     "rollout",
@@ -28,9 +30,6 @@ FIRST_ROLLOUT_PID = 10_000
 FIRST_TRAINER_PID = 20_000
 TIDS_PER_PROCESS = 100
 PROCESS_LANE = re.compile(r"(rollout|trainer) (\d+)(?:\.(\d+))?")
-
-Span = tuple[str, str, Any, float, float]
-"""(lane, activity, step, begin, end), times in seconds since the epoch."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from one_step_off.cluster.run_events import RunEvents, Span
 from one_step_off.data.episodes import episode_stats, one_per_episode
 from one_step_off.data.evaluation import MAIN_SET, evaluation_metrics
 from one_step_off.data.samples import AGENT_ERROR, FAULT_METRICS, Batch, Sample, generated_tokens
@@ -29,15 +30,14 @@ from one_step_off.monitoring.summary import (
     speed_summary,
     without_nan,
 )
-from one_step_off.monitoring.timeline import Span, Timeline
+from one_step_off.monitoring.timeline import Timeline
 
 
-class Tracker:
+class Tracker(RunEvents):
     """Writes `metrics.jsonl`, `ledger.jsonl`, `evaluations.jsonl`, `timeline.json` and
     `summary.json`.
 
     Attributes:
-        log: prints one line for the user.
         steps: the rows of metrics.jsonl, those before a resume too.
         steps_before: how many of them are from before the resume.
         evaluations: the metrics of all evaluations, those before a resume too.
@@ -67,7 +67,6 @@ class Tracker:
         self.folder = Path(folder)
         self.total_steps = total_steps
         self.console = console or RunConsole(out)
-        self.log = self.console.print_line
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begin = time.perf_counter()
         self.epoch = time.time() - time.perf_counter()
@@ -158,6 +157,10 @@ class Tracker:
         if self.meter and device_name:
             self.meter.device_name = device_name
 
+    def log(self, line: str) -> None:
+        """Print one line for the user."""
+        self.console.print_line(line)
+
     def span(self, role: str, activity: str, step: int, begin: float, end: float) -> None:
         """Record when a role worked (seconds, by time.perf_counter), in the next row and in the
         timeline."""
@@ -169,7 +172,7 @@ class Tracker:
         lane = "evaluation" if activity == "evaluate" else role
         self.trace([(lane, activity, step, begin + self.epoch, end + self.epoch)])
 
-    def trace(self, spans: list[Span]) -> None:
+    def trace(self, spans: Iterable[Span]) -> None:
         """Record spans in the timeline alone."""
         self.timeline.write(spans)
 

@@ -59,7 +59,7 @@ class RewardFunctions:
         """Import the functions.
 
         Args:
-            of_sources: see `config.sources.source_rewards`.
+            of_sources: see `config.sections.data.source_rewards`.
 
         Raises:
             ConfigError: there is no such module or attribute, it is not callable, it is

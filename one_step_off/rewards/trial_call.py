@@ -16,7 +16,7 @@ from typing import Any
 
 from one_step_off.config.errors import ConfigError, located_config_error
 from one_step_off.config.schema import Config
-from one_step_off.config.sources import source_rewards
+from one_step_off.config.sections.data import source_rewards
 from one_step_off.config.user_code import find_user_line
 from one_step_off.data.run_data import RunData
 from one_step_off.data.samples import Prompt
@@ -69,7 +69,7 @@ def check_reward_functions(cfg: Config, data: RunData, print_line: Callable[[str
             `reward.on_error=stop`, the call raises, hangs, kills its process or returns no reward.
             With another `reward.on_error`, `print_line` receives a warning instead.
     """
-    functions = RewardFunctions(cfg.reward, source_rewards(cfg))
+    functions = RewardFunctions(cfg.reward, source_rewards(cfg.data))
     prompts = [*data.stream.prompts, *(data.val or ())]
     items = [
         item for item in first_items(cfg, functions, prompts) if not _built_in(functions, item)
@@ -175,7 +175,7 @@ def call_in_process(cfg: Config, items: list[RewardItem]) -> TrialResult:
     calls_s = len(items) * (cfg.reward.timeout_s + GRACE_S)
     timeout_s = cfg.trainer.start_timeout_s + calls_s + EXIT_TIMEOUT_S
     path = [os.getcwd() if folder == "" else folder for folder in sys.path]
-    message = pickle.dumps(path) + pickle.dumps((cfg.reward, source_rewards(cfg), items))
+    message = pickle.dumps(path) + pickle.dumps((cfg.reward, source_rewards(cfg.data), items))
     with tempfile.TemporaryFile() as results, tempfile.TemporaryFile() as output:
         # In a process group of its own: what the function starts ends with it, and Ctrl-C is for
         # the parent.

@@ -1,7 +1,7 @@
 """The built-in reward functions: `gsm8k` and `math`.
 
 To add one, write a function here with `@register("name")` and repeat the name in
-`config.data_checks.BUILT_IN_REWARDS`.
+`config.sections.reward.BUILT_IN_REWARDS`.
 """
 
 import re

@@ -1,6 +1,6 @@
-"""The rollout side: vLLM replicas, their supervision and restart, the routing of prompts, and the
+"""The rollout side: replicas, their supervision and restart, the routing of prompts, and the
 sources of batches.
 
-Read `replica_group.RolloutGroup` first (the facade), then `vllm_replica.RolloutReplica` (one
+Read `replica_group.RolloutGroup` first (the facade), then `replica.RolloutReplica` (one
 engine), then `batch_sources` (how its samples become the batches of the training loop).
 """

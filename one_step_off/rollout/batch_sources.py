@@ -2,16 +2,21 @@
 
 `ScheduledSource` (scheduled_batches.py) generates whole batches between the syncs. `PooledSource`
 (pooled_batches.py) keeps prompts of several steps in progress, and each step trains on the groups
-that are complete first.
+that are complete first. `pipeline.batch_source` may name a user's own: see
+docs/how_to/add_a_batch_source.md.
 """
 
 import asyncio
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from one_step_off.cluster.remote_calls import now
+from one_step_off.cluster.run_events import RunEvents
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.registry import import_object
 from one_step_off.config.schema import Config
 from one_step_off.data.episodes import check_episodes
 from one_step_off.data.samples import Batch, Sample
@@ -65,11 +70,24 @@ class BatchSource(ABC):
     """Starts generation and hands out one batch per step, each token checked for its weight
     version.
 
+    What the pipeline relies on:
+
+    - It awaits `batch` once in each step. It calls `launch` when the replicas have got new weights:
+      at the steps for which `needs_sync` is true, and once before the first step unless
+      `has_first_batch`. Where `ready` is false, that sync comes before `batch` is awaited.
+    - A prompt that is drawn from the stream is trained on once, or noted as replaced: what a
+      checkpoint does not hold (`in_flight`) is drawn again by a resumed run.
+    - `as_batch` names the weights that may have made the samples, from what the source knows, and
+      not from the samples: `batch` compares both.
+    - Where no replica is left `batch` raises, also where it waits already; generation goes through
+      `stop_on_no_replica`, and tasks run in the group that `launch` gets.
+
     Attributes:
         stream: the prompts, see `PromptStream`.
         first_step: that this run trains.
         attempt: of the trainer.
         restored: what a checkpoint held.
+        events: receives when the replicas worked.
         finished: step -> its complete batch, until it is handed out.
         next_step: whose batch comes next.
         handed_out: the last batch, as it was before training.
@@ -83,13 +101,14 @@ class BatchSource(ABC):
     first_step: int = 0
     attempt: int = 0
     restored: InFlight = field(default_factory=InFlight)
+    events: RunEvents = field(default_factory=RunEvents)
 
     def __post_init__(self) -> None:
         self.staleness = self.cfg.pipeline.staleness
         self.finished = {batch.step: batch for batch in self.restored.batches}
         self.next_step = self.first_step
         self.handed_out: FinishedBatch | None = None
-        self.activity = RolloutActivity()
+        self.activity = RolloutActivity(self.events)
         self.failure: NoReplica | None = None
 
     @property
@@ -108,15 +127,15 @@ class BatchSource(ABC):
         """
         begin = now()
         if step not in self.finished:
-            await self._complete(step)
-        self._raise_if_failed()
+            await self.complete(step)
+        self.raise_if_failed()
         finished = self.finished.pop(step)
         self.handed_out = finished
         self.next_step = step + 1
         metrics = {"time/generate_s": finished.generate_s, "time/wait_rollout_s": now() - begin}
-        batch = self._stamped(finished)
-        metrics |= self._metrics(finished)
-        assert_staleness(batch)
+        batch = self.as_batch(finished)
+        metrics |= self.batch_metrics(finished)
+        assert_staleness(batch, self.staleness)
         check_episodes(batch.samples)
         return batch, metrics
 
@@ -147,15 +166,16 @@ class BatchSource(ABC):
         return False
 
     @abstractmethod
-    async def _complete(self, step: int) -> None:
+    async def complete(self, step: int) -> None:
         """Wait until `finished` has the batch of `step`, or `failure` is set."""
 
     @abstractmethod
-    def _stamped(self, finished: FinishedBatch) -> Batch:
+    def as_batch(self, finished: FinishedBatch) -> Batch:
         """The samples as a batch, with the weights that may have made them. Raises
         StalenessError."""
 
-    def _metrics(self, finished: FinishedBatch) -> dict[str, float]:
+    def batch_metrics(self, finished: FinishedBatch) -> dict[str, float]:
+        """The source's own metrics of a batch that is handed out."""
         return {}
 
     def idle_seconds(self) -> float:
@@ -172,7 +192,7 @@ class BatchSource(ABC):
         """What a checkpoint of `step` holds beside the trainer: everything that is complete, the
         batch that was handed out for `step` too, and the data position that goes with it."""
 
-    def _finished_from(self, step: int) -> list[FinishedBatch]:
+    def finished_from(self, step: int) -> list[FinishedBatch]:
         """The complete batches of `step` and the steps after it, up to the first that is not."""
         batches = []
         if self.handed_out is not None and self.handed_out.step == step:
@@ -191,7 +211,8 @@ class BatchSource(ABC):
         """No replica is left: `batch` raises this error, also where it waits already."""
         self.failure = error
 
-    def _raise_if_failed(self) -> None:
+    def raise_if_failed(self) -> None:
+        """Raises NoReplica: no replica is left."""
         if self.failure is not None:
             raise self.failure
 
@@ -203,3 +224,26 @@ class BatchSource(ABC):
         except NoReplica as e:
             self.fail(e)
             return None
+
+
+def own_source(cfg: Config) -> type[BatchSource] | None:
+    """The user's class that `pipeline.batch_source` names; None: it names none.
+
+    Raises:
+        ConfigError: there is no such class, or it is no `BatchSource`.
+    """
+    spec = cfg.pipeline.batch_source
+    if spec == "auto":
+        return None
+    key = "pipeline.batch_source"
+    if ":" not in spec:
+        raise ConfigError(f"{key}={spec!r}: unknown; use auto, or module:Class of your own")
+    source = import_object(key, spec)
+    if not (isinstance(source, type) and issubclass(source, BatchSource)):
+        raise ConfigError(
+            f"{key}={spec!r}: is no subclass of one_step_off.rollout.batch_sources.BatchSource"
+        )
+    if inspect.isabstract(source):
+        missing = ", ".join(sorted(source.__abstractmethods__))
+        raise ConfigError(f"{key}={spec!r}: has no {missing}; a batch source needs them")
+    return source

@@ -106,7 +106,7 @@ class PooledSource(BatchSource):
         self._begin(purpose, [PooledPrompt(prompt, entry.turn, self.version, notes=notes)])
         return True
 
-    async def _complete(self, step: int) -> None:
+    async def complete(self, step: int) -> None:
         while self.failure is None and not self.pool.choose(step):
             self.changed.clear()
             await self.changed.wait()
@@ -115,7 +115,7 @@ class PooledSource(BatchSource):
             samples = self.pool.take(step)
             self.finished[step] = FinishedBatch(step, samples, step, self.attempt, 0.0)
 
-    def _stamped(self, finished: FinishedBatch) -> Batch:
+    def as_batch(self, finished: FinishedBatch) -> Batch:
         step = finished.step
         oldest = 0 if self.restored.batches or self.restored.pool else self.first_step
         return Batch(
@@ -126,7 +126,7 @@ class PooledSource(BatchSource):
             past=self.restored.past,
         )
 
-    def _metrics(self, finished: FinishedBatch) -> dict[str, float]:
+    def batch_metrics(self, finished: FinishedBatch) -> dict[str, float]:
         return self.pool.metrics(finished.samples, finished.step)
 
     def idle_seconds(self) -> float:
@@ -139,7 +139,7 @@ class PooledSource(BatchSource):
     def in_flight(self, step: int) -> tuple[InFlight, dict[str, Any]]:
         """See `BatchSource.in_flight`."""
         entries = [*self.pool.prompts.values(), *self.to_repeat]
-        in_flight = InFlight(self._finished_from(step), entries, self.restored.past)
+        in_flight = InFlight(self.finished_from(step), entries, self.restored.past)
         return in_flight, self.stream.state_dict()
 
     def fail(self, error: Exception) -> None:

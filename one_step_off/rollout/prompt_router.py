@@ -13,33 +13,12 @@ from one_step_off.cluster.errors import ProcessDied
 from one_step_off.cluster.remote_calls import MAX_ATTEMPTS
 from one_step_off.data.samples import Prompt, PromptId, Sample
 from one_step_off.rollout.health import ReplicaState
-from one_step_off.rollout.replica_supervisor import ReplicaFailed, ReplicaSupervisor
+from one_step_off.rollout.replica_supervisor import ReplicaFailed, ReplicaLoad, ReplicaSupervisor
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.rollout.timeline import ReplicaTimeline
 
 OnGroup = Callable[[list[Sample]], None]
 """Receives all samples of one prompt, as soon as they are complete."""
-
-
-@dataclass
-class ReplicaLoad:
-    """Numbers of trajectories of one replica since its start.
-
-    Attributes:
-        sent: given to it.
-        returned: that have come back.
-        idle: that asked nothing of its engine when it last reported
-            (`RolloutReplica.wait_for_capacity`).
-    """
-
-    sent: int = 0
-    returned: int = 0
-    idle: int = 0
-
-    @property
-    def generating(self) -> int:
-        """Trajectories that use its engine or wait for it, as far as is known."""
-        return self.sent - max(self.returned, self.idle)
 
 
 @dataclass(frozen=True)
@@ -83,12 +62,11 @@ class PromptRouter:
         self.timeline = timeline
         self.static = static
         self.replica_capacity = replica_capacity
-        self.loads = [ReplicaLoad() for _ in supervisor.replicas]
-        supervisor.on_failure = self._forget_load
 
-    def _forget_load(self, replica_index: int) -> None:
-        """A replica has failed: its successor begins with no trajectories."""
-        self.loads[replica_index] = ReplicaLoad()
+    @property
+    def loads(self) -> list[ReplicaLoad]:
+        """Of each replica; a restarted one begins with none."""
+        return self.supervisor.loads
 
     async def generate(
         self, prompts: list[Prompt], request: GenerationRequest, failures: int = 0

@@ -4,9 +4,9 @@ replaced by the groups of new prompts."""
 from typing import Any
 
 from one_step_off.algorithms import advantages
+from one_step_off.data.difficulty import replaced_visits
 from one_step_off.data.samples import PromptId, Sample
 from one_step_off.data.token_work import generation_work, replaced_work
-from one_step_off.data.visits import replaced_visits
 
 
 def uninformative_prompts(samples: list[Sample]) -> list[PromptId]:

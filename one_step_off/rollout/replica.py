@@ -1,4 +1,4 @@
-"""Generation: one vLLM `AsyncLLM` per replica, as a plain class that becomes a Ray actor.
+"""Generation: one engine per replica, as a plain class that becomes a Ray actor.
 
 A replica turns prompts into scored samples. Every token carries the version of the weights that
 generated it: the engine receives that version after each verified sync, and generates nothing
@@ -28,17 +28,8 @@ from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedSamples
 from one_step_off.data.samples import PolicyVersion, Prompt, Sample
-from one_step_off.engines.engine_processes import (
-    ProcessId,
-    is_engine,
-    kill_processes,
-    not_running,
-)
-from one_step_off.engines.start_failures import failed_start_names_its_reason
-from one_step_off.engines.vllm import lora_engine
-from one_step_off.engines.vllm.engine_args import engine_args
-from one_step_off.engines.vllm.engine_output import generated_tokens
-from one_step_off.engines.vllm.prompt_scores import log_probs_of
+from one_step_off.engines.engine import Engine, GenerationRequest, find_engine
+from one_step_off.engines.engine_processes import ProcessId, kill_processes, not_running
 from one_step_off.rollout.concurrency import ConcurrencyLimiter
 from one_step_off.rollout.reward_queue import RewardQueue
 from one_step_off.rollout.sampling import Sampling
@@ -61,7 +52,7 @@ def _part_of_sync(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitabl
 
 
 class RolloutReplica(UsageProbe, PlacedActor):
-    """One vLLM engine (tensor_parallel_size GPUs) and everything that talks to it."""
+    """One engine (tensor_parallel_size GPUs) and everything that talks to it."""
 
     # Ray's own limit, 1000 calls at once, is less than the prompts that may be in scoring at a
     # time.
@@ -94,23 +85,15 @@ class RolloutReplica(UsageProbe, PlacedActor):
         """
         self.cfg = cfg
         self.index = index
-        self.device = device
         self.loop_names = loops
-        self.seed = seed
-        self.log = log
         MCP_SCHEMAS.update(mcp_schemas)
         self.rewards = RewardQueue(scorers, index)
         self.limiter = ConcurrencyLimiter(cfg.agent.max_concurrency)
         self.stamp: PolicyVersion | None = None  # of the verified weights
         self.attempt = 0
-        self.engine: Any = None
-        self.asleep = False
-        self.started_requests = 0
-        self.finished_requests = 0
-        self.engine_processes: list[psutil.Process] = []
+        self.engine: Engine = find_engine(cfg.rollout.engine)(cfg, device, seed, log)
         self.endpoint_access = endpoint
         self.endpoint: Any = None  # a `ReplicaServer`
-        self.lora_request: Any = None  # of every request, where the engine has the adapters apart
         self.sync_lock = asyncio.Lock()  # held by each part of a sync, so that its end is known
         self.work: set[asyncio.Task] = set()  # of the current attempt; see `drop_work`
 
@@ -129,18 +112,12 @@ class RolloutReplica(UsageProbe, PlacedActor):
             RuntimeError: the engine did not start; the message names the reason.
         """
         kill_processes(former)
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         self.tokenizer = load_section_tokenizer(self.cfg, "model")
         if self.endpoint_access is not None:
             self.endpoint = self._create_endpoint()
         for name in self.loop_names:  # now, because all trajectories would wait for them later
             self.loops.get(name)
-        arguments = engine_args(self.cfg, self.device, self.seed)
-        self.lora_request = lora_engine.request_of_policy(self.cfg)
-        with failed_start_names_its_reason("its engine did not start", self.log):
-            self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        await self.engine.start()
         if self.endpoint is not None:
             await self._start_endpoint(self.endpoint)
         # Modules and engine stay: looking through them in every collection would stop all
@@ -148,9 +125,8 @@ class RolloutReplica(UsageProbe, PlacedActor):
         gc.collect()
         gc.freeze()
         children = psutil.Process().children(recursive=True)
-        self.engine_processes = [child for child in children if is_engine(child)]
-        max_sequences = self.engine.vllm_config.scheduler_config.max_num_seqs
-        return max_sequences, [(child.pid, child.create_time()) for child in children]
+        child_ids = [(child.pid, child.create_time()) for child in children]
+        return self.engine.max_sequences, child_ids
 
     def _create_endpoint(self) -> Any:
         # An HTTP server is slow to import, and most runs need none.
@@ -164,37 +140,38 @@ class RolloutReplica(UsageProbe, PlacedActor):
 
     async def _start_endpoint(self, endpoint: Any) -> None:
         """Serve external agents from now on."""
-        from one_step_off.engines.vllm.chat.serving import Serving
-
-        endpoint.serving = Serving(self.cfg, self.engine, self.tokenizer)
+        engine: Any = self.engine  # `prepare` has refused engines that are no `ServesAgents`
+        endpoint.serving = engine.agent_serving(self.tokenizer)
         gateway = self.endpoint_access.gateway
         await endpoint.start(
             reachable_host(self.endpoint_access.host),
             lambda *report: gateway.register.remote(*report),
         )
 
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker, see `Engine.call_workers`."""
+        return await self.engine.call_workers(method, *args)
+
     async def kv_cache_bytes(self) -> int:
         """The size of each worker's KV cache."""
-        return min(await self._call_workers("kv_cache_bytes"))
+        return min(await self.call_workers("kv_cache_bytes"))
 
     @_part_of_sync
     async def learn_shards(self, shapes: dict[str, Any]) -> list[dict[str, Any]]:
-        """Which blocks of the tensors each worker keeps; see
-        `OneStepOffTransferEngine.learn_shards`.
+        """Which blocks of the tensors each worker keeps, or that it wants whole tensors.
 
         Args:
             shapes: name -> [dtype, shape].
         """
-        return await self._call_workers(
-            "learn_shards", shapes, self.cfg.weight_sync.mode == "delta"
-        )
+        expects_deltas = self.cfg.weight_sync.mode == "delta"
+        return await self.call_workers("learn_shards", shapes, expects_deltas)
 
     @_part_of_sync
     async def prove_base(
         self, shapes: dict[str, Any], blocks: list[list[Any]]
     ) -> list[dict[str, Any]]:
-        """Compare the base model that each worker has loaded with the trainer's; see
-        `AdapterWorkerExtension.prove_base`.
+        """Compare the base model that each worker has loaded with the trainer's
+        (weight_sync.lora=adapter).
 
         Args:
             shapes: of the adapter's matrices: name -> [dtype, shape].
@@ -203,29 +180,21 @@ class RolloutReplica(UsageProbe, PlacedActor):
         Raises:
             SyncError: it is another one, or the engine cannot hold these matrices.
         """
-        return await self._call_workers("prove_base", shapes, blocks)
+        return await self.call_workers("prove_base", shapes, blocks)
 
     @_part_of_sync
     async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:
         """Join the weight-sync groups of a new epoch.
 
         Args:
-            info: what `vllm_receiver` takes and all replicas share.
+            info: what the workers' `connect_sync` takes and all replicas share.
             first_receiver: the number of this replica's first worker.
 
         Raises:
             SyncError: a worker could not join.
         """
         replica_info = {"host": reachable_host(info["host"]), "first_receiver": first_receiver}
-        await self._call_workers("connect_sync", info | replica_info)
-
-    async def _call_workers(self, method: str, *args: Any) -> list[Any]:
-        try:
-            return await self.engine.collective_rpc(method, args=args)
-        except Exception as e:  # vLLM passes on the text of its workers' errors, but not their type
-            lines = str(e).strip().splitlines() or [type(e).__name__]
-            message = lines[-1].removeprefix("Call to collective_rpc method failed: ")
-            raise SyncError(message) from e
+        await self.call_workers("connect_sync", info | replica_info)
 
     @_part_of_sync
     async def receive_ahead(self, version: int, limit_bytes: int) -> None:
@@ -235,7 +204,7 @@ class RolloutReplica(UsageProbe, PlacedActor):
             version: of the weights.
             limit_bytes: the spare memory of each worker.
         """
-        await self._call_workers("receive_ahead", version, limit_bytes)
+        await self.call_workers("receive_ahead", version, limit_bytes)
 
     @_part_of_sync
     async def sync(self, stamp: PolicyVersion, sharded_only: bool = False) -> list[dict[str, Any]]:
@@ -266,20 +235,12 @@ class RolloutReplica(UsageProbe, PlacedActor):
         self.attempt = attempt
         begin = time.perf_counter()
         in_flight = self.cfg.weight_sync.in_flight
-        # Not AsyncLLM.pause_generation: it sleeps another 20 ms, for callers to whom the order of
-        # outputs matters.
-        await self.engine.engine_core.pause_scheduler_async(
-            mode="wait" if in_flight == "wait" else "keep", clear_cache=in_flight != "keep"
-        )
+        await self.engine.pause(wait=in_flight == "wait", clear_cache=in_flight != "keep")
         pause_s = time.perf_counter() - begin
-        if self.asleep:
-            await self.engine.wake_up(["weights"])
-        reports = await self._call_workers("sync_weights", version, sharded_only)
-        if self.asleep:
-            await self.engine.wake_up(["kv_cache"])
-            self.asleep = False
-        await self.engine.update_weight_version(f"{attempt}.{version}")
-        await self.engine.resume_generation()
+        await self.engine.wake_up(["weights"])
+        reports = await self.call_workers("sync_weights", version, sharded_only)
+        await self.engine.wake_up(["kv_cache"])
+        await self.engine.resume(stamp)
         self.stamp = stamp
         paused_s = time.perf_counter() - begin
         return [report | {"pause": pause_s, "paused": paused_s} for report in reports]
@@ -294,8 +255,9 @@ class RolloutReplica(UsageProbe, PlacedActor):
             RuntimeError: the engine died.
         """
         self._raise_if_engine_died()
-        await self.engine.is_sleeping()
-        return self.finished_requests, self.started_requests - self.finished_requests
+        await self.engine.heartbeat()
+        finished = self.engine.finished_requests
+        return finished, self.engine.started_requests - finished
 
     @ray.method(concurrency_group="control")
     async def alive(self) -> None:
@@ -304,9 +266,8 @@ class RolloutReplica(UsageProbe, PlacedActor):
         Raises:
             RuntimeError: the engine died, or is stopped.
         """
-        if self.engine is not None:
-            self._raise_if_engine_died()
-        for process in self.engine_processes:
+        self._raise_if_engine_died()
+        for process in self.engine.processes():
             state = not_running(process)
             if state:
                 raise RuntimeError(
@@ -319,15 +280,13 @@ class RolloutReplica(UsageProbe, PlacedActor):
 
     def bound_pids(self) -> list[int]:
         """See `PlacedActor`: the engine's processes too."""
-        return [os.getpid(), *(process.pid for process in self.engine_processes)]
+        return [os.getpid(), *(process.pid for process in self.engine.processes())]
 
     async def sleep(self) -> None:
         """Give the memory to another role; the next sync brings weights. A CPU engine keeps its
         memory and idles."""
         self.stamp = None
-        if self.device == "cuda" and not self.asleep:
-            await self.engine.sleep(level=2)
-            self.asleep = True
+        await self.engine.sleep()
 
     async def rollout(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
         """All trajectories of these prompts, scored, in order. An episode of an external agent may
@@ -413,7 +372,7 @@ class RolloutReplica(UsageProbe, PlacedActor):
             self.endpoint.close_all("attempt")
         async with self.sync_lock:  # the senders are gone, which ends a sync
             self.stamp = None  # a sync that was almost over may have set it
-            while self.work or self.engine.output_processor.has_unfinished_requests():
+            while self.work or self.engine.has_unfinished_requests():
                 await asyncio.sleep(POLL_S)
         # The caller counts from zero again.
         self.limiter = ConcurrencyLimiter(self.cfg.agent.max_concurrency)
@@ -428,28 +387,10 @@ class RolloutReplica(UsageProbe, PlacedActor):
         self, ids: np.ndarray, max_tokens: int, seed: int | None, sampling: Sampling
     ) -> Generated:
         """One request to the engine: the tokens that follow `ids`, int32 [T]."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        user_settings = dict(self.cfg.rollout.sampling_kwargs)
-        if sampling.stop:
-            run_stops = user_settings.get("stop") or []
-            if isinstance(run_stops, str):
-                run_stops = [run_stops]
-            user_settings["stop"] = [*run_stops, *sampling.stop]
-        settings = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_tokens": max_tokens,
-            "seed": seed,
-            "logprobs": 0,
-            "flat_logprobs": True,
-            "output_kind": RequestOutputKind.FINAL_ONLY,
-        }
-        needs_text = "stop" in user_settings  # words to stop at are found in text
-        params = SamplingParams(**settings, **({"detokenize": needs_text} | user_settings))
-        output = await self._request(ids, params)
-        return generated_tokens(output.outputs[0])
+        request = GenerationRequest(
+            ids, max_tokens, sampling.temperature, sampling.top_p, seed, sampling.stop
+        )
+        return await self.engine.generate(request)
 
     async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         """The engine's half of the canary: log-probs (nats, temperature 1) of every token but the
@@ -463,28 +404,12 @@ class RolloutReplica(UsageProbe, PlacedActor):
         """
 
         async def score_all() -> list[np.ndarray]:
-            return await asyncio.gather(*(log_probs_of(self._request, ids) for ids in sequences))
+            return await asyncio.gather(*(self.engine.score(ids) for ids in sequences))
 
         return await self._until_dropped(score_all())
-
-    async def _request(self, ids: np.ndarray, params: Any) -> Any:
-        """The engine's last output for these token ids, int32 [T]."""
-        self.started_requests += 1
-        name = str(self.started_requests)
-        params.skip_clone = True  # no other request changes these settings
-        # Marked as tokens: a prompt would else travel through a thread that has nothing to
-        # tokenize.
-        prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
-        answers = self.engine.generate(prompt, params, name, lora_request=self.lora_request)
-        try:
-            outputs = [output async for output in answers]
-            return outputs[-1]
-        finally:
-            self.finished_requests += 1
 
     async def stop(self) -> None:
         """Close the endpoint, and end the engine's processes."""
         if self.endpoint is not None:
             await self.endpoint.stop()
-        if self.engine is not None:
-            self.engine.shutdown()
+        self.engine.shutdown()

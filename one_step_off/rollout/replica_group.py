@@ -1,4 +1,4 @@
-"""The vLLM replicas as the pipeline sees them: a few awaitable methods, each with a time limit."""
+"""The replicas as the pipeline sees them: a few awaitable methods, each with a time limit."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,14 +6,16 @@ from contextlib import nullcontext
 from typing import Any
 
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from one_step_off.cluster.remote_calls import call_all, now, with_time_limit
+from one_step_off.cluster.errors import PhaseTimeout, RoleError, SyncError
+from one_step_off.cluster.remote_calls import call_all, name_failures, now, with_time_limit
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.schema import Config
-from one_step_off.data.episodes import segment_index
+from one_step_off.data.episodes import in_batch_order
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.rollout.prompt_router import GenerationRequest, OnGroup, PromptRouter
 from one_step_off.rollout.replica_supervisor import ReplicaSupervisor
 from one_step_off.rollout.sampling import Sampling
-from one_step_off.rollout.timeline import ReplicaTimeline, Span
+from one_step_off.rollout.timeline import ReplicaTimeline
 
 STOP_S = 10.0  # for all engines to end in good order
 
@@ -25,8 +27,6 @@ class RolloutGroup:
     Attributes:
         train_sampling: how samples for training are generated.
         val_sampling: how samples for evaluation are generated.
-        on_trace: receives the spans of each generation call.
-        on_message: receives one line for the user.
         has_answered: whether all replicas have started once. Before, one that does not answer may
             be starting; from then on it hangs.
     """
@@ -38,6 +38,7 @@ class RolloutGroup:
         seeded: bool,
         pool_lock: Any = None,
         respawn: Callable[[int], Any] | None = None,
+        events: RunEvents | None = None,
     ) -> None:
         """
         Args:
@@ -46,12 +47,13 @@ class RolloutGroup:
             pool_lock: held while the replicas work, if other roles share their devices; None: no
                 role does.
             respawn: see `ReplicaSupervisor`.
+            events: receives the spans of each generation call, and what happens to replicas.
         """
         self.cfg = cfg
         self.shares_pool = pool_lock is not None
         self.pool_lock = pool_lock or nullcontext()
-        self.supervisor = ReplicaSupervisor(replicas, cfg, respawn, self.shares_pool)
-        self.supervisor.on_message = lambda line: self.on_message(line)
+        self.supervisor = ReplicaSupervisor(replicas, cfg, respawn, self.shares_pool, events)
+        self.events = self.supervisor.events
         self.timeline = ReplicaTimeline()
         routing = cfg.rollout.routing
         static = routing == "static" or (routing == "auto" and seeded)
@@ -60,8 +62,6 @@ class RolloutGroup:
         )
         self.train_sampling = train_sampling(cfg, seeded)
         self.val_sampling = val_sampling(cfg, seeded)
-        self.on_trace: Callable[[list[Span]], None] = lambda spans: None
-        self.on_message: Callable[[str], None] = lambda line: None
         self.has_answered = False
 
     @property
@@ -126,12 +126,9 @@ class RolloutGroup:
             work = self.router.generate(prompts, request)
             samples = await with_time_limit(limit_s, f"{purpose}, rollout", work)
             seconds = now() - begin
-        self.on_trace(self.timeline.finish(purpose, evaluation=sampling is self.val_sampling))
-        position = {prompt.id: i for i, prompt in enumerate(prompts)}
-        samples.sort(
-            key=lambda sample: (position[sample.prompt_id], sample.index, segment_index(sample))
-        )
-        return samples, seconds
+        is_evaluation = sampling is self.val_sampling
+        self.events.trace(self.timeline.finish(purpose, is_evaluation))
+        return in_batch_order(samples, prompts), seconds
 
     async def sleep(self) -> None:
         """Free the devices for another role of their pool; the next sync wakes the replicas."""
@@ -169,3 +166,49 @@ def val_sampling(cfg: Config, seeded: bool) -> Sampling:
         cfg.rollout.val_top_p,
         cfg.rollout.val_max_response_length,
     )
+
+
+DROP_S = 15.0
+"""Seconds for a replica to drop its work. A sync whose trainers have died ends by itself meanwhile,
+in about a second."""
+
+
+async def reuse_engines(group: RolloutGroup, former: RolloutGroup, attempt: int) -> None:
+    """Let the replicas of `former` serve in `group`, which has the same ones, with their loaded
+    engines.
+
+    Each drops what it holds of the attempt that has ended: requests, trajectories, episodes of
+    external agents. From then on it refuses prompts and weights of earlier attempts, and it
+    generates nothing before it has verified weights of the new one. A replica that does not do so
+    in time is replaced, while the others serve.
+
+    Args:
+        group: of the new attempt.
+        former: of the attempt that has ended.
+        attempt: of the new attempt.
+    """
+    group.router.replica_capacity = former.router.replica_capacity
+    group.supervisor.restarts = former.restarts
+    for i, processes in enumerate(former.supervisor.child_processes):
+        group.supervisor.child_processes[i] = processes
+    numbers = range(len(group.replicas))
+    reasons = await asyncio.gather(*(_drop_work(former, i, attempt) for i in numbers))
+    for i, reason in enumerate(reasons):
+        if reason:
+            group.supervisor.mark_failed(i, reason)
+    group.has_answered = True
+    kept = reasons.count("")
+    group.events.log(f"{kept} of {len(reasons)} replicas were kept")
+
+
+async def _drop_work(former: RolloutGroup, i: int, attempt: int) -> str:
+    """Let a replica drop its work; returns why it cannot be kept, "" if it can."""
+    if i in former.supervisor.restart_tasks:
+        return "it was not running when the attempt ended"
+    name = f"rollout {i}, drop_work"
+    answer = former.replicas[i].drop_work.remote(attempt)
+    try:
+        await with_time_limit(DROP_S, name, name_failures(name, answer))
+    except (RoleError, SyncError, PhaseTimeout) as error:
+        return str(error)
+    return ""

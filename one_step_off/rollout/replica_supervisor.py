@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, TrainerDied
@@ -20,6 +21,7 @@ from one_step_off.cluster.remote_calls import (
     observed,
     with_time_limit,
 )
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.schema import Config
 from one_step_off.engines.engine_processes import ProcessId
 from one_step_off.rollout.health import ReplicaHealth, ReplicaState
@@ -36,6 +38,27 @@ class ReplicaFailed(Exception):
     """A replica was given up while a call to it was pending."""
 
 
+@dataclass
+class ReplicaLoad:
+    """Numbers of trajectories of one replica since its start.
+
+    Attributes:
+        sent: given to it.
+        returned: that have come back.
+        idle: that asked nothing of its engine when it last reported
+            (`RolloutReplica.wait_for_capacity`).
+    """
+
+    sent: int = 0
+    returned: int = 0
+    idle: int = 0
+
+    @property
+    def generating(self) -> int:
+        """Trajectories that use its engine or wait for it, as far as is known."""
+        return self.sent - max(self.returned, self.idle)
+
+
 class ReplicaSupervisor:
     """Knows which replicas are healthy, and restarts those that fail.
 
@@ -50,8 +73,7 @@ class ReplicaSupervisor:
         syncing: a weight sync is under way, so prompts wait.
         restore: brings verified weights into one replica, and returns whether it is still there;
             `WeightSync` sets it.
-        on_message: receives one line for the user.
-        on_failure: receives the index of a replica that has failed.
+        loads: what was asked of the current process of each replica; the router counts it.
     """
 
     def __init__(
@@ -60,6 +82,7 @@ class ReplicaSupervisor:
         cfg: Config,
         respawn: Callable[[int], Any] | None = None,
         shares_pool: bool = False,
+        events: RunEvents | None = None,
     ) -> None:
         """
         Args:
@@ -67,6 +90,7 @@ class ReplicaSupervisor:
                 returns a new one. None: a failed replica ends the attempt.
             shares_pool: another role uses the devices too, so nothing can be restarted beside its
                 work.
+            events: receives what happens to replicas, for the user.
         """
         self.replicas = list(replicas)
         self.cfg = cfg
@@ -81,8 +105,8 @@ class ReplicaSupervisor:
         self.restarts = 0
         self.syncing = False
         self.restore: Callable[[int], Awaitable[bool]] | None = None
-        self.on_message: Callable[[str], None] = lambda line: None
-        self.on_failure: Callable[[int], None] = lambda replica_index: None
+        self.events = events or RunEvents()
+        self.loads = [ReplicaLoad() for _ in replicas]
         # Done when that replica has failed, so that its calls end.
         self._failure_events: dict[int, asyncio.Future] = defaultdict(asyncio.Future)
         # Of replicas whose weights are not verified; done when their canary has ended.
@@ -274,7 +298,7 @@ class ReplicaSupervisor:
         if i in self.restart_tasks:
             return
         self._give_up(i, reason)
-        self.on_message(f"rollout {i} failed ({reason}); restarting it")
+        self.events.log(f"rollout {i} failed ({reason}); restarting it")
         self.restarts += 1
         self.restart_tasks[i] = observed(self._restart(i))  # `_wait_for_restart` reports it
 
@@ -287,7 +311,7 @@ class ReplicaSupervisor:
             import ray
 
             ray.kill(self.replicas[i])  # it may hang, and hold its device
-        self.on_message(f"rollout {i} is excluded from now on: {reason}")
+        self.events.log(f"rollout {i} is excluded from now on: {reason}")
         excluded = asyncio.get_running_loop().create_future()
         excluded.set_exception(RoleError(f"rollout {i}: {reason}"))
         _mark_exception_retrieved(excluded)  # `_wait_for_restart` reports it
@@ -304,7 +328,7 @@ class ReplicaSupervisor:
         if canary is not None:
             canary.set_exception(ReplicaFailed(f"rollout {i}: its canary was not scored"))
             _mark_exception_retrieved(canary)
-        self.on_failure(i)
+        self.loads[i] = ReplicaLoad()
 
     async def _restart(self, i: int) -> None:
         """Start a new process in the replica's place and bring it the last weights. Raises the last
@@ -315,14 +339,14 @@ class ReplicaSupervisor:
                 await self._try_restart(i)
                 del self.restart_tasks[i]
                 seconds = time.monotonic() - begin
-                self.on_message(f"rollout {i} is back after {seconds:.1f} s")
+                self.events.log(f"rollout {i} is back after {seconds:.1f} s")
                 return
             except TrainerDied:  # no restart of this replica helps; `watch` raises it
                 raise
             except Exception as e:  # whatever it is, the other replicas keep working
                 last = attempt == MAX_ATTEMPTS
                 consequence = "; it is excluded from now on" if last else ""
-                self.on_message(f"restart of rollout {i} failed: {e}{consequence}")
+                self.events.log(f"restart of rollout {i} failed: {e}{consequence}")
                 self.health[i].transition_to(ReplicaState.DEAD)
                 if last:
                     raise

@@ -9,7 +9,6 @@ from typing import Any
 
 from one_step_off.config.sync_schedule import is_sync_step, last_begun_batch, version_of_batch
 from one_step_off.data.samples import Batch, Prompt, Sample
-from one_step_off.data.staleness import assert_age
 from one_step_off.rollout.batch_sources import (
     BatchSource,
     FinishedBatch,
@@ -92,13 +91,12 @@ class ScheduledSource(BatchSource):
         last = min(last_begun_batch(self.cfg, step), self.stream.total_steps - 1)
         return is_sync_step(self.cfg, step) or self.next_to_begin <= last
 
-    async def _complete(self, step: int) -> None:
+    async def complete(self, step: int) -> None:
         # Where the sync before found no replica, nothing was begun.
         if step in self.begun:
             await self.begun[step].task
 
-    def _stamped(self, finished: FinishedBatch) -> Batch:
-        assert_age(finished.step, finished.version, self.staleness)
+    def as_batch(self, finished: FinishedBatch) -> Batch:
         stamp = (finished.attempt, self._expected_version(finished))
         return Batch(finished.step, finished.samples, expected_stamp=stamp)
 
@@ -118,7 +116,7 @@ class ScheduledSource(BatchSource):
 
     def in_flight(self, step: int) -> tuple[InFlight, dict[str, Any]]:
         """See `BatchSource.in_flight`. Prompts of batches that are not complete are drawn again."""
-        batches = self._finished_from(step)
+        batches = self.finished_from(step)
         first_missing = step + len(batches)
         in_flight = InFlight(batches, past=self.restored.past)
         begun = self.begun.get(first_missing, _BegunBatch())
@@ -143,7 +141,7 @@ class ScheduledSource(BatchSource):
     async def _draw_after(self, before: asyncio.Task, step: int) -> Generated:
         """Draw and generate a batch when the one before is complete. Raises NoReplica."""
         await asyncio.wait([before])
-        self._raise_if_failed()
+        self.raise_if_failed()
         return await self._generate(step, self._draw(step))
 
     async def _generate_after(
@@ -151,7 +149,7 @@ class ScheduledSource(BatchSource):
     ) -> Generated:
         """Generate these prompts when half of the batch before is complete. Raises NoReplica."""
         await before.half_complete.wait()
-        self._raise_if_failed()
+        self.raise_if_failed()
         return await self._generate(step, prompts)
 
     def _count_groups(self, step: int, prompts: int) -> OnGroup:

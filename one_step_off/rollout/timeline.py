@@ -2,17 +2,9 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 from one_step_off.cluster.remote_calls import now
-
-Span = tuple[str, str, Any, float, float]
-"""Lane, kind of work, step or version, begin and end (seconds since the epoch)."""
-
-OnSpan = Callable[[str, str, int, float, float], None]
-"""Receives a role's work: (role, kind of work, step, begin, end), in seconds of
-`remote_calls.now`."""
+from one_step_off.cluster.run_events import RunEvents, Span
 
 
 class ReplicaTimeline:
@@ -53,8 +45,8 @@ class RolloutActivity:
     """When all replicas together last finished something, for the driver's timeline and its idle
     times."""
 
-    def __init__(self) -> None:
-        self.on_span: OnSpan = lambda *span: None
+    def __init__(self, events: RunEvents) -> None:
+        self.events = events
         self.idle_since_s = 0.0  # in seconds of `now`; 0: nothing was finished yet
         self.drawn_until: dict[str, float] = {}  # by kind of work
 
@@ -70,7 +62,7 @@ class RolloutActivity:
         begin = max(end - seconds, self.drawn_until.get(kind, 0.0))
         self.idle_since_s = end
         self.drawn_until[kind] = end
-        self.on_span("rollout", kind, step, begin, end)
+        self.events.span("rollout", kind, step, begin, end)
         return end - begin
 
     def sync_ended(self) -> None:

@@ -13,7 +13,7 @@ from agent_loop.base import CURRENT_PROMPT, Generated, Loops, Trajectory
 from agent_loop.episode import Episode, RewardMissing, data_kind
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
-from one_step_off.config.sources import reward_names, source_of
+from one_step_off.config.sections.data import reward_names, source_of
 from one_step_off.config.user_code import (
     MAX_MESSAGE_CHARS,
     describe_error,
@@ -75,7 +75,7 @@ class TrajectoryRun:
         self.prompt = prompt
         self.index = index
         self.seed = sampling.seed
-        source = source_of(self.cfg, prompt.source)
+        source = source_of(self.cfg.data, prompt.source)
         longest = source.max_response_length or self.cfg.data.max_response_length
         self.most_tokens = sampling.max_tokens or longest
         self.is_greedy = index == sampling.n
@@ -182,7 +182,9 @@ class TrajectoryRun:
         """What the reward worker receives."""
         # The row's other columns may be large, so they do not travel where only built-in functions
         # are used.
-        has_user_function = any(name not in REWARD_FUNCTIONS for name in reward_names(self.cfg))
+        has_user_function = any(
+            name not in REWARD_FUNCTIONS for name in reward_names(self.cfg.data, self.cfg.reward)
+        )
         return RewardItem(
             self.prompt.id,
             self.index,

@@ -12,9 +12,9 @@ from typing import Any
 
 from one_step_off.config import loading
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.loading import checked_copy
 from one_step_off.config.plain_values import plain_value
 from one_step_off.config.schema import Config
-from one_step_off.config.type_checks import checked_copy
 from one_step_off.monitoring.callbacks import StepCallback
 from one_step_off.runtime.failure_report import failure_reported
 from one_step_off.runtime.run_folder import locked

@@ -6,7 +6,7 @@ weights."""
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from one_step_off import checkpoint
 from one_step_off.checkpoint.in_flight import restored_in_flight
 from one_step_off.cluster.resource_usage import watch_usage
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.monitoring.loggers import open_loggers, start_remote_loggers
@@ -174,7 +175,7 @@ async def run_attempt(
     processes: Any = None
     try:
         with tracker.console.working("starting engines and trainers"):
-            processes = create_processes(prepared, state)
+            processes = create_processes(prepared, state, tracker)
             await _start(prepared, state, processes, tracker)
         pipeline = await create_pipeline(prepared, state, processes, tracker)
         state.pipeline = pipeline
@@ -201,7 +202,6 @@ async def _start(prepared: RunInputs, state: RunState, processes: Any, tracker: 
     state.engines = None
     if processes.keeps_engines:
         state.engines_kept += 1
-        processes.roles.rollout.on_message = tracker.log
     else:
         log_pools(prepared.cfg, processes, tracker)
     await processes.setup()
@@ -212,13 +212,14 @@ async def _start(prepared: RunInputs, state: RunState, processes: Any, tracker: 
         processes.endpoint.report_to(tracker.log, tracker.report_usage)
 
 
-def create_processes(prepared: RunInputs, state: RunState) -> Any:
-    """The processes of an attempt; nothing is loaded yet. Raises ConfigError."""
+def create_processes(prepared: RunInputs, state: RunState, events: RunEvents) -> Any:
+    """The processes of an attempt, which report to `events`; nothing is loaded yet. Raises
+    ConfigError."""
     from one_step_off.runtime import processes
 
     if prepared.is_supervised:
-        return processes.SupervisedProcesses(prepared)
-    return processes.RunProcesses(prepared, state.attempt, kept=state.engines)
+        return processes.SupervisedProcesses(prepared, events)
+    return processes.RunProcesses(prepared, state.attempt, kept=state.engines, events=events)
 
 
 def log_pools(cfg: Config, processes: Any, tracker: Tracker) -> None:
@@ -260,7 +261,6 @@ async def _in_training(
         with (
             progress,
             stop_on_interrupt(loop_runner, pipeline, cfg.trainer.grace_s, tracker.log) as interrupt,
-            _stop_on_callback(pipeline, tracker),
         ):
             try:
                 yield
@@ -295,21 +295,6 @@ async def create_pipeline(
         return SupervisedPipeline(*given, start=start, attempt=state.attempt)
     resumed = await load_checkpoint(prepared, state.resume_point, processes, tracker)
     return Pipeline(*given, resumed=resumed, attempt=state.attempt)
-
-
-@contextlib.contextmanager
-def _stop_on_callback(pipeline: Any, tracker: Tracker) -> Iterator[None]:
-    """Let a callback that raises StopTraining stop the pipeline at the beginning of the next
-    step."""
-
-    def stop_pipeline() -> None:
-        pipeline.stopping = True
-
-    tracker.callbacks.on_stop_request = stop_pipeline
-    try:
-        yield
-    finally:
-        tracker.callbacks.on_stop_request = None
 
 
 def _watched_groups(processes: Any) -> dict[str, list[Any]]:

@@ -19,16 +19,16 @@ from ray.util.placement_group import remove_placement_group
 from agent_loop.tools import MCP_SCHEMAS
 from one_step_off.cluster.placement import are_reserved, create_pools, spawn
 from one_step_off.cluster.remote_calls import call_all
+from one_step_off.cluster.run_events import RunEvents
+from one_step_off.config.placement import processes_per_slot
 from one_step_off.config.schema import Config
-from one_step_off.config.sources import source_rewards
-from one_step_off.config.teachers import processes_per_slot
+from one_step_off.config.sections.data import source_rewards
 from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.endpoint.usage import uses_endpoint
-from one_step_off.engines.engine_processes import kill_engines_of_run
+from one_step_off.engines.vllm.processes import kill_engines_of_run
 from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.replica import RolloutReplica
-from one_step_off.rollout.replica_group import RolloutGroup
-from one_step_off.rollout.reuse_engines import reuse_engines
+from one_step_off.rollout.replica_group import RolloutGroup, reuse_engines
 from one_step_off.rollout.sampling import engine_seed
 from one_step_off.runtime.prepare import RunInputs
 from one_step_off.runtime.process_env import engine_env, process_env
@@ -51,12 +51,19 @@ class PersistentActors:
         frozen_groups: roles that do not learn, which the latest attempt has handed over with these.
     """
 
-    def __init__(self, prepared: RunInputs, attempt: int = 0, trainers_only: bool = False) -> None:
+    def __init__(
+        self,
+        prepared: RunInputs,
+        attempt: int = 0,
+        trainers_only: bool = False,
+        events: RunEvents | None = None,
+    ) -> None:
         """Reserve the pools and create the processes; nothing is loaded yet.
 
         Args:
             attempt: the number of the attempt.
             trainers_only: create the pools, and no process.
+            events: receives what happens to replicas, in all attempts.
 
         Raises:
             ConfigError: the cluster has too little for a pool.
@@ -65,6 +72,7 @@ class PersistentActors:
         self.cfg = prepared.cfg
         self.device = prepared.device
         self.attempt = attempt
+        self.events = events
         self.sync_epoch = 0
         self.frozen_groups: dict[str, WorkerGroup] = {}
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
@@ -115,7 +123,7 @@ class PersistentActors:
         return [
             spawn(
                 Scorer,
-                (self.cfg.reward, source_rewards(self.cfg)),
+                (self.cfg.reward, source_rewards(self.cfg.data)),
                 None,
                 self.device,
                 log=f"{self.log_folder}/reward_{index}.log",
@@ -191,7 +199,7 @@ class PersistentActors:
         pool = cfg.placement.roles["rollout"]
         shares_pool = self.slot_share(pool) < 1
         lock = self.pool_locks[pool] if shares_pool else None
-        return RolloutGroup(replicas, cfg, is_seeded, lock, self._restart_replica)
+        return RolloutGroup(replicas, cfg, is_seeded, lock, self._restart_replica, self.events)
 
     def _restart_replica(self, index: int) -> Any:
         """End what is left of a failed replica; returns a new one in its slot."""

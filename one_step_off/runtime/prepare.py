@@ -6,7 +6,7 @@ a run is in `attempts.RunState`."""
 import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,19 @@ import numpy as np
 from agent_loop.base import Loops
 from agent_loop.processes import run_to_completion
 from one_step_off import checkpoint
-from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from one_step_off.algorithms.policy_losses import POLICY_LOSSES
-from one_step_off.config.engine_checks import check_engine_names
+from one_step_off.algorithms.config_checks import check_own_functions
 from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.lengths import longest_row, longest_sequence
 from one_step_off.config.lora_checks import sends_adapters
-from one_step_off.config.optimizer_checks import own_optimizers
 from one_step_off.config.placement import resolved_device
-from one_step_off.config.roles import role_settings
+from one_step_off.config.roles import own_optimizers, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import is_user_spec
 from one_step_off.data import run_data
 from one_step_off.data.supervised_data import load_supervised_data
 from one_step_off.data.teacher_rows import check_teacher_sources
-from one_step_off.engines.vllm.chat.parsers import check_parsers
+from one_step_off.engines import engine
+from one_step_off.engines.vllm.checks import check_teachers
 from one_step_off.models.adapted_layers import check_engine_can_hold
 from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
 from one_step_off.models.torch_packages import check_torch_companions
@@ -113,6 +111,7 @@ def prepare(
     Raises:
         ConfigError: bad input, in one line that says how to fix it.
     """
+    engine.find_engine(cfg.rollout.engine)  # refuses one that cannot be imported
     named_models = find_models(cfg, show_progress)
     warn_of_unused_sections(cfg, print_line)
     tokenizer = check_models_and_engine(cfg)
@@ -233,10 +232,13 @@ def find_resume_point(
 def check_own_code(cfg: Config) -> None:
     """What the user wrote must be importable before the engines start, and an optimizer must work.
     Raises ConfigError."""
-    ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)
-    POLICY_LOSSES.find(cfg.algorithm.policy_loss)
+    check_own_functions(cfg)
     check_own_back_ends(cfg)
     check_own_optimizers(cfg)
+    if cfg.pipeline.batch_source != "auto":
+        from one_step_off.rollout.batch_sources import own_source  # slow, and few runs need it
+
+        own_source(cfg)
 
 
 def check_own_back_ends(cfg: Config, supervised: bool = False) -> None:
@@ -299,12 +301,13 @@ def warn_of_unused_sections(cfg: Config, print_line: PrintLine) -> None:
 
 
 def check_models_and_engine(cfg: Config) -> Any:
-    """Check all models and the arguments of the engine. Returns the policy's tokenizer."""
+    """Check all models, and what the engines make of the config. Returns the policy's
+    tokenizer."""
     tokenizer = check_models(cfg, longest_sequence(cfg))
-    if cfg.rollout.engine_kwargs or cfg.teacher.engine_kwargs:
-        from vllm import AsyncEngineArgs  # imported late: it takes ten seconds
-
-        check_engine_names(cfg, [field.name for field in fields(AsyncEngineArgs)])
+    engine.check(cfg)
+    has_teacher = "teacher" in cfg.placement.roles
+    if has_teacher and role_settings(cfg, "teacher").backend == "vllm":
+        check_teachers(cfg)
     check_weights(cfg)
     if sends_adapters(cfg):
         check_engine_can_hold(cfg)
@@ -321,7 +324,7 @@ def check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> l
     external = [name for name in first_prompts if loops.get(name).needs_endpoint]
     _check_reward_model_of_loops(loops.cfg, external)
     if external:
-        check_parsers(loops.cfg)
+        engine.check_agents(loops.cfg, external[0])
     for loop_name, prompt in first_prompts.items():
         run_to_completion(loops.get(loop_name).check(prompt))
     for loop_name in loops.cfg.agent.loop_kwargs:

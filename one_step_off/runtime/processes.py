@@ -20,8 +20,9 @@ from one_step_off.cluster.errors import (
 )
 from one_step_off.cluster.placement import ProcessSlot, create_pools, spawn
 from one_step_off.cluster.remote_calls import not_alive, observed
-from one_step_off.config.device_shares import shares_device
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.placement import shares_device
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.teachers import DEFAULT_TEACHER, config_of_teacher, teacher_paths
@@ -62,6 +63,7 @@ class RunProcesses:
         attempt: int = 0,
         trainers_only: bool = False,
         kept: PersistentActors | None = None,
+        events: RunEvents | None = None,
     ) -> None:
         """Reserve the pools and create the processes; nothing is loaded yet.
 
@@ -69,6 +71,7 @@ class RunProcesses:
             attempt: the number of the attempt; engines sample with other seeds in each.
             trainers_only: create only the roles that learn, and no engines.
             kept: the pools and engines of the attempt before; None: they are created.
+            events: receives what the groups, the replicas and the weight sync report.
 
         Raises:
             ConfigError: the cluster has too little for a pool.
@@ -76,12 +79,13 @@ class RunProcesses:
         self.prepared = prepared
         self.cfg = prepared.cfg
         self.device = prepared.device
+        self.events = events or RunEvents()
         self.keeps_engines = kept is not None
         self.hands_over = False
         self.has_started = False
         if kept is not None:
             kept.begin_attempt(attempt)
-        self.engines = kept or PersistentActors(prepared, attempt, trainers_only)
+        self.engines = kept or PersistentActors(prepared, attempt, trainers_only, self.events)
         self.reused_groups: set[str] = set()
         pool_of_role = self.cfg.placement.roles
         self.groups: dict[str, WorkerGroup] = {}
@@ -155,15 +159,16 @@ class RunProcesses:
         if role == "teacher":
             has_engines = role_settings(cfg, role).backend == "vllm"
             group_class = TeacherEngineGroup if has_engines else TeacherGroup
-            return group_class(role, ranks, cfg, lock, self.host)
+            return group_class(role, ranks, cfg, lock, self.host, self.events)
         if role != "reward_model":
-            return WorkerGroup(role, ranks, cfg, lock, self.host)
+            return WorkerGroup(role, ranks, cfg, lock, self.host, self.events)
         return LocalRewardModel(
             role,
             ranks,
             self.cfg,
             lock,
             self.host,
+            self.events,
             find_prompt=self.prepared.data.find,
             policy_tokenizer=self.prepared.tokenizer,
             reward_tokenizer=load_section_tokenizer(self.cfg, role),
@@ -174,7 +179,12 @@ class RunProcesses:
         rollout = self.engines.rollout
         canary = self.prepared.canary
         sync = WeightSync(
-            actor, rollout.supervisor, canary, self.host, self._replicas_on_device_of_rank()
+            actor,
+            rollout.supervisor,
+            canary,
+            self.host,
+            self._replicas_on_device_of_rank(),
+            self.events,
         )
         sync.epoch = self.engines.sync_epoch  # receivers that stay have been in these groups
         models: dict[str, Any] = {}
@@ -184,7 +194,9 @@ class RunProcesses:
         if "teacher" in self.groups:
             models["teacher"] = teachers_of(self.cfg, self.groups, self.prepared.data)
         if self.cfg.reward_model.url:
-            models["reward_model"] = RemoteRewardModel(self.cfg, self.prepared.data.find)
+            models["reward_model"] = RemoteRewardModel(
+                self.cfg, self.prepared.data.find, self.events
+            )
         return WorkerGroups(actor, rollout, sync, **models)
 
     def _replicas_on_device_of_rank(self) -> list[list[int]]:
@@ -335,9 +347,9 @@ class SupervisedProcesses:
     keeps_engines = False
     endpoint = None
 
-    def __init__(self, prepared: RunInputs) -> None:
-        """Reserve the pool and create the ranks; nothing is loaded yet. Raises ConfigError: the
-        cluster has too little for the pool."""
+    def __init__(self, prepared: RunInputs, events: RunEvents | None = None) -> None:
+        """Reserve the pool and create the ranks, which report to `events`; nothing is loaded yet.
+        Raises ConfigError: the cluster has too little for the pool."""
         self.cfg = prepared.cfg
         host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(self.cfg, prepared.device)
@@ -349,7 +361,7 @@ class SupervisedProcesses:
         for index, slot in enumerate(slots):
             args = (self.cfg, "actor", index, len(slots), prepared.device, total_steps)
             ranks.append(spawn(cls, args, slot, prepared.device, env=env))
-        self.actor = WorkerGroup("actor", ranks, self.cfg, host=host)
+        self.actor = WorkerGroup("actor", ranks, self.cfg, host=host, events=events)
         self.groups = {"actor": self.actor}
         self.roles = SupervisedGroups(self.actor)
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from one_step_off import checkpoint
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.free_folder import free_folder_setting
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.trainer import free_folder_setting
 from one_step_off.config.user_code import AGENT_LOG_FOLDER, LOG_FOLDER
 from one_step_off.config.yaml_io import resolved_yaml
 
@@ -128,9 +128,8 @@ def _dropped_by(cfg: Config) -> str | None:
 
 def _other_ways(cfg: Config) -> str:
     """What to add to the command, to run it without resuming."""
-    return (
-        f"{free_folder_setting(cfg)} for a new folder, or trainer.overwrite=true to replace the run"
-    )
+    new_folder = free_folder_setting(cfg.trainer)
+    return f"{new_folder} for a new folder, or trainer.overwrite=true to replace the run"
 
 
 def require(cfg: Config) -> None:
@@ -227,7 +226,7 @@ def _in_use(cfg: Config, owner: str) -> ConfigError:
     return ConfigError(
         f"trainer.output_dir={cfg.trainer.output_dir}: in use by another run "
         f"({owner or 'its process is not known'}); wait for its end or stop it, or add "
-        f"{free_folder_setting(cfg)} for a new folder"
+        f"{free_folder_setting(cfg.trainer)} for a new folder"
     )
 
 

@@ -20,17 +20,17 @@ from agent_loop.tools import BUILT_IN
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.config.errors import ConfigError, noting_what_is_missing
-from one_step_off.config.optimizer_checks import own_optimizers
 from one_step_off.config.registry import import_object
+from one_step_off.config.roles import own_optimizers
 from one_step_off.config.schema import Config
-from one_step_off.config.sources import source_rewards
+from one_step_off.config.sections.data import source_rewards
 from one_step_off.config.supervised import supervised_config, warm_up_config
 from one_step_off.config.text import mask_secrets
 from one_step_off.config.user_code import AGENT_LOG_FOLDER, find_user_line
-from one_step_off.config.validation import missing_hardware
 from one_step_off.data.run_data import RunData, load_run_data
 from one_step_off.data.samples import Prompt
 from one_step_off.data.teacher_rows import check_teacher_sources
+from one_step_off.engines.engine import find_engine
 from one_step_off.monitoring.console import quiet_libraries
 from one_step_off.rewards import trial_call
 from one_step_off.rewards.functions import RewardFunctions
@@ -38,7 +38,7 @@ from one_step_off.rewards.reward import RewardItem, Score
 from one_step_off.runtime import prepare
 from one_step_off.runtime.prepare import prepare_supervised
 from one_step_off.runtime.run_folder import replaced_by
-from one_step_off.runtime.validation import validate, validate_supervised
+from one_step_off.runtime.validation import missing_hardware, validate, validate_supervised
 
 REWARD_ROWS = 3
 """Rows of each reward function that are scored."""
@@ -152,7 +152,7 @@ class Checks:
         from one_step_off.tools.trial_episode import WRONG_RESPONSE, right_response
 
         with self.check("reward"):
-            functions = RewardFunctions(self.cfg.reward, source_rewards(self.cfg))
+            functions = RewardFunctions(self.cfg.reward, source_rewards(self.cfg.data))
             rows = _prompts(data)
             first = trial_call.first_items(self.cfg, functions, rows, REWARD_ROWS)
             if not first:
@@ -300,6 +300,7 @@ def user_specs(cfg: Config) -> dict[str, Callable[[], Any]]:
     """Each `module:function` or `module:Class` that a config names, as `key=spec`, and what imports
     it. Raises nothing itself."""
     algorithm = cfg.algorithm
+    engine = cfg.rollout.engine
     found: dict[str, Callable[[], Any]] = {}
 
     def add(key: str, spec: str, find: Callable[[], Any]) -> None:
@@ -307,11 +308,12 @@ def user_specs(cfg: Config) -> dict[str, Callable[[], Any]]:
         if is_own:
             found[f"{key}={spec}"] = find
 
+    add("rollout.engine", engine, lambda: find_engine(engine))
     estimator = algorithm.adv_estimator
     add("algorithm.adv_estimator", estimator, lambda: ADVANTAGE_ESTIMATORS.find(estimator))
     loss = algorithm.policy_loss
     add("algorithm.policy_loss", loss, lambda: POLICY_LOSSES.find(loss))
-    of_sources = source_rewards(cfg)
+    of_sources = source_rewards(cfg.data)
 
     def find_rewards() -> RewardFunctions:
         return RewardFunctions(cfg.reward, of_sources)

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import find_user_line
 from one_step_off.data.samples import Prompt, Sample
-from one_step_off.engines.vllm.engine_args import engine_args
 from one_step_off.rewards import trial_call
 from one_step_off.rewards.functions import RewardFunctions
 from one_step_off.rewards.reward import RewardError, RewardItem, Score
@@ -199,6 +197,7 @@ class _Trial:
         from one_step_off.endpoint.guarded_server import limits_for
         from one_step_off.endpoint.keys import make_service_key
         from one_step_off.endpoint.replica_server import EndpointAccess, ReplicaServer
+        from one_step_off.engines.vllm.chat.trial_serving import serving_without_engine
 
         data = self.cfg.data
         server = ReplicaServer(
@@ -305,34 +304,3 @@ def _sample_value(schema: dict[str, Any]) -> Any:
         kind = kind[0]
     samples = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
     return samples.get(kind, "1")
-
-
-def serving_without_engine(cfg: Config, tokenizer: Any) -> Any:
-    """The endpoint's `Serving` with vLLM's renderer and parsers, of which only the engine is
-    missing: an episode generates by itself.
-
-    Raises:
-        ConfigError: vLLM cannot be imported here, or does not take the model.
-    """
-    try:
-        from vllm import AsyncEngineArgs
-        from vllm.renderers import renderer_from_config
-
-        from one_step_off.engines.vllm.chat.serving import Serving
-
-        vllm_config = AsyncEngineArgs(**engine_args(cfg, "cpu")).create_engine_config()
-        engine = SimpleNamespace(
-            vllm_config=vllm_config,
-            model_config=vllm_config.model_config,
-            renderer=renderer_from_config(vllm_config),
-            input_processor=None,
-            errored=False,
-            check_admission=lambda count: None,
-        )
-    except Exception as error:
-        reason = str(error).strip().splitlines() or [""]
-        raise ConfigError(
-            f"vLLM, which answers agents' requests, does not start: {type(error).__name__}: "
-            f"{reason[0]}; install it by shell/setup.sh"
-        ) from error
-    return Serving(cfg, engine, tokenizer)

@@ -7,11 +7,11 @@ from typing import TypeVar
 import torch
 
 from one_step_off.cluster.errors import RoleError
-from one_step_off.config.device_shares import memory_share
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.role_sections import TrainedConfig
+from one_step_off.config.placement import memory_share
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.roles import TrainedConfig
 
 T = TypeVar("T")
 

@@ -34,12 +34,11 @@ from one_step_off.cluster.resource_usage import (
     peak_resident_bytes,
     release_cached_memory,
 )
-from one_step_off.config.role_sections import TrainedConfig
+from one_step_off.config.placement import processes_per_slot
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
-from one_step_off.config.teachers import processes_per_slot
-from one_step_off.data.batch_slices import AbsentSample
-from one_step_off.data.packing import PackedShares
+from one_step_off.config.sections.roles import TrainedConfig
+from one_step_off.data.packing import AbsentSample, PackedShares
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.training import lora

@@ -11,8 +11,9 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from one_step_off.config.errors import ConfigError, as_config_error
-from one_step_off.config.optimizer_checks import OPTIMIZERS, own_optimizers
+from one_step_off.config.roles import own_optimizers
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.roles import OPTIMIZERS
 from one_step_off.training.optimizers import (
     built_user_class,
     decaying_and_not,

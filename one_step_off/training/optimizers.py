@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from one_step_off.config.errors import ConfigError, as_config_error
-from one_step_off.config.optimizer_checks import ADAMW, ADAMW_8BIT, MUON
 from one_step_off.config.registry import import_object
+from one_step_off.config.sections.roles import ADAMW, ADAMW_8BIT, MUON
 from one_step_off.models.parameter_kinds import parameter_kinds
 from one_step_off.training.muon import Muon, local
 

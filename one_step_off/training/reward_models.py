@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.cluster.errors import RoleError
-from one_step_off.cluster.remote_calls import OnSpan
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.schema import Config
 from one_step_off.data.messages import render_chat
 from one_step_off.data.packing import PackedArrays
@@ -91,10 +91,13 @@ class RemoteRewardModel:
     """A server: POST {"prompts", "responses", "ground_truths"} (lists of texts) -> {"scores":
     [numbers]}."""
 
-    def __init__(self, cfg: Config, find_prompt: PromptLookup) -> None:
+    def __init__(
+        self, cfg: Config, find_prompt: PromptLookup, events: RunEvents | None = None
+    ) -> None:
+        """`events`: receives the span of each step's requests."""
         self.config = cfg.reward_model
         self.find_prompt = find_prompt
-        self.on_span: OnSpan = lambda *_: None
+        self.events = events or RunEvents()
         self._open_requests = asyncio.Semaphore(cfg.reward_model.max_concurrency)
 
     async def rewards(self, batch: Batch) -> list[float]:
@@ -114,7 +117,7 @@ class RemoteRewardModel:
             answers = await asyncio.gather(
                 *(self._request(session, samples, batch.step) for samples in requests)
             )
-        self.on_span("reward_model", "score_sequences", batch.step, begin, time.perf_counter())
+        self.events.span("reward_model", "score_sequences", batch.step, begin, time.perf_counter())
         return [score for scores in answers for score in scores]
 
     async def _request(self, session: Any, samples: list[Sample], step: int) -> list[float]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.algorithms import batching
-from one_step_off.cluster.remote_calls import OnSpan, call_all
+from one_step_off.cluster.remote_calls import call_all
 from one_step_off.data.packing import PackedArrays
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.training.model_worker import token_ids_of
@@ -81,16 +81,6 @@ class Teachers:
         self.groups = groups
         self.teacher_of = teacher_of
         self.top_k = top_k
-
-    @property
-    def on_span(self) -> OnSpan:
-        """Receives the begin and end of each call that uses the devices."""
-        return next(iter(self.groups.values())).on_span
-
-    @on_span.setter
-    def on_span(self, on_span: OnSpan) -> None:
-        for group in self.groups.values():
-            group.on_span = on_span
 
     async def outputs(self, batch: Batch) -> dict[str, Any]:
         """The fields of the batch that the teachers give: `teacher_log_probs`; with top_k

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from one_step_off.algorithms import batching, core_algos
-from one_step_off.data.episodes import episode_numbers
+from one_step_off.algorithms import batching, core_algos, schedule
+from one_step_off.data.episodes import episodes_of
 from one_step_off.data.samples import Batch
 from one_step_off.data.staleness import assert_staleness
 from one_step_off.training.model_worker import WorkItem, token_ids_of
@@ -109,7 +109,8 @@ class TrainedWorker(CheckpointedWorker):
             The metrics, the same on every rank; {} without `learn`.
 
         Raises:
-            StalenessError: before anything is changed, on every rank.
+            StalenessError: before this rank has changed anything. A rank sees the tokens of its
+                share; the first failure of any ends the update of all.
         """
         if not profile:
             return self._checked_update(batch, learn)
@@ -185,9 +186,7 @@ class TrainedWorker(CheckpointedWorker):
         [samples]."""
         trained = [int(batch.samples[position].loss_mask.sum()) for position in mini_batch]
         # Whole prompt groups, and so whole episodes, are in a mini-batch.
-        episodes = batch.episodes
-        if episodes is None:
-            episodes = episode_numbers(batch.samples)
+        episodes = episodes_of(batch)
         of_mini_batch = None if episodes is None else episodes[mini_batch]
         episode_lengths, count = core_algos.lengths_of_episodes(trained, of_mini_batch)
         # Every rank knows the whole mini-batch, so the denominators are global without a
@@ -262,7 +261,7 @@ class TrainedWorker(CheckpointedWorker):
     def _learning_rate(self) -> float:
         """Of the next optimizer step."""
         role_config = self.role_config
-        return core_algos.learning_rate(
+        return schedule.learning_rate(
             self.optimizer_steps,
             self.decay.total,
             role_config.lr,

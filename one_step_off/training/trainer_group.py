@@ -10,14 +10,19 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from one_step_off.algorithms import batching
-from one_step_off.cluster.remote_calls import OnSpan, call_all, call_each, now, observed
+from one_step_off.cluster.remote_calls import call_all, call_each, now, observed
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
-from one_step_off.data.batch_slices import ArraySlice, BatchOutline, SampleSlice
-from one_step_off.data.episodes import episode_numbers
-from one_step_off.data.packing import PackedArrays, PackedSamples
+from one_step_off.data.episodes import episodes_of
+from one_step_off.data.packing import (
+    ArraySlice,
+    BatchOutline,
+    PackedArrays,
+    PackedSamples,
+    SampleSlice,
+)
 from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch, Sample
-from one_step_off.data.staleness import assert_staleness
 from one_step_off.training.device_memory import with_memory_advice
 from one_step_off.training.worker_interface import BatchShare
 from one_step_off.training.written_files import FileFacts
@@ -49,7 +54,6 @@ class WorkerGroup:
         has_answered: whether all ranks have answered once. Before, one that does not answer may be
             starting; from then on it hangs.
         colocated: the replicas in the same pool; None: they have devices of their own.
-        on_span: receives the begin and end of each call that uses the devices.
     """
 
     def __init__(
@@ -59,12 +63,14 @@ class WorkerGroup:
         cfg: Config,
         device_lock: asyncio.Lock | None = None,
         host: str = "",
+        events: RunEvents | None = None,
     ) -> None:
         """
         Args:
             ranks: the Ray actors, rank 0 first.
             device_lock: of the role's pool; None: the role has the pool alone.
             host: the address at which the ranks meet; empty: rank 0's address on the network.
+            events: receives the span of each call that uses the devices.
         """
         self.role = role
         self.ranks = ranks
@@ -75,7 +81,7 @@ class WorkerGroup:
         self.shares: list[BatchShare] = []  # of each rank; empty: not known, before `setup`
         self.has_answered = False
         self.colocated: Colocated | None = None
-        self.on_span: OnSpan = lambda *_: None
+        self.events = events or RunEvents()
 
     async def setup(self) -> None:
         """Form the role's process group and load the model on every rank."""
@@ -95,14 +101,9 @@ class WorkerGroup:
         Args:
             batch: of a step.
             prompts_per_mini_batch: of an update; 0: the whole batch is planned at once.
-
-        Raises:
-            StalenessError: ranks that see only their share could not all raise it.
         """
         if not self.shares or self.shares[0].count == 1:
             return [put_batch(batch)] * len(self.ranks)
-        if prompts_per_mini_batch:
-            assert_staleness(batch)
         references = put_slices(batch, self.shares[0], prompts_per_mini_batch)
         return [references[share.index] for share in self.shares]
 
@@ -126,7 +127,7 @@ class WorkerGroup:
             arguments = [(batch, *args) for batch in batch_for_ranks]
             work = call_each(self.time_limit_s, what, self.ranks, method, arguments)
             answers = await with_memory_advice(self.cfg, self.role, work)
-            self.on_span(self.role, method, step, begin, now())
+            self.events.span(self.role, method, step, begin, now())
         return answers
 
     async def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
@@ -276,7 +277,7 @@ def _sent_form(batch: Batch, samples: list[Sample], columns: dict[str, Any]) -> 
         prob_squares=None,
         teacher_log_probs=None,
         teacher_names=None,
-        episodes=episode_numbers(batch.samples),
+        episodes=episodes_of(batch),
         dropped=[],
         stored=NOT_STORED,
         **columns,

@@ -62,7 +62,7 @@ class ModelInterface(Protocol):
 
     def share_of_batch(self) -> BatchShare:
         """Which part of a batch this rank computes; after `setup`. It may be sent without the
-        tokens of the other parts, see `data/batch_slices.py`."""
+        tokens of the other parts, see `data/packing.py`."""
 
     def alive(self) -> None:
         """Answers at once, also during another call."""

@@ -21,7 +21,7 @@ and what they return is held back until their canary was accepted (`verified`).
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import astuple
 from typing import Any
 
@@ -33,6 +33,7 @@ from one_step_off.cluster.remote_calls import (
     call_each,
     store_once,
 )
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.data.samples import PolicyVersion
 from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync import base_model, report
@@ -55,6 +56,7 @@ from one_step_off.weight_sync.sync_calls import (
     run_or_abort,
     transfer_limits,
 )
+from one_step_off.weight_sync.versions import VersionTable
 
 CONNECT_GRACE_S = 5.0
 """Each process enforces `connect_timeout` itself. The driver waits this many seconds longer, for a
@@ -76,6 +78,7 @@ class WeightSync:
         canary: list[np.ndarray],
         host: str,
         same_device: list[list[int]],
+        events: RunEvents | None = None,
     ) -> None:
         """Nothing is connected yet.
 
@@ -85,6 +88,7 @@ class WeightSync:
             canary: token ids of each sequence, int32 [tokens].
             host: the address at which senders and receivers listen; empty: each node's own.
             same_device: per rank of the actor the replicas on its device, which need no network.
+            events: receives the spans of each sync, and what a failed canary's diagnosis finds.
         """
         self.actor = actor
         self.rollout: Any = rollout
@@ -105,17 +109,14 @@ class WeightSync:
         """What the replicas' workers keep of the model."""
         self.kept: ShardsOfReceivers | None = None
         """What all workers of the epoch keep; None: only whole tensors can be sent."""
-        self.last_sent: tuple[PolicyVersion, LogProbs] | None = None
-        """What replicas must hold, and the trainer's log-probs of the canary."""
+        self.versions = VersionTable()
+        """What was trained, what replicas must hold, and what they have received."""
         self.canary_beside: CanaryBeside | None = None
         """The canary of the last sync, where it is scored beside the first prompts."""
         self.ahead = AheadTransfer(self)
         """What the replicas receive while they still generate."""
         self.failed_syncs = FailedSyncs(actor, rollout, self.cfg.sender)
-        self.on_trace: Callable[[list[report.Span]], None] = lambda spans: None
-        """Receives the spans of each sync for the timeline."""
-        self.on_log: Callable[[str], None] = lambda line: None
-        """Receives what the user should read."""
+        self.events = events or RunEvents()
         rollout.restore = self.restore
 
     async def connect(self) -> None:
@@ -256,7 +257,7 @@ class WeightSync:
         begin = time.perf_counter()
         trainer_log_probs = await (expected or self.score_canary())
         canary_wait_s = time.perf_counter() - begin
-        self.last_sent = (stamp, trainer_log_probs)
+        self.versions.send(stamp, trainer_log_probs)
         self.rollout.syncing = True
         self.rollout.mark_stale()
         metrics: dict[str, Any] = {}
@@ -278,7 +279,7 @@ class WeightSync:
         sync. Returns whether the replica is still alive.
         """
         can_resend = self.cfg.keep_sent and self.cfg.sender == "sharded"
-        if self.last_sent is None or not can_resend:
+        if self.versions.sent is None or not can_resend:
             return True
         async with self.lock:
             metrics = await self._sync_replicas([number], is_restore=True)
@@ -308,7 +309,7 @@ class WeightSync:
     async def _sync_replicas(
         self, numbers: list[int], is_restore: bool, canary_later: bool = False
     ) -> dict[str, Any]:
-        """Bring `last_sent` to these replicas.
+        """Bring what was sent last to these replicas.
 
         Args:
             numbers: of the replicas.
@@ -321,7 +322,8 @@ class WeightSync:
         Raises:
             SyncError, ProcessDied: as `__call__`.
         """
-        stamp, trainer_log_probs = self.last_sent
+        stamp = self.versions.sent
+        trainer_log_probs = self.versions.canary
         # Looked up before the sync: after a failure, a restarted process may have taken the place
         # of a dead one.
         replicas = {number: self.rollout.replicas[number] for number in numbers}
@@ -455,10 +457,10 @@ class WeightSync:
     ) -> dict[str, Any]:
         """The metrics of a transfer; also passes its spans to the timeline. Arguments as
         `report.sync_metrics`."""
-        (_, version), _ = self.last_sent
+        _, version = self.versions.sent
         metrics = report.sync_metrics(sent, received, seconds, self.total_bytes)
         slowest = report.slowest_processes(sent, received)
-        self.on_trace(report.timeline_spans(slowest, version))
+        self.events.trace(report.timeline_spans(slowest, version))
         metrics["sync/ranks"] = report.phase_table(slowest)
         return metrics
 
@@ -483,13 +485,13 @@ class WeightSync:
     ) -> dict[str, float]:
         """The canary's metrics. Raises CanaryFailed: they differ; where, is in the log then."""
         try:
-            return self.canary_check.check(trainer, scores, what, self.on_log)
+            return self.canary_check.check(trainer, scores, what, self.events.log)
         except CanaryFailed:
             if not is_restore:  # for a restore the trainer may have newer weights by now
                 limit = self.canary_check.tolerance.largest
                 waits = self.canary_beside is not None  # a step trains beside it
                 failed = FailedCanary(what, self.canary, trainer, scores, limit, waits)
-                await failed.log_diagnosis(self.actor, actors, self.on_log)
+                await failed.log_diagnosis(self.actor, actors, self.events.log)
             raise
 
     async def abort(self, error: Exception) -> None:

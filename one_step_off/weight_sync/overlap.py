@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from one_step_off.config.device_shares import shared_devices
+from one_step_off.config.placement import shared_devices
 from one_step_off.config.schema import Config
 from one_step_off.config.sync_schedule import sync_period
 

@@ -6,10 +6,9 @@ A report is a dict, as `WeightSender.send` and `SyncWorkerExtension.sync_weights
 import math
 from typing import Any
 
-Report = dict[str, Any]
+from one_step_off.cluster.run_events import Span
 
-Span = tuple[str, str, int, float, float]
-"""For the timeline: (lane, phase, version, begin, end), by `time.time`."""
+Report = dict[str, Any]
 
 GATHERING_PHASES = ("gather", "cut", "checksum", "encode", "keep")
 SENDER_PHASES = (*GATHERING_PHASES, "wire")

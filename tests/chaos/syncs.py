@@ -191,6 +191,8 @@ class Layout:
 
     async def reset(self, overlap: bool, joins: bool) -> None:
         """As at the beginning of a run. `joins`: the groups are created again."""
+        from one_step_off.weight_sync.versions import VersionTable
+
         roles = self.team.roles
 
         def fresh(worker: Any) -> None:
@@ -206,7 +208,7 @@ class Layout:
         while any(not task.done() for task in roles.rollout.supervisor.restart_tasks.values()):
             await asyncio.sleep(0.1)
         roles.sync.failed_syncs.in_a_row.clear()
-        roles.sync.last_sent = None
+        roles.sync.versions = VersionTable()
         if joins:
             roles.sync.connected_replicas = []
         roles.rollout.supervisor.syncing = False

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.ray_trainer import WorkerGroups
@@ -86,21 +87,18 @@ def run_with_ray(cfg: Config, check: Callable[[], Coroutine[Any, Any, None]]) ->
         ray.shutdown()
 
 
-async def start_roles(
-    cfg: Config, on_message: Callable[[str], None] = ignore_message
-) -> WorkerGroups:
+async def start_roles(cfg: Config, events: RunEvents | None = None) -> WorkerGroups:
     """Start the processes of a run, and connect its weight sync. Nothing is synced yet.
 
     Args:
         cfg: the run's config.
-        on_message: takes the messages of the replica group.
+        events: receives what happens.
     """
     from one_step_off.runtime import launch
     from one_step_off.runtime.processes import RunProcesses
 
     prepared = launch.prepare(cfg, ignore_message)
-    roles = RunProcesses(prepared).roles
-    roles.rollout.on_message = on_message
+    roles = RunProcesses(prepared, events=events).roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
     await roles.sync.connect()
     return roles

@@ -24,6 +24,7 @@ from tests.e2e.sync_checks import (
     run_with_ray,
     start_roles,
 )
+from tests.unit.stand_ins import RecordedEvents
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -168,17 +169,17 @@ def test_a_killed_replica_comes_back_with_the_base_and_the_adapter(models, tmp_p
     }
     cfg = tiny_config(models(), str(tmp_path / "run"), **ADAPTER | changes)
     updated_model = str(tmp_path / "after")
-    messages: list[str] = []
+    events = RecordedEvents()
 
     async def check() -> None:
-        roles = await start_roles(cfg, messages.append)
+        roles = await start_roles(cfg, events)
         await roles.sync((0, 0))
         await roles.actor.update(batch_for_update())
         pid = await roles.rollout.replicas[1].__ray_call__.remote(lambda replica: os.getpid())
         await roles.actor.ranks[0].__ray_call__.remote(kill_when_packing, pid)
         await roles.sync((0, 1))
         assert roles.rollout.active == [0]
-        assert "rollout 1" in messages[0]
+        assert "rollout 1" in events.lines[0]
         await roles.actor.save_hf(updated_model)
         await roles.actor.update(batch_for_update())  # the sender keeps what it sent last
         await roles.rollout.supervisor.restart_tasks[1]

@@ -49,14 +49,14 @@ async def converse(replica: Any, serving: Any, agent: SimulatedAgent, number: in
 
 
 async def all_samples(cfg: Config) -> list[Sample]:
-    from one_step_off.engines.vllm.chat.serving import Serving
     from one_step_off.rollout.replica import RolloutReplica
 
     replica = RolloutReplica(cfg, 0, "cpu", [])
+    engine: Any = replica.engine
     await replica.start()
     try:
-        await replica.engine.update_weight_version(f"0.{VERSION}")
-        serving = Serving(cfg, replica.engine, replica.tokenizer)
+        await engine.resume((0, VERSION))
+        serving = engine.agent_serving(replica.tokenizer)
         conversations = []
         for kind in AGENTS:
             for seed in range(CONVERSATIONS):

@@ -65,7 +65,7 @@ async def engine_state(roles: WorkerGroups, is_packed: bool) -> EngineState:
         log_probs.append(samples[0].log_probs.tolist())
     fingerprint = None
     if not is_packed:
-        fingerprint = await roles.rollout.replicas[0]._call_workers.remote("fingerprint")
+        fingerprint = await roles.rollout.replicas[0].call_workers.remote("fingerprint")
     return EngineState(token_ids, log_probs, fingerprint)
 
 

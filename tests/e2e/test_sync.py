@@ -27,6 +27,7 @@ from tests.e2e.sync_checks import (
     run_with_ray,
     start_roles,
 )
+from tests.unit.stand_ins import RecordedEvents
 
 pytestmark = pytest.mark.e2e
 
@@ -231,11 +232,11 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
     also where the broken sync has written into its parameters (`extension`). The failed replica
     restarts meanwhile, and takes part from the next sync on."""
     cfg = config_of_two_replicas(models, tmp_path / "run", extension)
-    messages: list[str] = []
+    events = RecordedEvents()
     updated_model = str(tmp_path / "after")
 
     async def check() -> None:
-        roles = await start_roles(cfg, messages.append)
+        roles = await start_roles(cfg, events)
         metrics = await roles.sync((0, 0))
         assert metrics["sync/bytes"] >= 3 << 20
         assert metrics["sync/in_place"] == bool(extension)
@@ -243,7 +244,7 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
         supervisor = roles.rollout.supervisor
         survivor = roles.rollout.replicas[0]
         children_of_killed = supervisor.child_processes[1]
-        await assert_sync_without_replica_1(roles, messages)
+        await assert_sync_without_replica_1(roles, events.lines)
         await roles.actor.save_hf(updated_model)
         await assert_engines_equal_transformers(roles, updated_model)
         # The trainer continues during the restart: the sender keeps what it sent last.

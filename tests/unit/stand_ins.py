@@ -7,17 +7,43 @@ import contextlib
 import gc
 import time
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import numpy as np
 
+from one_step_off.cluster.run_events import RunEvents, Span
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 
 TRAINER_CONTROL = {"alive": None, "abort_sync": None, "fail_sync": None}
 """Methods that any trainer answers, however busy it is."""
+
+
+class RecordedEvents(RunEvents):
+    """Keeps what is reported.
+
+    Attributes:
+        lines: for the user.
+        roles: (role, activity, step) of the spans.
+        traced: spans for the timeline alone.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.roles: list[tuple[str, str, int]] = []
+        self.traced: list[Span] = []
+
+    def log(self, line: str) -> None:
+        self.lines.append(line)
+
+    def span(self, role: str, activity: str, step: int, begin: float, end: float) -> None:
+        assert begin <= end
+        self.roles.append((role, activity, step))
+
+    def trace(self, spans: Iterable[Span]) -> None:
+        self.traced += spans
 
 
 class ActorMethod:

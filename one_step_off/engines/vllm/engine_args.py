@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from one_step_off.config.device_shares import device_share
 from one_step_off.config.lengths import longest_sequence
+from one_step_off.config.lora_checks import engine_rank, sends_adapters
+from one_step_off.config.placement import device_share
 from one_step_off.config.schema import Config
-from one_step_off.engines.vllm import lora_engine
 
 MAX_SEQUENCES = {"cpu": 256, "cuda": 512}
 """Sequences that an engine works on at once, by device, unless `rollout.engine_kwargs` has another
@@ -19,6 +19,8 @@ CPU_ENGINE_ARGS: dict[str, Any] = {
     "enable_chunked_prefill": False,
 }
 """What every engine on CPUs needs."""
+
+ADAPTER_EXTENSION = "one_step_off.engines.vllm.adapter_extension.AdapterWorkerExtension"
 
 MAX_BATCHED_TOKENS = 8192
 """Tokens of one engine step. vLLM's default for an engine in a program is 2048, in which long
@@ -65,7 +67,7 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
     scheduler = scheduler_name(cfg, device)
     if scheduler is not None:
         args["scheduler_cls"] = f"one_step_off.engines.vllm.{scheduler}"
-    return args | lora_engine.arguments(cfg) | cfg.rollout.engine_kwargs
+    return args | adapter_args(cfg) | cfg.rollout.engine_kwargs
 
 
 def scheduler_name(cfg: Config, device: str) -> str | None:
@@ -73,7 +75,24 @@ def scheduler_name(cfg: Config, device: str) -> str | None:
     has_prefixes_per_version = cfg.weight_sync.in_flight == "keep"
     if device == "cpu":
         if has_prefixes_per_version:
-            return "prefix_scheduler.LogProbsAtEndPrefixesPerVersion"
-        return "log_prob_scheduler.LogProbsAtEnd"
+            return "schedulers.LogProbsAtEndPrefixesPerVersion"
+        return "schedulers.LogProbsAtEnd"
     # On GPUs vLLM packs log-probs while the GPU works.
-    return "prefix_scheduler.gpu_scheduler" if has_prefixes_per_version else None
+    return "schedulers.gpu_scheduler" if has_prefixes_per_version else None
+
+
+def adapter_args(cfg: Config) -> dict[str, Any]:
+    """The fields for an engine that holds the base model and the adapters apart
+    (weight_sync.lora=adapter); empty where the adapters are merged."""
+    if not sends_adapters(cfg):
+        return {}
+    from one_step_off.models.adapted_layers import engine_targets  # transformers: slow to import
+
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": engine_rank(cfg.model.lora_rank),
+        "lora_target_modules": engine_targets(cfg),
+        "worker_extension_cls": ADAPTER_EXTENSION,
+    }

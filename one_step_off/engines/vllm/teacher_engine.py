@@ -9,14 +9,17 @@ import psutil
 import ray
 
 from one_step_off.cluster.resource_usage import UsageProbe
-from one_step_off.config.device_shares import device_share
 from one_step_off.config.lengths import longest_sequence
+from one_step_off.config.placement import device_share
 from one_step_off.config.roles import role_settings, vocabulary_size
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays
-from one_step_off.engines.engine_processes import is_engine, not_running
-from one_step_off.engines.start_failures import failed_start_names_its_reason
+from one_step_off.engines.engine_processes import not_running
 from one_step_off.engines.vllm.engine_args import CPU_ENGINE_ARGS, MAX_BATCHED_TOKENS
+from one_step_off.engines.vllm.processes import (
+    engine_processes,
+    failed_start_names_its_reason,
+)
 from one_step_off.engines.vllm.prompt_scores import log_probs_of, top_log_probs_of
 
 
@@ -66,7 +69,7 @@ class TeacherEngine(UsageProbe):
         self.index = index
         self.device = device
         self.log = log
-        self.engine: Any = None
+        self.llm: Any = None
         self.engine_processes: list[psutil.Process] = []
         self.requests = 0
 
@@ -84,9 +87,8 @@ class TeacherEngine(UsageProbe):
         arguments = teacher_engine_args(self.cfg, self.device)
         what_failed = f"teacher.path={self.cfg.teacher.path}: vLLM cannot serve it here"
         with failed_start_names_its_reason(what_failed, self.log):
-            self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        children = psutil.Process().children(recursive=True)
-        self.engine_processes = [child for child in children if is_engine(child)]
+            self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self.engine_processes = engine_processes()
 
     async def score_responses(self, work: tuple[list[np.ndarray], list[int]]) -> list[np.ndarray]:
         """As `TeacherWorker.score_responses`.
@@ -129,7 +131,7 @@ class TeacherEngine(UsageProbe):
         self.requests += 1
         name = str(self.requests)
         prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
-        outputs = [output async for output in self.engine.generate(prompt, params, name)]
+        outputs = [output async for output in self.llm.generate(prompt, params, name)]
         return outputs[-1]
 
     @ray.method(concurrency_group="control")
@@ -139,7 +141,7 @@ class TeacherEngine(UsageProbe):
         Raises:
             RuntimeError: the engine died.
         """
-        if self.engine is not None and self.engine.errored:
+        if self.llm is not None and self.llm.errored:
             raise RuntimeError(f"engine {self.index} of the teacher died")
         for process in self.engine_processes:
             state = not_running(process)
@@ -150,5 +152,5 @@ class TeacherEngine(UsageProbe):
 
     async def stop(self) -> None:
         """End the engine's processes."""
-        if self.engine is not None:
-            self.engine.shutdown()
+        if self.llm is not None:
+            self.llm.shutdown()

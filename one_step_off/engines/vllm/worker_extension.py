@@ -35,13 +35,10 @@ from vllm.utils.nccl import unpinned_nccl_env
 from one_step_off.cluster.bounded_waits import WorkerThread
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
+from one_step_off.engines.receiving_worker import ReceivingWorker
 from one_step_off.engines.vllm.load_recording import NotInPlace
 from one_step_off.engines.vllm.shard_layout import ShardLayout
-from one_step_off.weight_sync.bucket_plan import BucketPlan
-from one_step_off.weight_sync.receiver import WeightReceiver
-from one_step_off.weight_sync.routes import ShardsOfReceivers
-from one_step_off.weight_sync.shard_blocks import plain_shards, shards_from_plain
-from one_step_off.weight_sync.weight_piece import WeightPiece
+from one_step_off.weight_sync.shard_blocks import plain_shards
 
 MISSING_NAMES_SHOWN = 3
 
@@ -51,7 +48,7 @@ AHEAD_LIMIT_FACTOR = 3
 logger = init_logger("vllm.one_step_off")  # below "vllm", so that its messages are shown
 
 
-class OneStepOffTransferEngine(base.WeightTransferEngine):
+class OneStepOffTransferEngine(ReceivingWorker, base.WeightTransferEngine):
     """Receives tensors by their Hugging Face names and loads them, by vLLM's layerwise reload or in
     place."""
 
@@ -90,52 +87,23 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
             return {"kept": None, "reason": str(error)}
         return {"kept": plain_shards(self.shard_layout.kept), "reason": ""}
 
-    def init_transfer_engine(  # ty: ignore[incompatible-method-override]  (only connect_sync calls it)
-        self,
-        pieces: list,
-        bucket_bytes: int,
-        first_receiver: int,
-        host: str,
-        timeout_s: float,
-        kept: dict[str, Any] | None = None,
-        **groups: Any,
-    ) -> None:
-        """Build the plan and join the senders' groups; an earlier epoch's are closed.
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Join the senders' groups of a new epoch. `init_info`: see `ReceivingWorker.join_groups`.
 
-        Plain data only, since the arguments cross process borders.
-
-        Args:
-            pieces: per sender the fields of its WeightPieces.
-            bucket_bytes: weight_sync.bucket_mb.
-            first_receiver: number of this replica's first worker.
-            host: the address at which this process listens.
-            timeout_s: weight_sync.timeout_s.
-            kept: "blocks" of each kind of receivers, as `plain_shards` makes them, and
-                "kind_of_receiver"; None: only whole tensors travel.
-            groups: for `WeightReceiver.connect`.
+        Raises:
+            SyncError: as `WeightReceiver.connect`.
         """
-        plan = BucketPlan.build([_weight_pieces(sent) for sent in pieces], bucket_bytes)
-        index = first_receiver + get_tensor_model_parallel_rank()
         with suppress(Exception):  # it belongs to the groups before, which are closed now
             self.finish_ahead()
-        former = getattr(self, "receiver", None)
-        if former is not None and former.plan.digest != plan.digest:
-            # The trainers were restarted, and divide the model otherwise.
-            former.close()
-            former.wire_thread.stop()
-            former = None
-        if former is None:  # one for all epochs: it has a thread and buffers
-            device = torch.device(self.device)
-            self.receiver = WeightReceiver(plan, index, device, host, timeout_s)
         if not hasattr(self, "expected_names"):
             # The names that vLLM's own loader checks: every sync must load every parameter. Taken
             # from the whole model: after a failed update, a tied head has a name of its own.
             self.expected_names = {name for name, _ in self.model.named_parameters()}
-        self.receiver.index = index
         # Members of a communicator must agree on NCCL's settings. vLLM changes them for its own
         # communicators if it is batch invariant, and the trainer does not.
         with unpinned_nccl_env():
-            self.receiver.connect(**groups, kept=_shards_of_receivers(kept))
+            worker = get_tensor_model_parallel_rank()
+            self.join_groups(init_info, torch.device(self.device), worker)
 
     def receive_ahead(self, version: int, limit_bytes: int) -> None:
         """Begin `WeightReceiver.receive_ahead` on a thread of its own; returns at once."""
@@ -261,23 +229,8 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
                 _copy_waiting_parts(layer)
 
 
-def _shards_of_receivers(plain: dict[str, Any] | None) -> ShardsOfReceivers | None:
-    if plain is None:
-        return None
-    blocks = tuple(map(shards_from_plain, plain["blocks"]))
-    return ShardsOfReceivers(blocks, tuple(plain["kind_of_receiver"]))
-
-
 def _log_whole_tensors(error: NotInPlace) -> None:
     logger.info("weight sync: whole tensors travel, because %s", error)
-
-
-def _weight_pieces(fields_of_pieces: list) -> list[WeightPiece]:
-    """The pieces of one sender, from the fields of each."""
-    pieces = []
-    for name, dtype, shape, *cut in fields_of_pieces:
-        pieces.append(WeightPiece(name, dtype, tuple(shape), *cut))
-    return pieces
 
 
 def _copy_waiting_parts(layer: torch.nn.Module) -> None:
@@ -323,7 +276,7 @@ class SyncWorkerExtension:
 
     def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the groups of a new epoch; see `init_transfer_engine`."""
-        self.weight_transfer_engine.init_transfer_engine(**info)
+        self.weight_transfer_engine.init_transfer_engine(info)
 
     def sync_weights(self, version: int, sharded_only: bool = False) -> dict[str, Any]:
         """One whole update. Returns seconds per phase, and bytes.

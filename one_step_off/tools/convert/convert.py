@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from one_step_off.algorithms.validation import LOSSES_WITH_DUAL_CLIP
+from one_step_off.algorithms.config_checks import LOSSES_WITH_DUAL_CLIP
 from one_step_off.config.errors import ConfigError, noting_what_is_missing
 from one_step_off.config.loading import KEYS, SECTIONS, load_config_text
 from one_step_off.config.text import format_value

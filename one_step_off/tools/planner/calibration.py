@@ -17,10 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from one_step_off.config.device_shares import devices_of_pool
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.placement import resolved_device
+from one_step_off.config.placement import devices_of_pool, resolved_device
 from one_step_off.config.schema import Config
 from one_step_off.tools.planner.measured_sync import (
     MeasuredSync,
@@ -40,7 +39,6 @@ STEPS = 10
 
 CALIBRATION_KEYS = (
     "pipeline.staleness=0",
-    "pipeline.partial_rollout=null",
     "weight_sync.in_flight=wait",
     # Beside prompts it takes longer than alone.
     "weight_sync.canary_overlap=false",

@@ -14,11 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config.device_shares import devices_of_run, on_one_node
 from one_step_off.config.errors import ConfigError, noting_what_is_missing
 from one_step_off.config.loading import load_config
-from one_step_off.config.placement import resolved_device
-from one_step_off.config.roles import data_parallel_size
+from one_step_off.config.placement import (
+    data_parallel_size,
+    devices_of_run,
+    on_one_node,
+    resolved_device,
+)
 from one_step_off.config.schema import Config
 from one_step_off.engines.vllm.engine_args import MAX_SEQUENCES
 from one_step_off.monitoring.console import quiet_libraries

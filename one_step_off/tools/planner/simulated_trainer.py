@@ -12,6 +12,7 @@ from one_step_off.data.samples import Batch, PolicyVersion
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.tools.planner.shared_device import SharedDevice
 from one_step_off.tools.planner.work import Work
+from one_step_off.weight_sync.versions import VersionTable
 
 
 class SimulatedTrainer:
@@ -91,6 +92,7 @@ class SimulatedSync:
         self.work = work
         self.trainer = trainer
         self.rollout = rollout
+        self.versions = VersionTable()
         self.ahead = SimulatedAhead(work.ahead_s)
         self._canary_beside: asyncio.Task | None = None  # the replicas' half, under way
 
@@ -141,6 +143,7 @@ class SimulatedSync:
         """The trainer's half of the canary, and the transfer. What the replicas return from then on
         is held back."""
         await (expected or self.score_canary())
+        self.versions.send(stamp, [])
         for i, replica in enumerate(self.rollout.replicas):
             # Not `mark_stale`: prompts that come now wait in the paused replica. With it they would
             # ask for a healthy one every RETRY_S, which are many steps of a long simulated sync.

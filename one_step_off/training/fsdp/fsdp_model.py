@@ -28,9 +28,9 @@ from transformers import PreTrainedModel
 
 from one_step_off.algorithms.core_algos import TokenOutputs, log_probs_and_entropy
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.role_sections import TrainedConfig
 from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.roles import TrainedConfig
 from one_step_off.models.hf_model import (
     SCALAR_HEAD,
     SCALAR_ROLES,

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from one_step_off.algorithms import batching
 from one_step_off.algorithms.core_algos import TokenOutputs
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.role_sections import BackendConfig, TrainedConfig
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.roles import BackendConfig, TrainedConfig
 from one_step_off.models.hf_model import SCALAR_ROLES
 from one_step_off.training.megatron.megatron_weights import head_dim
 from one_step_off.training.packed_attention import FIRST_HOPPER_GPU, attend_per_sequence

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from one_step_off.algorithms import batching
 from one_step_off.algorithms.core_algos import Figure, TokenOutputs
-from one_step_off.config.role_sections import TrainedConfig
+from one_step_off.config.sections.roles import TrainedConfig
 from one_step_off.models import megatron_support
 from one_step_off.training import roles
 from one_step_off.training.megatron import megatron_model, megatron_weights

@@ -15,8 +15,8 @@ import pytest
 from agent_loop import external
 from agent_loop.external import AgentFailed
 from one_step_off.cluster.core_binding import pin_process
-from one_step_off.config.agent_checks import ENVIRONMENT_KINDS
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.sections.agent import ENVIRONMENT_KINDS
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling
 from tests.unit.agent_loop import agents

@@ -13,9 +13,9 @@ import pytest
 from agent_loop import base, tools
 from agent_loop.base import Limits, Loops
 from benchmarks.agent_loop.stand_in_engine import StandInEngine, serve_through_loop
-from one_step_off.config.data_checks import BUILT_IN_LOOPS, BUILT_IN_TOOLS
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
+from one_step_off.config.sections.agent import BUILT_IN_LOOPS, BUILT_IN_TOOLS
 from one_step_off.rewards.reward import Reward
 from tests.unit.agent_loop.stand_ins import (
     ScriptedEngine,

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.algorithms import core_algos as ca
+from one_step_off.algorithms.schedule import learning_rate
 
 
 def test_token_weights_by_hand():
@@ -146,12 +147,12 @@ def test_kl_controllers():
 
 
 def test_learning_rate():
-    assert [ca.learning_rate(s, None, 1.0, warmup=4) for s in (0, 3, 4, 99)] == [0.25, 1, 1, 1]
+    assert [learning_rate(s, None, 1.0, warmup=4) for s in (0, 3, 4, 99)] == [0.25, 1, 1, 1]
     for schedule in ("cosine", "linear"):
-        at = [ca.learning_rate(s, 11, 2.0, schedule, 1, 0.1) for s in range(12)]
+        at = [learning_rate(s, 11, 2.0, schedule, 1, 0.1) for s in range(12)]
         assert at[0] == at[1] == 2.0
         assert at[10] > 0.2, "the last step learns too"
         assert at[11] == pytest.approx(0.2)
         assert at[1:] == sorted(at[1:], reverse=True)
         assert at[6] == pytest.approx(1.1)
-        assert ca.learning_rate(50, 12, 2.0, schedule, 1, 0.1) == pytest.approx(0.2)
+        assert learning_rate(50, 12, 2.0, schedule, 1, 0.1) == pytest.approx(0.2)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off import checkpoint
-from one_step_off.checkpoint import finding, sample_files
+from one_step_off.checkpoint import files, finding
 from one_step_off.config.errors import ConfigError
 from one_step_off.data.samples import Sample
 from tests.unit.checkpoint.checkpoint_helpers import run_config, save
@@ -45,12 +45,12 @@ def test_samples_come_back_bit_for_bit(tmp_path_factory, shapes, seed):
     samples = [random_sample(rng, i, p, r) for i, (p, r) in enumerate(shapes)]
     checkpoint.write_samples(samples, folder)
     for a, b in zip(samples, checkpoint.read_samples(folder), strict=True):
-        for name in sample_files.ARRAY_TYPES:
+        for name in files.ARRAY_TYPES:
             x = getattr(a, name)
             y = getattr(b, name)
             assert x.dtype == y.dtype
             assert np.array_equal(x, y), name
-        assert all(getattr(a, name) == getattr(b, name) for name in sample_files.JSON_FIELDS)
+        assert all(getattr(a, name) == getattr(b, name) for name in files.JSON_FIELDS)
 
 
 def test_the_last_k_stay_and_auto_finds_the_newest(tmp_path):
@@ -209,27 +209,3 @@ def test_blocks_of_another_size_are_refused(tmp_path, monkeypatch):
     cfg.actor.optimizer_kwargs = {"block_size": 128}
     with pytest.raises(ConfigError, match=r"block_size=128: .* was written with 256"):
         finding._check_fixed_keys(cfg, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("old", "staleness", "in_flight"),
-    [
-        ({"pipeline.partial_rollout": False}, 1, "wait"),
-        ({"pipeline.partial_rollout": True, "pipeline.max_carry": 2}, 3, "recompute"),
-    ],
-)
-def test_a_checkpoint_with_old_names_of_keys_fits_the_new_ones(tmp_path, old, staleness, in_flight):
-    cfg = run_config(tmp_path)
-    cfg.pipeline.staleness = staleness
-    cfg.weight_sync.in_flight = in_flight
-    path = save(cfg, 5)
-    state = json.loads((path / "state.json").read_text())
-    fixed = state["fixed"]
-    del fixed["weight_sync.in_flight"]
-    fixed |= {"pipeline.staleness": 1} | old
-    text = json.dumps(state)
-    (path / "state.json").write_text(text)
-    finding._check_fixed_keys(cfg, path)
-    cfg.pipeline.staleness = staleness + 1
-    with pytest.raises(ConfigError, match=f"written with {staleness}; resume with it"):
-        finding._check_fixed_keys(cfg, path)

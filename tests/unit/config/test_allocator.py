@@ -10,7 +10,7 @@ from one_step_off.config import allocator
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
-from one_step_off.config.validation import check_after_algorithm
+from one_step_off.runtime.validation import validate
 from one_step_off.weight_sync import shared_memory
 
 ALL_IN_ONE = ({"all": [1]}, {"rollout": "all", "actor": "all"})
@@ -55,9 +55,11 @@ def test_allowed_on_separate_gpus_and_when_off(monkeypatch) -> None:
 def test_a_config_is_checked_for_it(monkeypatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     cfg = load_config(["config=config/colocated.yaml"])
-    check_after_algorithm(cfg, "cpu")
+    cfg.placement.device = "cpu"
+    validate(cfg, 0)
+    cfg.placement.device = "cuda"
     with pytest.raises(ConfigError, match="CUDA IPC"):
-        check_after_algorithm(cfg, "cuda")
+        validate(cfg, 1)
 
 
 def test_torch_takes_any_of_the_variables() -> None:

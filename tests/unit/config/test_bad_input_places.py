@@ -428,7 +428,6 @@ def test_functions_of_the_users_own(source, argv, parts, models, tmp_path, capsy
 
 FIXED = {
     "pipeline.staleness": 1,
-    "pipeline.partial_rollout": False,
     "rollout.n": 2,
     "data.train_batch_size": 4,
     "trainer.seed": 0,

@@ -14,12 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from one_step_off.config import data_checks, engine_checks, hardware, packages
+from one_step_off.config import hardware, packages
 from one_step_off.config.errors import ConfigError, UnknownKeys
 from one_step_off.config.help import help_text
 from one_step_off.config.loading import KEYS, load_config
 from one_step_off.config.placement import placement_text, process_cores
-from one_step_off.config.sources import split_files, train_sources
+from one_step_off.config.sections import data, reward, rollout
+from one_step_off.config.sections.data import split_files, train_sources
 from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.data import word_problems
 from one_step_off.runtime.validation import validate, validate_supervised
@@ -419,8 +420,8 @@ def test_every_key_has_help() -> None:
 
 def test_the_checks_know_the_same_names_as_their_owners() -> None:
     rewards = pytest.importorskip("one_step_off.rewards.verifiers")
-    assert set(data_checks.BUILT_IN_REWARDS) == set(rewards.REWARD_FUNCTIONS)
-    assert set(data_checks.GENERATORS) == set(word_problems.GENERATORS)
+    assert set(reward.BUILT_IN_REWARDS) == set(rewards.REWARD_FUNCTIONS)
+    assert set(data.GENERATORS) == set(word_problems.GENERATORS)
 
 
 def test_what_goes_to_vllm_has_vllms_names() -> None:
@@ -435,15 +436,15 @@ def test_what_goes_to_vllm_has_vllms_names() -> None:
                 fields[node.name] = {f.target.id for f in node.body if isinstance(f, ast.AnnAssign)}
     sampling_fields = fields["SamplingParams"]
     engine_fields = fields["EngineArgs"]
-    assert set(engine_checks.ALLOWED_SAMPLING_FIELDS) <= sampling_fields
-    assert set(engine_checks.KEYS_OF_VLLM_FIELDS) <= sampling_fields | engine_fields
-    assert set(engine_checks.ENGINE_FIELDS_SET_BY_US) <= engine_fields
-    assert set(engine_checks.UNSAFE_ENGINE_FIELDS) <= engine_fields
-    assert set(engine_checks.UNSAFE_ENGINE_FIELDS_ON_CPU) <= engine_fields
+    assert set(rollout.ALLOWED_SAMPLING_FIELDS) <= sampling_fields
+    assert set(rollout.KEYS_OF_VLLM_FIELDS) <= sampling_fields | engine_fields
+    assert set(rollout.ENGINE_FIELDS_SET_BY_US) <= engine_fields
+    assert set(rollout.UNSAFE_ENGINE_FIELDS) <= engine_fields
+    assert set(rollout.UNSAFE_ENGINE_FIELDS_ON_CPU) <= engine_fields
 
 
 def test_config_and_data_packages_import_neither_torch_nor_ray() -> None:
-    modules = "config.loading config.validation data.samples algorithms.validation".split()
+    modules = "config.loading data.samples runtime.validation".split()
     imports = "; ".join(f"import one_step_off.{module}" for module in modules)
     code = (
         f"import sys; {imports}; print([m for m in ('torch', 'ray', 'vllm') if m in sys.modules])"

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from one_step_off.config import packages
-from one_step_off.config.placement import placement_text
-from one_step_off.config.roles import data_parallel_size, role_settings
+from one_step_off.config.placement import data_parallel_size, placement_text
+from one_step_off.config.roles import role_settings
 from one_step_off.runtime.validation import validate
 from tests.unit.config.config_helpers import fault, good
 

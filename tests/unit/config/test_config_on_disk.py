@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from one_step_off.config import engine_checks
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.sections.rollout import check_engine_names
 from one_step_off.runtime.validation import validate
 from tests.unit.config.config_helpers import fault, good
 
@@ -38,9 +38,7 @@ def test_resume_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_engine_names_that_vllm_does_not_know() -> None:
     names = ("max_num_seqs", "enforce_eager", "_api_process_rank")
-    engine_checks.check_engine_names(
-        good("rollout.engine_kwargs={max_num_seqs: 8, enforce_eager: true}"), names
-    )
+    check_engine_names("rollout.engine_kwargs", {"max_num_seqs": 8, "enforce_eager": True}, names)
     for name, fix in (
         ("max_num_seq", "did you mean max_num_seqs?"),
         ("_api_process_rank", "remove it"),
@@ -49,9 +47,9 @@ def test_engine_names_that_vllm_does_not_know() -> None:
             ConfigError,
             match=f"rollout.engine_kwargs.{name}=1: the installed vLLM has no such field",
         ):
-            engine_checks.check_engine_names(good(f"rollout.engine_kwargs.{name}=1"), names)
+            check_engine_names("rollout.engine_kwargs", {name: 1}, names)
         with pytest.raises(ConfigError, match=fix.replace("?", r"\?")):
-            engine_checks.check_engine_names(good(f"rollout.engine_kwargs.{name}=1"), names)
+            check_engine_names("teacher.engine_kwargs", {name: 1}, names)
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen2.5-0.5B-Instruct", "tiny:qwen3"])

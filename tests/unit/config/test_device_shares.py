@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from one_step_off.config import device_shares
+from one_step_off.config import placement
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.placement import placement_text, process_cores, processes_per_node
-from one_step_off.config.roles import data_parallel_size
+from one_step_off.config.placement import (
+    data_parallel_size,
+    placement_text,
+    process_cores,
+    processes_per_node,
+)
 from one_step_off.config.schema import Config
 from one_step_off.engines.vllm.engine_args import engine_args
 from one_step_off.runtime.validation import validate
@@ -29,17 +33,17 @@ def valid(*overrides: str, device: str = "cpu", num_gpus: int = 0) -> Config:
 
 def test_shares_make_one_device_and_one_process_each() -> None:
     cfg = valid(HALVES, device="cuda", num_gpus=1)
-    assert device_shares.devices_of_run(cfg) == 1
+    assert placement.devices_of_run(cfg) == 1
     assert processes_per_node(cfg, "rollout") == processes_per_node(cfg, "actor") == [1]
     assert data_parallel_size(cfg, "actor") == 1
-    assert device_shares.device_share(cfg, "actor") == 0.5
+    assert placement.device_share(cfg, "actor") == 0.5
 
 
 def test_whole_devices_beside_a_shared_one() -> None:
     pools = "placement.pools={rollout: [0.4], actor: [0.6], critic: [2]}"
     roles = "placement.roles={rollout: rollout, actor: actor, critic: critic}"
     cfg = valid(pools, roles, "algorithm.adv_estimator=gae", device="cuda", num_gpus=3)
-    assert device_shares.devices_of_run(cfg) == 3
+    assert placement.devices_of_run(cfg) == 3
     cores = process_cores(cfg, "cpu", [0, 1, 2, 3, 4, 5])
     assert cores == {"rollout": [[0, 1]], "actor": [[0, 1]], "critic": [[2, 3], [4, 5]]}
 
@@ -72,9 +76,9 @@ def test_roles_of_a_pool_divide_its_memory() -> None:
         "algorithm.adv_estimator=gae",
         "algorithm.kl_coef=0.1",
     )
-    assert device_shares.memory_share(cfg, "critic") == pytest.approx(0.2)
+    assert placement.memory_share(cfg, "critic") == pytest.approx(0.2)
     whole = valid("placement.pools={rollout: [1], actor: [2]}")
-    assert device_shares.memory_share(whole, "actor") == 1
+    assert placement.memory_share(whole, "actor") == 1
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 
 from one_step_off.config import packages
-from one_step_off.config.optimizer_checks import own_optimizers
-from one_step_off.config.roles import role_settings
+from one_step_off.config.roles import own_optimizers, role_settings
 from one_step_off.runtime.validation import validate
 from tests.unit.config.config_helpers import fault, good
 

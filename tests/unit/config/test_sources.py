@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from one_step_off.config.data_sections import Curriculum, DifficultyFilter
 from one_step_off.config.loading import load_config
-from one_step_off.config.sources import (
+from one_step_off.config.sections.data import (
     NO_SOURCE,
+    Curriculum,
+    DifficultyFilter,
     curriculum,
     difficulty_filter,
     source_of,
@@ -41,8 +42,8 @@ def test_a_list_on_the_command_line_and_in_a_file() -> None:
     assert second.files == str(Path("~/x/my.chat.jsonl").expanduser())
     assert (second.name, second.weight, second.timeout_s) == ("my.chat", 3.0, 60.0)
     assert (third.name, third.weight, third.max_turns) == ("math", 1.0, None)
-    assert source_of(cfg, "math") == third
-    assert source_of(cfg, "other") == source_of(cfg, "") == NO_SOURCE
+    assert source_of(cfg.data, "math") == third
+    assert source_of(cfg.data, "other") == source_of(cfg.data, "") == NO_SOURCE
     lines = "".join(f"    - {entry}\n" for entry in entries)
     from_file = load_text(f"data:\n  train_files:\n{lines}")
     assert from_file.data.train_files == cfg.data.train_files
@@ -59,11 +60,11 @@ def test_text_stays_text() -> None:
 
 
 def test_the_draw_is_off_by_default_and_single_entries_can_be_set() -> None:
-    assert difficulty_filter(good()) is None
-    assert curriculum(good()) is None
+    assert difficulty_filter(good().data) is None
+    assert curriculum(good().data) is None
     cfg = good("data.difficulty_filter.visits=3", "data.curriculum={target: 0.25}")
-    assert difficulty_filter(cfg) == DifficultyFilter(visits=3)
-    assert curriculum(cfg) == Curriculum(target=0.25)
+    assert difficulty_filter(cfg.data) == DifficultyFilter(visits=3)
+    assert curriculum(cfg.data) == Curriculum(target=0.25)
     assert load_text(resolved_yaml(cfg)) == cfg
 
 

@@ -1,11 +1,10 @@
-"""The keys of staleness: which fit together, and the old names of some of them."""
+"""The keys of staleness: which fit together, and the schedule that they make."""
 
 from __future__ import annotations
 
 import pytest
 
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 from one_step_off.config.sync_schedule import (
     is_sync_step,
@@ -48,40 +47,11 @@ from tests.conftest import tiny_config
             "trainer.test_freq=6: .*use a multiple of 4",
         ),
         ({"pipeline.staleness": 17}, "pipeline.staleness=17: must be at most 16"),
-        ({"pipeline.partial_rollout": True, "pipeline.staleness": 0}, "remove it, and set"),
-        ({"pipeline.partial_rollout": True, "pipeline.staleness": 4}, "remove it, and set"),
-        ({"pipeline.partial_rollout": True, "weight_sync.in_flight": "keep"}, "remove it, and"),
-        ({"pipeline.partial_rollout": True, "rollout.oversample": 2.5}, "use 2 at most"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(models, tmp_path, keys, fix):
     with pytest.raises(ConfigError, match=fix):
         validate(tiny_config(models("qwen2", True), str(tmp_path), **keys), 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "staleness", "oversample"),
-    [
-        ([], 2, 1.0),
-        (["pipeline.max_carry=3"], 4, 1.0),
-        (["rollout.oversample=1.5"], 2, 1.5),
-    ],
-)
-def test_old_names_are_replaced_with_one_line(capsys, arguments, staleness, oversample):
-    cfg = load_config(["pipeline.partial_rollout=true", *arguments])
-    assert cfg.pipeline.staleness == staleness
-    assert cfg.weight_sync.in_flight == "recompute"
-    assert cfg.rollout.oversample == oversample
-    assert cfg.pipeline.partial_rollout is None
-    assert cfg.pipeline.max_carry is None
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"pipeline.staleness={staleness} weight_sync.in_flight=recompute" in line
-
-
-def test_a_config_that_an_earlier_release_wrote_is_that_of_today(capsys):
-    old = ["pipeline.partial_rollout=false", "pipeline.max_carry=1"]
-    assert load_config(old) == load_config([])
-    assert capsys.readouterr().err == ""
 
 
 def schedule(staleness: int, steps: int) -> list[tuple[int, int]]:

@@ -7,12 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from one_step_off.config.device_shares import memory_share
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.placement import processes_per_node
+from one_step_off.config.placement import memory_share, processes_per_node, processes_per_slot
 from one_step_off.config.teachers import (
     config_of_teacher,
-    processes_per_slot,
     teacher_of_row,
     teacher_of_sources,
     teacher_paths,

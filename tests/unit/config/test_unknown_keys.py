@@ -47,6 +47,24 @@ def refusal_of(*argv: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize("key", unknown_keys.REMOVED_KEYS)
+def test_a_key_of_an_earlier_version_is_refused_with_what_replaces_it(key: str, tmp_path) -> None:
+    assert key not in KEYS
+    for value in ("true", "null"):
+        expected = f"{key}: is no key any more; {unknown_keys.REMOVED_KEYS[key]}"
+        assert refusal_of(f"{key}={value}") == expected
+    section, name = key.split(".")
+    path = tmp_path / "old.yaml"
+    path.write_text(f"trainer: {{seed: 1}}\n{section}:\n  {name}: 2\n")
+    assert refusal_of(f"config={path}") == f"{path}:3: {expected}"
+
+
+def test_what_replaces_a_key_of_an_earlier_version_exists() -> None:
+    for sentence in unknown_keys.REMOVED_KEYS.values():
+        for key in re.findall(r"[a-z_]+\.[a-z_]+", sentence):
+            assert key in KEYS, sentence
+
+
 @pytest.mark.parametrize(
     ("argument", "answer"),
     [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.config.data_sections import Curriculum, DifficultyFilter
+from one_step_off.config.sections.data import Curriculum, DifficultyFilter
 from one_step_off.data.difficulty import PromptHistory, epochs_between
 
 

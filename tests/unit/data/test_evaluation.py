@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from one_step_off.data.difficulty import visits_of
 from one_step_off.data.evaluation import evaluation_metrics, pass_at_k, set_epoch
 from one_step_off.data.samples import Sample
-from one_step_off.data.visits import visits_of
 from one_step_off.monitoring.summary import evaluation_text
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from one_step_off.config.data_checks import TEMPLATE_ARGUMENTS, check_data
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import DataConfig
+from one_step_off.config.sections.data import TEMPLATE_ARGUMENTS, check_data
 from one_step_off.data.messages import (
     BadMessage,
     normalized_messages,
@@ -365,10 +365,11 @@ def test_tools_that_the_loop_lacks_are_noted(tmp_path: Path) -> None:
 )
 def test_settings_in_a_config_that_cannot_be_used(arguments: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        check_data(load_config(arguments))
+        cfg = load_config(arguments)
+        check_data(cfg.data, cfg.reward)
 
 
 def test_settings_in_a_config() -> None:
     cfg = load_config(["data.chat_template_kwargs.enable_thinking=false"])
-    check_data(cfg)
+    check_data(cfg.data, cfg.reward)
     assert cfg.data.chat_template_kwargs == {"enable_thinking": False}

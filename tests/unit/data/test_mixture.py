@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.config.data_sections import Curriculum, DifficultyFilter
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.sections.data import Curriculum, DifficultyFilter
 from one_step_off.data.mixture import DrawRules, MixedStream, PromptSource
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Batch, Prompt, PromptId, Sample

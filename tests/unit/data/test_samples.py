@@ -13,7 +13,6 @@ from one_step_off.data.samples import Batch, Sample, generated_tokens
 from one_step_off.data.staleness import (
     StalenessError,
     age_shares,
-    assert_age,
     assert_staleness,
 )
 
@@ -166,7 +165,7 @@ def test_the_shares_of_the_ages_are_of_trained_tokens():
 
 
 def test_a_whole_batch_may_not_be_older_than_the_limit():
-    assert_age(6, 4, 2)
+    assert_staleness(Batch(6, [], (0, 4)), 2)
     for version in (3, 7):
         with pytest.raises(StalenessError, match=f"version {version}, .*versions 4 to 6"):
-            assert_age(6, version, 2)
+            assert_staleness(Batch(6, [], (0, version)), 2)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.data import shares
-from one_step_off.data.shares import SourceTurns
+from one_step_off.data import mixture
+from one_step_off.data.mixture import SourceTurns
 
 weights = st.lists(
     st.one_of(st.integers(1, 9).map(float), st.floats(0.001, 100.0)), min_size=1, max_size=5
@@ -57,7 +57,7 @@ def test_prompts_until_is_the_fewest(weights: list[float], data: st.DataObject) 
         fewest += 1
     assert SourceTurns(scaled).prompts_until(needed) == fewest
     with pytest.MonkeyPatch.context() as patch:  # as with too many prompts to draw them
-        patch.setattr(shares, "MAX_DRAWN", -1)
+        patch.setattr(mixture, "MAX_DRAWN", -1)
         enough = SourceTurns(scaled).prompts_until(needed)
     assert fewest <= enough < fewest + 1 / min(turns.shares) + 1
 
@@ -73,7 +73,7 @@ def test_a_source_of_a_tiny_share_costs_a_bounded_number_of_turns(
     def count_turn(turns: SourceTurns) -> int:
         nonlocal drawn
         drawn += 1
-        assert drawn <= shares.MAX_DRAWN
+        assert drawn <= mixture.MAX_DRAWN
         return real_next(turns)
 
     monkeypatch.setattr(SourceTurns, "next", count_turn)

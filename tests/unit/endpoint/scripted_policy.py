@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from agent_loop.episode import Episode
 from agent_loop.trajectory import Generated
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
-from one_step_off.engines.vllm.engine_args import engine_args
+from one_step_off.engines.vllm.chat.trial_serving import serving_without_engine
 
 PROMPT = Prompt((0, 7), np.array([3, 4], np.int32), "q", "156")
 
@@ -22,22 +21,9 @@ PROMPT = Prompt((0, 7), np.array([3, 4], np.int32), "q", "156")
 def make_serving(cfg: Config) -> Any:
     """`Serving` as in a replica, with vLLM's renderer and parsers; only the engine is missing."""
     from transformers import AutoTokenizer
-    from vllm import AsyncEngineArgs
-    from vllm.renderers import renderer_from_config
 
-    from one_step_off.engines.vllm.chat.serving import Serving
-
-    vllm_config = AsyncEngineArgs(**engine_args(cfg, "cpu")).create_engine_config()
-    engine = SimpleNamespace(
-        vllm_config=vllm_config,
-        model_config=vllm_config.model_config,
-        renderer=renderer_from_config(vllm_config),
-        input_processor=None,
-        errored=False,
-        check_admission=lambda count: None,
-    )
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=False)
-    return Serving(cfg, engine, tokenizer)
+    return serving_without_engine(cfg, tokenizer)
 
 
 @dataclass

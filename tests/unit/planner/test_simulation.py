@@ -19,6 +19,7 @@ from one_step_off.tools.planner.simulated_clock import simulated_loop
 from one_step_off.tools.planner.simulated_trainer import SimulatedSync
 from one_step_off.tools.planner.simulation import simulate
 from one_step_off.tools.planner.work import Work
+from one_step_off.weight_sync.versions import VersionTable
 
 STEP = "median/time/step_s"
 SETTINGS = ("auto", "true", "false")  # of weight_sync.overlap
@@ -297,7 +298,12 @@ def test_the_real_assertion_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     real = SimulatedSync.__call__
 
     async def late(self, stamp, expected=None):
-        return await real(self, (stamp[0], max(0, stamp[1] - 1)), expected)
+        table = self.versions
+        self.versions = VersionTable()  # which would refuse it at once
+        metrics = await real(self, (stamp[0], max(0, stamp[1] - 1)), expected)
+        self.versions = table
+        table.send(stamp, [])
+        return metrics
 
     monkeypatch.setattr(SimulatedSync, "__call__", late)
     with pytest.raises(StalenessError, match="step 2"):

@@ -9,8 +9,8 @@ import ast
 
 import pytest
 
-from one_step_off.config import engine_checks
 from one_step_off.config.schema import Config
+from one_step_off.config.sections import rollout
 from one_step_off.engines.vllm.engine_args import engine_args
 from tests.unit.project.library_sources import (
     assigned_attributes,
@@ -25,6 +25,7 @@ from tests.unit.project.library_sources import (
     used_attributes,
 )
 
+OWN_ENGINE = "one_step_off.engines.vllm.engine"
 ENGINE = "vllm.v1.engine.async_llm"
 CLIENT = "vllm.v1.engine.core_client"
 CORE = "vllm.v1.engine.core"
@@ -95,10 +96,10 @@ def test_a_method_of_the_engine(name: str) -> None:
 
 
 def test_the_table_has_every_call_of_the_engine() -> None:
-    used = used_attributes("self.engine") | used_attributes("AsyncLLM")
+    used = used_attributes("self.llm") | used_attributes("AsyncLLM")
     assert used == ENGINE_CALLS.keys() | ENGINE_ATTRIBUTES
-    assert used_attributes("self.engine.engine_core") == {"pause_scheduler_async"}
-    assert used_attributes("self.engine.output_processor") == {"has_unfinished_requests"}
+    assert used_attributes("self.llm.engine_core") == {"pause_scheduler_async"}
+    assert used_attributes("self.llm.output_processor") == {"has_unfinished_requests"}
     assert "output_processor" in assigned_attributes(ENGINE, "AsyncLLM")
 
 
@@ -113,7 +114,7 @@ def test_an_imported_name_exists(module: str, name: str) -> None:
 
 
 def test_the_frame_that_waits_for_an_engine_has_its_processes() -> None:
-    """With their exit codes: see `engine_processes.killed_engine_raises_process_died`."""
+    """With their exit codes: see `processes.killed_engine_raises_process_died`."""
     utils = "vllm.v1.engine.utils"
     assert "launch" in parameters(utils, "wait_for_engine_startup")
     assert "launch.engine_manager" in ast.unparse(definition(utils, "wait_for_engine_startup"))
@@ -126,13 +127,12 @@ def test_the_frame_that_waits_for_an_engine_has_its_processes() -> None:
 
 def test_pause_modes() -> None:
     assert PAUSE_MODES <= literal_values("vllm.v1.engine", "PauseMode")
-    replica = "one_step_off.rollout.replica"
-    assert PAUSE_MODES <= constants(replica, "RolloutReplica.sync"), "the modes that we give"
+    assert PAUSE_MODES <= constants(OWN_ENGINE, "VllmEngine.pause"), "the modes that we give"
 
 
 def test_a_salt_is_hashed_into_the_first_block_of_a_prompt() -> None:
     """With kept KV caches it keeps requests of different versions apart. That the hashes follow
-    it is shown in tests/unit/rollout/test_prefix_scheduler.py."""
+    it is shown in tests/unit/engines/vllm/test_prefix_scheduler.py."""
     assert {"cache_salt"} <= constants("vllm.v1.core.kv_cache_utils")
 
 
@@ -143,7 +143,7 @@ def test_wake_tags() -> None:
 
 
 def test_the_sleep_level_discards_the_weights_and_keeps_the_buffers() -> None:
-    assert SLEEP_LEVEL in constants("one_step_off.rollout.replica", "RolloutReplica.sleep")
+    assert SLEEP_LEVEL in constants(OWN_ENGINE, "VllmEngine.sleep")
     assert SLEEP_LEVEL in constants(WORKER, "Worker.sleep"), "the level at which buffers are saved"
     assert "_sleep_saved_buffers" in assigned_attributes(WORKER, "Worker")
 
@@ -210,14 +210,29 @@ def test_values_of_engine_arguments() -> None:
 def test_engine_arguments_that_are_refused_exist() -> None:
     known = fields("vllm.engine.arg_utils", "EngineArgs")
     known |= fields("vllm.engine.arg_utils", "AsyncEngineArgs")
-    refused = {*engine_checks.ENGINE_FIELDS_SET_BY_US, *engine_checks.UNSAFE_ENGINE_FIELDS}
+    refused = {*rollout.ENGINE_FIELDS_SET_BY_US, *rollout.UNSAFE_ENGINE_FIELDS}
     assert refused - known == set()
 
 
 def test_sampling_fields_that_are_allowed_exist() -> None:
     known = fields("vllm.sampling_params", "SamplingParams")
-    assert engine_checks.ALLOWED_SAMPLING_FIELDS.keys() - known == set()
+    assert rollout.ALLOWED_SAMPLING_FIELDS.keys() - known == set()
 
 
 def test_the_search_reads_this_tree() -> None:
     assert len(own_trees()) > 100 and ("vllm", "SamplingParams") in imported_names("vllm")
+
+
+def test_vllm_is_imported_below_its_folder_alone() -> None:
+    """A run with another engine needs no vLLM."""
+    found = set()
+    for path, tree in own_trees().items():
+        for node in ast.walk(tree):
+            imported = [getattr(node, "module", None)] if isinstance(node, ast.ImportFrom) else []
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            if any((name or "").split(".")[0] == "vllm" for name in imported):
+                found.add(path)
+    elsewhere = {path for path in found if not path.startswith("one_step_off/engines/vllm/")}
+    assert len(found) > 5
+    assert elsewhere == set()

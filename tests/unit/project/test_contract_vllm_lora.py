@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from one_step_off.config.lora_checks import ENGINE_RANKS
-from one_step_off.engines.vllm import lora_engine
+from one_step_off.engines.vllm.engine_args import adapter_args
 from tests.conftest import tiny_config
 from tests.unit.project.library_sources import (
     assigned_attributes,
@@ -80,4 +80,4 @@ def test_what_the_slot_finds_in_the_manager_and_in_its_layers() -> None:
 def test_engine_arguments_exist(models) -> None:
     cfg = tiny_config(models(), "", **{"weight_sync.lora": "adapter", "model.lora_rank": 4})
     known = fields("vllm.engine.arg_utils", "EngineArgs")
-    assert set(lora_engine.arguments(cfg)) - known == set()
+    assert set(adapter_args(cfg)) - known == set()

@@ -19,7 +19,7 @@ from one_step_off.config import packages, unknown_keys
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import FLAGS, KEYS, SECTIONS, find_key, load_config
 from one_step_off.config.schema import Config
-from one_step_off.config.sources import train_sources
+from one_step_off.config.sections.data import train_sources
 from one_step_off.monitoring.summary import speed_summary
 from one_step_off.runtime.validation import validate, validate_supervised
 

@@ -19,6 +19,7 @@ from one_step_off.data.samples import Batch, Prompt, PromptId, Sample
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, WorkerGroups
 from one_step_off.rollout.sampling import Sampling
+from one_step_off.weight_sync.versions import VersionTable
 
 
 class TrainedStep(NamedTuple):
@@ -159,6 +160,7 @@ class FakeJudge:
 class FakeSync:
     def __init__(self, world: World) -> None:
         self.world = world
+        self.versions = VersionTable()
         self.delivered: int | None = None  # whose canary has not passed yet
 
     def score_canary(self):
@@ -191,6 +193,7 @@ class FakeSync:
         assert world.generating == 0, "a sync while the engine generates"
         current = (world.attempt, world.version)
         assert stamp == current, "asked for weights that the trainer does not hold"
+        self.versions.send(stamp, [])
         await world.phase("sync", stamp[1])
         current = (world.attempt, world.version)
         assert stamp == current, "the weights changed while they were being sent"
@@ -221,10 +224,17 @@ def version_of_step(step: int, staleness: int) -> int:
 
 
 def build(
-    folder: Path, world: World, steps: int, staleness: int, rows: int = 7, test_freq: int = -1
+    folder: Path,
+    world: World,
+    steps: int,
+    staleness: int,
+    rows: int = 7,
+    test_freq: int = -1,
+    batch_source: str = "auto",
 ) -> Pipeline:
     """A pipeline of batches of 3 prompts."""
     cfg = Config()
+    cfg.pipeline.batch_source = batch_source
     cfg.pipeline.staleness = staleness
     cfg.weight_sync.overlap = "true"
     cfg.trainer.test_freq = test_freq

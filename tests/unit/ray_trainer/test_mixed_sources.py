@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from one_step_off.checkpoint.files import check_samples, read_state, write_state
 from one_step_off.checkpoint.in_flight import restored_in_flight
-from one_step_off.checkpoint.sample_files import check_samples
-from one_step_off.checkpoint.state_files import read_state, write_state
-from one_step_off.config.data_sections import Curriculum, DifficultyFilter
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.data import Curriculum, DifficultyFilter
 from one_step_off.data.mixture import DrawRules, MixedStream, PromptSource
 from one_step_off.data.samples import Prompt, PromptId, Sample
 from one_step_off.monitoring.tracker import Tracker

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from one_step_off.checkpoint.files import check_samples
 from one_step_off.checkpoint.in_flight import restored_in_flight
-from one_step_off.checkpoint.sample_files import check_samples
 from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt, Sample

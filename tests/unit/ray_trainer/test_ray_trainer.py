@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.data.staleness import StalenessError
-from one_step_off.ray_trainer import Pipeline, Resumed
+from one_step_off.monitoring.callbacks import StepCallbacks, StopTraining
+from one_step_off.ray_trainer import Pipeline, Resumed, Stopped
 from one_step_off.weight_sync.overlap import SyncOverlap
 from tests.unit.ray_trainer.stand_ins import (
     FakeRollout,
@@ -306,3 +307,16 @@ def test_the_failure_that_ends_a_run_is_all_that_is_printed(tmp_path, staleness)
             await fail_after_ticks(pipeline, tick)
 
     assert asyncio_reports(main) == []
+
+
+def test_a_callback_that_asks_for_it_stops_the_run_at_the_next_step(tmp_path):
+    def stop_in_step_1(row):
+        if row["step"] == 1:
+            raise StopTraining
+
+    world = World(random.Random(0))
+    pipeline = build(tmp_path, world, 4, 1)
+    pipeline.tracker.callbacks = StepCallbacks([stop_in_step_1])
+    with pytest.raises(Stopped, match="step 2"):
+        asyncio.run(pipeline.fit())
+    assert [trained.step for trained in world.trained] == [0, 1]

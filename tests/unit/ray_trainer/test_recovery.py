@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from one_step_off.checkpoint.files import check_samples
 from one_step_off.checkpoint.in_flight import restored_in_flight
-from one_step_off.checkpoint.sample_files import check_samples
 from one_step_off.cluster import remote_calls
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.config.errors import ConfigError

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from one_step_off.checkpoint.files import check_samples
 from one_step_off.checkpoint.in_flight import restored_in_flight
-from one_step_off.checkpoint.sample_files import check_samples
 from one_step_off.ray_trainer import Pipeline, Resumed, Stopped
 from tests.unit.ray_trainer.stand_ins import (
     TrainedStep,

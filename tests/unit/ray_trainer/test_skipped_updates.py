@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from one_step_off.checkpoint.sample_files import read_batch, write_batch
+from one_step_off.checkpoint.files import read_batch, write_batch
 from one_step_off.cluster.errors import RoleError
 from one_step_off.config.errors import ConfigError
 from one_step_off.data.samples import Batch, Sample

@@ -40,7 +40,6 @@ class FakeActor:
         self.version = 0
         self.trained: list[list[tuple[int, int]]] = []
         self.skipped_in_a_row = 0
-        self.on_span = None
         self.on_update = lambda step: None
 
     async def update(self, batch):

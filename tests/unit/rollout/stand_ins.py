@@ -11,6 +11,7 @@ import numpy as np
 from agent_loop.base import Generated
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
+from one_step_off.engines.vllm.engine import VllmEngine
 from one_step_off.models import tiny_qwen
 from one_step_off.rewards.reward import RewardError, RewardItem
 from one_step_off.rollout.replica import RolloutReplica
@@ -65,6 +66,13 @@ async def generate_two_tokens(ids, max_tokens, seed, sampling) -> Generated:
 def plain_tokenizer(response: str = "x") -> SimpleNamespace:
     """A tokenizer that decodes everything as `response`."""
     return SimpleNamespace(decode=lambda *_, **__: response)
+
+
+def vllm_engine(llm: Any, device: str = "cpu") -> VllmEngine:
+    """A started engine, with `llm` in place of vLLM's `AsyncLLM`."""
+    engine = VllmEngine(Config(), device)
+    engine.llm = llm
+    return engine
 
 
 def replica_of(

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from one_step_off.checkpoint.sample_files import read_batch, write_batch
+from one_step_off.checkpoint.files import read_batch, write_batch
 from one_step_off.config.schema import Config
 from one_step_off.data.episodes import EpisodeError, check_episodes, episode_numbers
 from one_step_off.data.samples import Batch, Prompt, Sample

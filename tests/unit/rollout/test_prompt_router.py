@@ -15,6 +15,7 @@ from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from tests.unit.stand_ins import (
     ActorMethod,
+    RecordedEvents,
     SlowReplica,
     StandInActor,
     make_prompts,
@@ -250,15 +251,15 @@ def test_prompts_have_the_time_of_all_steps_that_they_may_take(is_pool, stalenes
 
 def test_the_spans_of_a_call_name_its_replica_and_step():
     group = group_of([SlowReplica(0.01), SlowReplica(0.01)])
-    traced = []
-    group.on_trace = traced.extend
+    events = RecordedEvents()
+    group.events = events
     asyncio.run(group.generate(make_prompts(0, 1), "step 3", group.train_sampling))
     asyncio.run(group.generate(make_prompts(2), "evaluation of v4", group.val_sampling))
-    lanes = [(lane, kind, step) for lane, kind, step, _, _ in traced]
+    lanes = [(lane, kind, step) for lane, kind, step, _, _ in events.traced]
     assert lanes == [
         ("rollout 0", "generate", "3"),
         ("rollout 1", "generate", "3"),
         ("rollout 0 evaluation", "evaluate", "4"),
     ]
-    assert all(begin < end for *_, begin, end in traced)
-    assert np.ptp([begin for *_, begin, _ in traced]) < 5, "seconds since the epoch"
+    assert all(begin < end for *_, begin, end in events.traced)
+    assert np.ptp([begin for *_, begin, _ in events.traced]) < 5, "seconds since the epoch"

@@ -11,12 +11,14 @@ import pytest
 
 from one_step_off.cluster.errors import ProcessDied, TrainerDied
 from one_step_off.cluster.remote_calls import MAX_ATTEMPTS
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.schema import Config
 from one_step_off.rollout import replica_supervisor
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from tests.unit.stand_ins import (
     ActorMethod,
+    RecordedEvents,
     asyncio_reports,
     make_prompts,
     mark_healthy,
@@ -61,7 +63,10 @@ class MortalReplica:
 
 
 def group_of(
-    replicas: list[MortalReplica], routing: str = "static", respawn: Any = None
+    replicas: list[MortalReplica],
+    routing: str = "static",
+    respawn: Any = None,
+    events: RunEvents | None = None,
 ) -> RolloutGroup:
     cfg = Config()
     cfg.rollout.routing = routing
@@ -69,7 +74,7 @@ def group_of(
     cfg.rollout.heartbeat_s = 0.02
     cfg.rollout.heartbeat_timeout_s = 0.3
     respawn = respawn or (lambda i: MortalReplica())
-    group = RolloutGroup(replicas, cfg, False, respawn=respawn)
+    group = RolloutGroup(replicas, cfg, False, respawn=respawn, events=events)
 
     async def restore(i: int) -> bool:
         group.supervisor.health[i].transition_to(ReplicaState.HEALTHY)
@@ -224,16 +229,15 @@ def test_a_trainer_found_dead_when_a_replica_comes_back_ends_the_attempt():
 
 
 def test_the_user_reads_of_a_failure_and_of_the_restart():
-    lines: list[str] = []
+    events = RecordedEvents()
 
     async def main():
-        group = group_of([MortalReplica(), MortalReplica(deadly_row=5)])
-        group.on_message = lines.append
+        group = group_of([MortalReplica(), MortalReplica(deadly_row=5)], events=events)
         await generate(group)
         await asyncio.sleep(0.05)
 
     asyncio.run(main())
-    failed, restarted = lines
+    failed, restarted = events.lines
     assert failed.startswith("rollout 1 failed (step 0, rollout 1: RuntimeError: the engine died")
     assert failed.endswith("); restarting it")
     assert restarted.startswith("rollout 1 is back after ")

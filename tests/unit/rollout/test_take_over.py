@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from one_step_off.cluster.errors import SyncError
+from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.schema import Config
-from one_step_off.rollout import reuse_engines as take_over_module
+from one_step_off.rollout import replica_group
 from one_step_off.rollout.replica import RolloutReplica
-from one_step_off.rollout.replica_group import RolloutGroup
-from one_step_off.rollout.reuse_engines import reuse_engines
-from tests.unit.rollout.stand_ins import UNSEEDED, FakeScorer
-from tests.unit.stand_ins import ActorMethod, StandInActor, make_prompts
+from one_step_off.rollout.replica_group import RolloutGroup, reuse_engines
+from tests.unit.rollout.stand_ins import UNSEEDED, FakeScorer, vllm_engine
+from tests.unit.stand_ins import ActorMethod, RecordedEvents, StandInActor, make_prompts
 
 OF_THE_LOST = (0, 7)
 """The stamp of the weights that the attempt had sent last."""
@@ -63,7 +63,7 @@ class Engine:
 
 def replica_with(engine: Engine) -> Any:
     replica = RolloutReplica(Config(), 0, "cpu", [FakeScorer()])
-    replica.engine = engine
+    replica.engine = vllm_engine(engine)
     replica.stamp = OF_THE_LOST
     return replica
 
@@ -135,14 +135,16 @@ def test_what_waits_for_a_score_is_dropped():
     asyncio.run(main())
 
 
-def group_of(replicas: list[Any], started: list[int]) -> RolloutGroup:
+def group_of(
+    replicas: list[Any], started: list[int], events: RunEvents | None = None
+) -> RolloutGroup:
     """A group that notes in `started` which replicas it starts again."""
 
     def respawn(i: int) -> Any:
         started.append(i)
         return StandInActor(start=(8, [(1000 + i, 0.0)]), alive=None)
 
-    group = RolloutGroup(replicas, Config(), False, respawn=respawn)
+    group = RolloutGroup(replicas, Config(), False, respawn=respawn, events=events)
 
     async def restore(i: int) -> bool:
         return True
@@ -152,7 +154,7 @@ def group_of(replicas: list[Any], started: list[int]) -> RolloutGroup:
 
 
 def test_healthy_replicas_are_kept_and_the_others_are_started_again(monkeypatch):
-    monkeypatch.setattr(take_over_module, "DROP_S", 0.2)
+    monkeypatch.setattr(replica_group, "DROP_S", 0.2)
 
     async def main() -> None:
         dropped: list[int] = []
@@ -167,22 +169,21 @@ def test_healthy_replicas_are_kept_and_the_others_are_started_again(monkeypatch)
         former.supervisor.restarts = 5
         former.router.replica_capacity = 3
         started: list[int] = []
-        lines: list[str] = []
-        group = group_of(replicas, started)
-        group.on_message = lines.append
+        events = RecordedEvents()
+        group = group_of(replicas, started, events)
         await reuse_engines(group, former, 4)
         assert dropped == [4], "it learned the new incarnation"
         assert group.replicas[0] is well
         assert group.router.replica_capacity == 3
         assert group.supervisor.child_processes[0] == [(0, 0.0)]
-        assert lines[-1] == "1 of 4 replicas were kept"
+        assert events.lines[-1] == "1 of 4 replicas were kept"
         assert group.active == [0], "the others are being started"
         await asyncio.gather(*group.supervisor.restart_tasks.values())
         assert sorted(started) == [1, 2, 3]
         assert group.active == [0, 1, 2, 3]
         assert group.supervisor.child_processes[2] == [(1002, 0.0)]
         assert group.restarts == 5 + 3
-        reasons = [line for line in lines if "failed" in line]
+        reasons = [line for line in events.lines if "failed" in line]
         assert "the engine died" in reasons[0]
         assert "no answer in 0.2 s" in reasons[1]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agent_loop.base import AgentLoop, Generated, Trajectory
-from one_step_off.checkpoint.sample_files import read_samples, write_samples
+from one_step_off.checkpoint.files import read_samples, write_samples
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Sample
 from one_step_off.models import tiny_qwen

@@ -1,4 +1,4 @@
-"""What a replica does around the engine; the engine itself is in the e2e tests."""
+"""What a replica and its vLLM engine do around `AsyncLLM`, which itself is in the e2e tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.models import tiny_qwen
 from one_step_off.rollout.replica import RolloutReplica
-from tests.unit.rollout.stand_ins import UNSEEDED, FakeScorer
+from tests.unit.rollout.stand_ins import UNSEEDED, FakeScorer, vllm_engine
 
 
 def test_nothing_is_generated_before_verified_weights():
@@ -46,11 +46,11 @@ class BrokenEngine:
 
 def test_after_a_failed_sync_the_engine_stays_paused_and_unused():
     replica = RolloutReplica(Config(), 0, "cpu", [FakeScorer()])
-    replica.engine = BrokenEngine()
+    replica.engine = engine = vllm_engine(BrokenEngine())
     replica.stamp = (0, 3)
     with pytest.raises(RuntimeError, match="checksum"):
         asyncio.run(replica.sync((0, 4)))
-    assert not replica.engine.resumed
+    assert not engine.llm.resumed
     with pytest.raises(RuntimeError, match="no verified weights"):
         asyncio.run(replica.rollout([], UNSEEDED))
 
@@ -97,7 +97,7 @@ def test_what_a_sync_does_with_requests(in_flight, pause):
     cfg = Config()
     cfg.weight_sync.in_flight = in_flight
     replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()])
-    replica.engine = PausingEngine()
+    replica.engine = engine = vllm_engine(PausingEngine())
 
     async def main():
         for version in (3, 4):
@@ -105,7 +105,7 @@ def test_what_a_sync_does_with_requests(in_flight, pause):
             assert report["paused"] >= report["pause"]
 
     asyncio.run(main())
-    assert replica.engine.calls == [pause, "sync_weights"] * 2
+    assert engine.llm.calls == [pause, "sync_weights"] * 2
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_what_a_sync_does_with_requests(in_flight, pause):
 )
 def test_a_colocated_engine_sleeps_between_its_turns_and_wakes_for_the_sync(device, calls):
     replica = RolloutReplica(Config(), 0, device, [FakeScorer()])
-    replica.engine = SleepingEngine()
+    replica.engine = engine = vllm_engine(SleepingEngine(), device)
 
     async def main():
         await replica.sync((0, 0))
@@ -128,7 +128,7 @@ def test_a_colocated_engine_sleeps_between_its_turns_and_wakes_for_the_sync(devi
         await replica.sync((0, 1))
 
     asyncio.run(main())
-    assert replica.engine.calls == calls
+    assert engine.llm.calls == calls
     assert replica.stamp == (0, 1)
 
 

@@ -39,6 +39,7 @@ def call(*argv: str) -> tuple[subprocess.CompletedProcess, float]:
     ("argv", "part"),
     [
         ([TINY, "actor.lrr=1"], "did you mean actor.lr?"),
+        ([TINY, "rollout.engine=vlm"], "rollout.engine='vlm': unknown; did you mean vllm?"),
         (["config=nowhere.yaml"], "nowhere.yaml"),
         ([TINY, "model.path=/nowhere/model"], "/nowhere/model"),
         ([TINY, "data.train_files=/nowhere/a.jsonl"], "/nowhere/a.jsonl"),

@@ -57,7 +57,7 @@ class Attempt:
     keeps_engines = False
     endpoint = None
 
-    def __init__(self, prepared: Any, attempt: int, kept: Any = None) -> None:
+    def __init__(self, prepared: Any, attempt: int, kept: Any = None, events: Any = None) -> None:
         assert kept is None, "engines of a failed start are not kept"
         self.name = f"attempt {attempt}"
         self.events.append(f"{self.name} begins")
@@ -84,7 +84,7 @@ class Attempt:
 class SupervisedAttempt(Attempt):
     """In place of `SupervisedProcesses`."""
 
-    def __init__(self, prepared: Any) -> None:
+    def __init__(self, prepared: Any, events: Any = None) -> None:
         super().__init__(prepared, sum("begins" in event for event in self.events))
 
     is_process_failure = SupervisedProcesses.is_process_failure

@@ -97,12 +97,12 @@ class Attempt:
     handed_over: list[bool] = []
     ended: list[str] = []
 
-    def __init__(self, prepared: Any, attempt: int, kept: Any = None) -> None:
+    def __init__(self, prepared: Any, attempt: int, kept: Any, events: Any) -> None:
         self.keeps_engines = kept is not None
         self.endpoint = None
         ahead = SimpleNamespace(warning=lambda: "warning: of the sync")
         self.roles = SimpleNamespace(
-            rollout=SimpleNamespace(on_message=None, replicas=[], active=[], has_answered=True),
+            rollout=SimpleNamespace(replicas=[], active=[], has_answered=True),
             sync=SimpleNamespace(ahead=ahead),
         )
         self.engines = kept or SimpleNamespace(end=self.end_engines, name=f"of {attempt}")

@@ -18,9 +18,9 @@ import pytest
 
 from one_step_off import train
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.free_folder import free_folder_setting
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.trainer import free_folder_setting
 from one_step_off.main_ppo import main
 from one_step_off.main_sft import main as sft_main
 from one_step_off.runtime import failure_report, launch, run_folder
@@ -98,7 +98,7 @@ def test_the_folder_that_the_error_names_is_free_and_can_be_added_to_the_command
     assert try_run(capsys, setting)[0]
     cfg = Config()
     cfg.trainer.output_dir = f"{tmp_path}/my run/"
-    assert free_folder_setting(cfg) == f"'trainer.output_dir={tmp_path}/my run_2'"
+    assert free_folder_setting(cfg.trainer) == f"'trainer.output_dir={tmp_path}/my run_2'"
 
 
 def test_a_run_with_checkpoints_is_resumed_and_not_replaced(try_run, tmp_path, capsys):

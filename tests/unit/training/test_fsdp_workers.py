@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from one_step_off.algorithms import core_algos
+from one_step_off.algorithms import schedule
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.data.staleness import StalenessError
 from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
@@ -210,9 +210,9 @@ def test_mini_batches_epochs_clip_and_schedule(model_folders, start_single):
             p.grad = torch.from_numpy(gradients[n])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         for g in optimizer.param_groups:
-            g["lr"] = core_algos.learning_rate(step, 40, 1e-3, "cosine", 2)
+            g["lr"] = schedule.learning_rate(step, 40, 1e-3, "cosine", 2)
         optimizer.step()
-    assert metrics["actor/lr"] == core_algos.learning_rate(3, 40, 1e-3, "cosine", 2)
+    assert metrics["actor/lr"] == schedule.learning_rate(3, 40, 1e-3, "cosine", 2)
     trained = whole(worker)
     for n, p in model.named_parameters():
         np.testing.assert_allclose(trained[n], p.detach().numpy(), atol=1e-5)

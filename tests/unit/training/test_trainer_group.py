@@ -16,6 +16,7 @@ from one_step_off.training import trainer_group
 from one_step_off.training.trainer_group import WorkerGroup
 from tests.unit.stand_ins import (
     ActorMethod,
+    RecordedEvents,
     StandInActor,
     asyncio_reports,
     make_prompts,
@@ -54,6 +55,21 @@ def test_a_role_in_the_replicas_pool_has_them_sleep_first():
 
     asyncio.run(main())
     assert events == ["generate", "sleep", "update"]
+
+
+@pytest.mark.usefixtures("_no_object_store")
+def test_what_uses_the_devices_is_in_the_timeline():
+    events = RecordedEvents()
+    rank = StandInActor(update={}, log_prob={}, score=[np.zeros(2)])
+
+    async def main():
+        actor = WorkerGroup("actor", [rank], Config(), events=events)
+        await actor.log_prob(Batch(3, [], (0, 3)))
+        await actor.update(Batch(3, [], (0, 3)))
+        await actor.score([np.arange(3)])
+
+    asyncio.run(main())
+    assert events.roles == [("actor", "log_prob", 3), ("actor", "update", 3)]
 
 
 class CountingMethod:

@@ -11,7 +11,7 @@ import pytest
 
 from one_step_off.cluster.errors import CanaryFailed, SyncError
 from one_step_off.weight_sync import canary_diagnosis
-from tests.unit.stand_ins import ActorMethod
+from tests.unit.stand_ins import ActorMethod, RecordedEvents
 from tests.unit.weight_sync.test_coordinator import connected_sync
 
 SEQUENCES = [np.array([5, 6, 7]), np.array([8, 9, 10, 11])]
@@ -40,8 +40,9 @@ def log_of_failure(
     trainer answers then after `delay` seconds. The error is the canary's, whatever happens."""
     sync = connected_sync(GOOD, [GOOD, BAD])
     sync.canary = SEQUENCES
-    lines: list[str] = []
-    sync.on_log = lines.append
+    events = RecordedEvents()
+    sync.events = events
+    lines = events.lines
     replicas: Any = sync.rollout.replicas
     replicas[0].score = ActorMethod(one_after_another(GOOD, GOOD))
     replicas[1].score = ActorMethod(one_after_another(BAD, second))
@@ -125,8 +126,9 @@ def test_a_restored_replica_is_not_scored_again():
     """The trainer may have newer weights by then, and would be named wrongly."""
     sync = connected_sync(GOOD, [BAD])
     sync.canary = SEQUENCES
-    lines: list[str] = []
-    sync.on_log = lines.append
+    events = RecordedEvents()
+    sync.events = events
+    lines = events.lines
     replicas: Any = sync.rollout.replicas
     replicas[0].score = ActorMethod(one_after_another(BAD))
     with pytest.raises(CanaryFailed, match="differ by 0.5 nats"):

@@ -17,7 +17,7 @@ from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync import sync_calls
 from one_step_off.weight_sync.canary_beside import canary_limit_s
 from one_step_off.weight_sync.coordinator import WeightSync
-from tests.unit.stand_ins import TRAINER_CONTROL, ActorMethod, StandInActor
+from tests.unit.stand_ins import TRAINER_CONTROL, ActorMethod, RecordedEvents, StandInActor
 
 SCORES = [np.array([-1.0])]
 SENT = {"bytes": 8.0, "changed": 1.0, "gather": 0.1, "bucket_wire": [[0, 0.3]], "spans": []}
@@ -103,7 +103,7 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
         del supervisor.restart_tasks[1]
 
     async def main():
-        sync.last_sent = ((0, 3), SCORES)
+        sync.versions.send((0, 3), SCORES)
         sync.connected_replicas = []
         supervisor.restart_tasks[1] = asyncio.create_task(come_back())
         await asyncio.sleep(0.01)
@@ -203,15 +203,15 @@ def test_bfloat16_measures_its_tolerance_and_says_so():
     good = [np.full(50, -1.0), np.array([-2.0])]
     near = [np.full(50, -1.0), np.array([-2.2])]
     sync = connected_sync(good, [near], "bfloat16")
-    lines: list[str] = []
-    sync.on_log = lines.append
+    events = RecordedEvents()
+    sync.events = events
     metrics = asyncio.run(sync((0, 0)))
     assert metrics["canary/logprob_diff_max"] == pytest.approx(0.2)
     assert metrics["canary/tolerance"] == pytest.approx(1.0)
-    (line,) = lines
+    (line,) = events.lines
     assert line.startswith("canary after the sync of version 0: engine and trainer differ by 0.2")
     asyncio.run(sync((0, 1)))
-    assert len(lines) == 1, "measured once"
+    assert len(events.lines) == 1, "measured once"
 
 
 def test_nan_in_any_sequence_stops():

@@ -16,7 +16,7 @@ from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync import sync_calls
 from one_step_off.weight_sync.coordinator import WeightSync
-from tests.unit.stand_ins import TRAINER_CONTROL, ActorMethod, StandInActor
+from tests.unit.stand_ins import TRAINER_CONTROL, ActorMethod, RecordedEvents, StandInActor
 
 SCORES = [np.array([-1.0])]
 
@@ -41,7 +41,8 @@ class FaultySync(WeightSync):
         self.deaths = deaths
         self.stays_alive = stays_alive
         self.grouped: list[list[int]] = []
-        self.lines: list[str] = []
+        events = RecordedEvents()
+        self.lines = events.lines
         cfg = Config()
         cfg.weight_sync.timeout_s = 1.0
         supervisor = RolloutGroup(
@@ -49,9 +50,9 @@ class FaultySync(WeightSync):
             cfg,
             True,
             respawn=respawn or self.replica,
+            events=events,
         ).supervisor
         supervisor.child_processes = [[(i, 1.0)] for i in range(replicas)]
-        supervisor.on_message = self.lines.append
         sent = {"bytes": 8.0, "changed": 1.0, "bucket_wire": [[0, 0.1]], "spans": []}
         trainer = StandInActor(
             score=lambda sequences: SCORES,

@@ -29,7 +29,7 @@ from one_step_off.engines.vllm.chat.conversation import (
 NOT_FOR_NEW_MESSAGES = ("tools", "tokenize", "add_generation_prompt", "continue_final_message")
 """What vLLM's renderer receives besides the settings of the chat template."""
 
-MIN_CHECKED_CHARS = 100_000
+MIN_CHECKED_CHARS = 20_000
 """Shorter texts are tokenized in no time, and the episode then knows their exact length."""
 
 

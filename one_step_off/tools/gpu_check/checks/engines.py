@@ -1,4 +1,4 @@
-"""The vLLM engine: new weights in place, sleep and wake, and how far it is from the trainer.
+"""The engine: new weights in place, sleep and wake, and how far it is from the trainer.
 
 The engine is the run's own `RolloutReplica`, in this process; this process also sends, from the
 same device. What the engine must score is what a Hugging Face model with the same weights scores.
@@ -18,6 +18,7 @@ import torch
 from one_step_off.config.lengths import engine_length
 from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.config.schema import Config
+from one_step_off.engines.engine import GenerationRequest
 from one_step_off.tools.gpu_check.check import CheckFailed, Context, Figures
 from one_step_off.tools.gpu_check.checkpoints import dtype_of, random_checkpoint
 from one_step_off.tools.gpu_check.checks import workers
@@ -73,6 +74,7 @@ def _config(context: Context, dtype: str, mode: str = "full", sleeps: bool = Fal
     cfg.placement.pools = {"all": [1]} if sleeps else {"rollout": [1], "actor": [1]}
     cfg.placement.roles = {"rollout": pool, "actor": "all" if sleeps else "actor"}
     cfg.rollout.kv_cache_mb = 64
+    cfg.rollout.sampling_kwargs = {"ignore_eos": True}  # every answer has NEW_TOKENS
     cfg.rollout.gpu_memory_utilization = GPU_SHARE
     cfg.weight_sync.mode = mode
     cfg.trainer.step_timeout_s = TIMEOUT_S
@@ -137,7 +139,7 @@ class _Model:
         return scores
 
 
-class _Engine:
+class ReplicaWithSender:
     """A replica and the sender that feeds it, driven from outside of an event loop."""
 
     def __init__(self, cfg: Config, device: str, weights: dict[str, torch.Tensor]) -> None:
@@ -152,6 +154,7 @@ class _Engine:
         self.replica = RolloutReplica(cfg, 0, device, [])
         begin = time.perf_counter()
         self._run(self.replica.start())
+        self._run(self.replica.engine.resume((0, 0)))  # of the checkpoint that it has loaded
         self.start_s = time.perf_counter() - begin
         self._connect(torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
 
@@ -199,7 +202,7 @@ class _Engine:
         sharded_only = self.layout_is_proved
         sending = lambda: self.sender.send(tensors, version, sharded_only)  # noqa: E731
         (report,) = self._beside(sending, self.replica.sync((0, version), sharded_only))
-        self.layout_is_proved = bool(report["layout_proved"])
+        self.layout_is_proved = bool(report.get("layout_proved"))
         return report
 
     def _beside(self, sending: Any, receiving: Coroutine[Any, Any, Any]) -> Any:
@@ -233,15 +236,9 @@ class _Engine:
         return [self._run(self._generate_one(ids)) for ids in sequences]
 
     async def _generate_one(self, ids: np.ndarray) -> np.ndarray:
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            max_tokens=NEW_TOKENS, temperature=0.0, logprobs=0, ignore_eos=True, detokenize=False
-        )
-        output = (await self.replica._request(ids, params)).outputs[0]
-        tokens = list(output.token_ids)
-        log_probs = [row[token].logprob for row, token in zip(output.logprobs, tokens, strict=True)]
-        return np.array([tokens, log_probs], np.float64)
+        request = GenerationRequest(ids, NEW_TOKENS, temperature=0.0)
+        generated = await self.replica.engine.generate(request)
+        return np.array([generated.ids, generated.log_probs], np.float64)
 
     def sleep(self) -> None:
         """Give the engine's memory back."""
@@ -273,7 +270,7 @@ class _Loaded:
     """What the engine answers with the weights that it loaded, twice: kernels may not repeat bit by
     bit."""
 
-    def __init__(self, engine: _Engine, sequences: list[np.ndarray]) -> None:
+    def __init__(self, engine: ReplicaWithSender, sequences: list[np.ndarray]) -> None:
         self.tested = engine
         self.sequences = sequences
         self.scores = engine.score(sequences)
@@ -300,7 +297,9 @@ def _are_same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
     return all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def _require_graphs_right(engine: _Engine, sequences: list[np.ndarray], dtype: str) -> str:
+def _require_graphs_right(
+    engine: ReplicaWithSender, sequences: list[np.ndarray], dtype: str
+) -> str:
     """Tokens generated one by one (CUDA graphs) have the log-probs that the engine gives to the
     whole sequence (no decode graph). Graphs that still read old weights would not."""
     generated = engine.generate(sequences)
@@ -370,7 +369,7 @@ def _updated(context: Context, folder: str) -> tuple[Figures, Scores]:
     cfg = _config(context, dtype_of(context), mode="delta")
     model = _Model.load(cfg, context.device)
     sequences = _sequences(cfg)
-    engine = _Engine(cfg, context.device, model.tensors())
+    engine = ReplicaWithSender(cfg, context.device, model.tensors())
     dtype = cfg.model.dtype
     loaded = _Loaded(engine, sequences)
     figures: Figures = {"start, s": engine.start_s}
@@ -401,7 +400,7 @@ def sleep_and_wake(context: Context) -> Figures:
     cfg = _config(context, dtype_of(context), sleeps=True)
     model = _Model.load(cfg, context.device)
     sequences = _sequences(cfg)
-    engine = _Engine(cfg, context.device, model.tensors())
+    engine = ReplicaWithSender(cfg, context.device, model.tensors())
     weights_bytes = sum(tensor.nbytes for tensor in model.tensors().values())
     loaded = _Loaded(engine, sequences)
     figures: Figures = {"start, s": engine.start_s}
@@ -444,7 +443,7 @@ def _engine_scores(cfg: Config, device: str, sequences: list[np.ndarray], path: 
     """What a new engine scores, with the weights in `path` instead of the config's."""
     cfg.model.path = path or cfg.model.path
     model = _Model.load(cfg, device)
-    return _Engine(cfg, device, model.tensors()).score(sequences)
+    return ReplicaWithSender(cfg, device, model.tensors()).score(sequences)
 
 
 def _worker_scores(cfg: Config, device: str, sequences: list[np.ndarray]) -> Scores:

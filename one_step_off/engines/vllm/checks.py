@@ -1,0 +1,68 @@
+"""What only vLLM itself knows of a config: the fields of its engine, and the models that it has
+code for. Importing vLLM takes ten seconds, so each check does it only where it must."""
+
+from dataclasses import fields
+from typing import Any
+
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.packages import is_installed
+from one_step_off.config.schema import Config
+from one_step_off.config.sections.rollout import check_engine_names
+from one_step_off.config.teachers import config_of_teacher, teacher_key, teacher_paths
+
+
+def check_policy(cfg: Config) -> None:
+    """Check `rollout.engine_kwargs`, and the policy's model. Raises ConfigError."""
+    if not is_installed("vllm"):
+        raise ConfigError(
+            f"rollout.engine={cfg.rollout.engine}: vLLM is not installed; run shell/setup.sh, or "
+            "use rollout.engine=transformers, which is slow"
+        )
+    _check_engine_fields(cfg, "rollout")
+    _check_model(cfg, "model.path", cfg.model.path)
+
+
+def check_teachers(cfg: Config) -> None:
+    """Check `teacher.engine_kwargs`, and the models of teachers in engines. Raises ConfigError."""
+    if not is_installed("vllm"):
+        raise ConfigError(
+            "teacher.backend=vllm: vLLM is not installed; run shell/setup.sh, or use "
+            "teacher.backend=fsdp"
+        )
+    _check_engine_fields(cfg, "teacher")
+    for name in teacher_paths(cfg):
+        _check_model(cfg, teacher_key(name), config_of_teacher(cfg, name).teacher.path)
+
+
+def _check_engine_fields(cfg: Config, section: str) -> None:
+    if getattr(cfg, section).engine_kwargs:
+        from vllm import AsyncEngineArgs
+
+        names = [field.name for field in fields(AsyncEngineArgs)]
+        check_engine_names(f"{section}.engine_kwargs", getattr(cfg, section).engine_kwargs, names)
+
+
+def _check_model(cfg: Config, key: str, path: str) -> None:
+    """Refuse a model of transformers that vLLM has no code for.
+
+    Args:
+        key: the config key that holds `path`.
+        path: of a causal language model.
+    """
+    if cfg.model.trust_remote_code:  # a model's own code decides what kind of model it is
+        return
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    model_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    # vLLM runs any model with the code of transformers where that code accepts vLLM's attention.
+    if model_class.is_backend_compatible() or model_class._can_set_attn_implementation():
+        return
+    from vllm import ModelRegistry, plugins
+
+    plugins.load_general_plugins()  # plugins may add models
+    architectures = getattr(model_config, "architectures", None) or [model_class.__name__]
+    if architectures[0] not in ModelRegistry.get_supported_archs():
+        raise ConfigError(
+            f"{key}={path}: vLLM, which generates, has no code for {architectures[0]}; give another"
+        )

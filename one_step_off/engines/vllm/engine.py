@@ -1,0 +1,240 @@
+"""`VllmEngine`: vLLM's `AsyncLLM` behind the Engine seam, see `engines/engine.py`."""
+
+from typing import Any
+
+import numpy as np
+import psutil
+
+from agent_loop.base import Generated
+from one_step_off.cluster.errors import SyncError
+from one_step_off.config.lora_checks import sends_adapters
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import PolicyVersion
+from one_step_off.engines.engine import GenerationRequest
+from one_step_off.engines.vllm import checks
+from one_step_off.engines.vllm.engine_args import engine_args
+from one_step_off.engines.vllm.processes import (
+    engine_processes,
+    failed_start_names_its_reason,
+)
+from one_step_off.engines.vllm.prompt_scores import log_probs_of
+
+
+class VllmEngine:
+    """One `AsyncLLM` with `tensor_parallel_size` workers. See `Engine`.
+
+    Attributes:
+        llm: the `AsyncLLM`; None before `start`.
+    """
+
+    def __init__(self, cfg: Config, device: str, seed: int = 0, log: str = "") -> None:
+        """
+        Args:
+            device: "cpu" or "cuda".
+            seed: see `sampling.engine_seed`.
+            log: the file with the output of this process; "": it has none of its own.
+        """
+        self.cfg = cfg
+        self.device = device
+        self.seed = seed
+        self.log = log
+        self.llm: Any = None
+        self.max_sequences = 0
+        self.started_requests = 0
+        self.finished_requests = 0
+        self.asleep = False
+        self.lora_request: Any = None  # of every request, where the engine has the adapters apart
+        self.own_processes: list[psutil.Process] = []
+
+    @staticmethod
+    def check(cfg: Config) -> None:
+        """Refuse what the installed vLLM cannot do; see `Engine`."""
+        checks.check_policy(cfg)
+
+    @staticmethod
+    def check_agents(cfg: Config) -> None:
+        """See `ServesAgents`."""
+        from one_step_off.engines.vllm.chat.parsers import check_parsers
+
+        check_parsers(cfg)
+
+    async def start(self) -> None:
+        """See `Engine`."""
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = engine_args(self.cfg, self.device, self.seed)
+        self.lora_request = request_of_policy(self.cfg)
+        with failed_start_names_its_reason("its engine did not start", self.log):
+            self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self.max_sequences = self.llm.vllm_config.scheduler_config.max_num_seqs
+        self.own_processes = engine_processes()
+
+    def agent_serving(self, tokenizer: Any) -> Any:
+        """See `ServesAgents`."""
+        # vLLM's HTTP classes are slow to import, and most runs need none.
+        from one_step_off.engines.vllm.chat.serving import Serving
+
+        return Serving(self.cfg, self.llm, tokenizer)
+
+    def processes(self) -> list[psutil.Process]:
+        """See `Engine`."""
+        return self.own_processes
+
+    @property
+    def errored(self) -> bool:
+        """See `Engine`."""
+        return self.llm is not None and self.llm.errored
+
+    async def heartbeat(self) -> None:
+        """See `Engine`."""
+        await self.llm.is_sleeping()
+
+    def has_unfinished_requests(self) -> bool:
+        """See `Engine`."""
+        return self.llm.output_processor.has_unfinished_requests()
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> Generated:
+        """See `Engine`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        user_settings = dict(self.cfg.rollout.sampling_kwargs)
+        if request.stop:
+            run_stops = user_settings.get("stop") or []
+            if isinstance(run_stops, str):
+                run_stops = [run_stops]
+            user_settings["stop"] = [*run_stops, *request.stop]
+        settings = {
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "max_tokens": request.max_tokens,
+            "seed": request.seed,
+            "logprobs": 0,
+            "flat_logprobs": True,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
+        needs_text = "stop" in user_settings  # words to stop at are found in text
+        params = SamplingParams(**settings, **({"detokenize": needs_text} | user_settings))
+        output = await self._request(request.ids, params)
+        return generated_tokens(output.outputs[0])
+
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        """See `Engine`."""
+        return await log_probs_of(self._request, ids)
+
+    async def _request(self, ids: np.ndarray, params: Any) -> Any:
+        """The engine's last output for these token ids, int32 [T]."""
+        self.started_requests += 1
+        name = str(self.started_requests)
+        params.skip_clone = True  # no other request changes these settings
+        # Marked as tokens: a prompt would else travel through a thread that has nothing to
+        # tokenize.
+        prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
+        answers = self.llm.generate(prompt, params, name, lora_request=self.lora_request)
+        try:
+            outputs = [output async for output in answers]
+            return outputs[-1]
+        finally:
+            self.finished_requests += 1
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """See `Engine`."""
+        try:
+            return await self.llm.collective_rpc(method, args=args)
+        except Exception as e:  # vLLM passes on the text of its workers' errors, but not their type
+            lines = str(e).strip().splitlines() or [type(e).__name__]
+            message = lines[-1].removeprefix("Call to collective_rpc method failed: ")
+            raise SyncError(message) from e
+
+    async def pause(self, wait: bool, clear_cache: bool) -> None:
+        """See `Engine`."""
+        # Not AsyncLLM.pause_generation: it sleeps another 20 ms, for callers to whom the order of
+        # outputs matters.
+        mode = "wait" if wait else "keep"
+        await self.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+    async def resume(self, version: PolicyVersion) -> None:
+        """See `Engine`."""
+        attempt, number = version
+        await self.llm.update_weight_version(f"{attempt}.{number}")
+        await self.llm.resume_generation()
+
+    async def sleep(self) -> None:
+        """See `Engine`."""
+        if self.device == "cuda" and not self.asleep:
+            await self.llm.sleep(level=2)
+            self.asleep = True
+
+    async def wake_up(self, tags: list[str]) -> None:
+        """See `Engine`."""
+        if not self.asleep:
+            return
+        await self.llm.wake_up(tags)
+        if "kv_cache" in tags:  # the last one: the weights come first
+            self.asleep = False
+
+    def shutdown(self) -> None:
+        """See `Engine`."""
+        if self.llm is not None:
+            self.llm.shutdown()
+
+
+def request_of_policy(cfg: Config) -> Any:
+    """The `LoRARequest` that every request carries; None where the adapters are merged.
+
+    No request may go without: on CPUs vLLM would give it the adapter of its neighbours in the batch
+    or none, by chance.
+    """
+    if not sends_adapters(cfg):
+        return None
+    from vllm.lora.request import LoRARequest  # vLLM takes seconds to import
+
+    from one_step_off.weight_sync.base_weights import ADAPTER_ID
+
+    return LoRARequest("policy", ADAPTER_ID, "in memory: weight_sync.lora=adapter")
+
+
+def token_versions(spans: Any, length: int) -> tuple[int, np.ndarray]:
+    """The weights that made each token of a response.
+
+    Args:
+        spans: vLLM's spans of weight versions, labeled "attempt.version".
+        length: tokens of the response.
+
+    Returns:
+        The attempt, and the version of each token, int32 [length].
+
+    Raises:
+        RuntimeError: a token has no version, or the spans have two attempts.
+    """
+    versions = np.full(length, -1, dtype=np.int32)
+    attempts = set()
+    for span in spans or ():
+        attempt, version = span.version.split(".")
+        versions[span.start : span.end] = int(version)
+        attempts.add(int(attempt))
+    several_attempts = length > 0 and len(attempts) != 1
+    if several_attempts or (versions < 0).any():
+        raise RuntimeError(
+            f"the engine stamped {length} tokens with {spans}: expected one known version for each"
+        )
+    return next(iter(attempts), 0), versions
+
+
+def generated_tokens(completion: Any) -> Generated:
+    """vLLM's `CompletionOutput` as the tokens of one turn.
+
+    Raises:
+        RuntimeError: a token has no version, or there is not one log-prob per token.
+    """
+    tokens = np.asarray(completion.token_ids, dtype=np.int32)
+    attempt, versions = token_versions(completion.weight_versions, len(tokens))
+    log_probs = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
+    if len(log_probs) != len(tokens):
+        raise RuntimeError(f"the engine gave {len(log_probs)} log-probs for {len(tokens)} tokens")
+    return Generated(tokens, log_probs, versions, attempt, str(completion.finish_reason))
