@@ -8,7 +8,7 @@ while turn := await trajectory.generate(generate):  # a turn of the policy, kept
 return trajectory
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -22,7 +22,6 @@ from agent_loop.trajectory import (
     Limits,
     ScoreFunction,
     Trajectory,
-    warn_renamed,
 )
 from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.registry import Registry
@@ -48,7 +47,7 @@ LOOPS = Registry("agent.loop", "module:Class")
 
 CURRENT_PROMPT: ContextVar[Prompt | None] = ContextVar("CURRENT_PROMPT", default=None)
 """The row of the running trajectory, whose settings the chat template receives in every turn. A
-loop serves many rows at once, and `encode_messages` is not told which."""
+loop serves many rows at once, and `encode_messages` does not receive it."""
 
 
 class Endpoint(Protocol):
@@ -98,12 +97,6 @@ class AgentLoop:
     observation_role = ""
     needs_endpoint = False
     endpoint: Endpoint | None = None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "hears" in vars(cls):  # the old name, for one release
-            warn_renamed("AgentLoop.hears", "AgentLoop.observation_role")
-            cls.observation_role = vars(cls)["hears"]
 
     def __init__(self, cfg: Config, tokenizer: Any) -> None:
         """
@@ -165,11 +158,6 @@ class AgentLoop:
         messages = normalized_messages(messages, "messages")
         return self.turn_encoder.encode(messages, turn_ids, calls, settings)
 
-    def turn(self, messages: list[Message], said: np.ndarray) -> np.ndarray:
-        """Deprecated: `encode_messages`."""
-        warn_renamed("AgentLoop.turn", "AgentLoop.encode_messages")
-        return self.encode_messages(messages, said)
-
 
 class Loops:
     """The loops of a run by name, each made once."""
@@ -218,3 +206,11 @@ class Loops:
             own.max_turn_tokens or agent.max_turn_tokens,
             own.timeout_s or agent.timeout_s,
         )
+
+
+def uses_endpoint(cfg: Config, loop_names: Iterable[str]) -> bool:
+    """Whether a run has an endpoint: by `agent.endpoint`, or because of one of its loops."""
+    if cfg.agent.endpoint:
+        return True
+    loops = [LOOPS.find(name or cfg.agent.loop).function for name in loop_names]
+    return any(getattr(loop, "needs_endpoint", False) for loop in loops)

@@ -9,6 +9,8 @@ The episode ends with its agent.
 """
 
 import asyncio
+import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -18,16 +20,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agent_loop.agent_logs import AgentLogs
 from agent_loop.base import LOOPS, AgentLoop, Episode, Generate, Limits, ScoreFunction
 from agent_loop.environment import failure_of_environment
-from agent_loop.episode import LIMITS, RewardMissing, data_kind
-from agent_loop.episode_row import episode_row
+from agent_loop.episode import LIMITS, RewardMissing, data_kind, episode_row
 from agent_loop.host_client import AgentDied, AgentHosts, HostFailed, HostPlan
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.agent import AgentConfig
 from one_step_off.config.text import one_line
+from one_step_off.config.user_code import AGENT_LOG_FOLDER
 from one_step_off.data.samples import Prompt
 
 ADAPTERS = {
@@ -44,13 +45,17 @@ FUNCTION = re.compile(r"[^\W\d]\w*(\.\w+)*:[^\W\d][\w.]*")
 INTERPRETERS = re.compile(r"python[\d.]*|bash|sh|zsh|node|deno|bun|ruby|perl")
 SCRIPT_ENDINGS = (".py", ".sh", ".js", ".mjs", ".cjs", ".ts", ".rb", ".pl")
 MAX_FIRST_LINE = 256  # bytes; what Linux reads of it
-
 SETTLE_S = 1.0
 POLL_S = 0.01
 MAX_RESTARTS = 2
 """How often an agent that was killed from outside begins again, with another episode."""
 
 CUT_OFF = "its last answer was cut off (finish_reason length)"
+
+MAX_LOGS = {".open.log": 2048, ".failed.log": 500, ".log": 500}
+"""How many logs of each kind are kept, the newest ones."""
+
+PRUNE_EVERY = 64  # ended episodes
 
 
 class AgentFailed(RuntimeError):
@@ -131,6 +136,56 @@ def _module_folders(python: str) -> list[str]:
     if not python:
         folders += [folder for folder in sys.path if folder]
     return folders
+
+
+class AgentLogs:
+    """The logs of external agents: a file per episode, of those that printed something.
+
+    NAME.open.log     of an agent that runs
+    NAME.log          of one that has ended
+    NAME.failed.log   of one that has failed, or was killed
+
+    Several replicas may share the folder, RUN/agents.
+    """
+
+    def __init__(self, output_dir: str) -> None:
+        self.folder = Path(os.path.abspath(output_dir)) / AGENT_LOG_FOLDER
+        self.ended = itertools.count(1)
+
+    def open(self, name: str) -> str:
+        """Where the agent of episode `name` writes."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return str(self.folder / f"{name}.open.log")
+
+    def end(self, name: str, failed: bool) -> str:
+        """Give the log of an agent that has ended its name.
+
+        Returns:
+            The log, relative to the run's folder; "": it printed nothing.
+        """
+        suffix = ".failed.log" if failed else ".log"
+        ended = self.folder / f"{name}{suffix}"
+        if next(self.ended) % PRUNE_EVERY == 0:
+            self.prune()
+        try:
+            (self.folder / f"{name}.open.log").rename(ended)
+        except OSError:
+            return ""
+        return f"{AGENT_LOG_FOLDER}/{ended.name}"
+
+    def prune(self) -> None:
+        """Remove the oldest logs beyond the number that is kept."""
+        logs: dict[str, list[tuple[float, str]]] = {suffix: [] for suffix in MAX_LOGS}
+        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                suffix = next((suffix for suffix in MAX_LOGS if entry.name.endswith(suffix)), "")
+                if suffix:
+                    with contextlib.suppress(OSError):  # another replica removed it
+                        logs[suffix].append((entry.stat().st_mtime, entry.path))
+        for suffix, found in logs.items():
+            for _, path in sorted(found, reverse=True)[MAX_LOGS[suffix] :]:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
 
 
 @LOOPS.register("external")

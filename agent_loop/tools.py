@@ -113,7 +113,7 @@ async def python(code: str) -> str:
     Args:
         code: The program. Use print to see a result.
     """
-    # What this does not protect from: docs/tutorials/your_own_agent.md, section Tools.
+    # What this does not protect from: docs/tutorials/tools.md.
     folder = tempfile.mkdtemp(prefix="tool_")
     try:
         output = await _run_program(code, folder)

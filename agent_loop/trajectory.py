@@ -5,7 +5,6 @@ that were sampled.
 """
 
 import time
-import warnings
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -257,35 +256,8 @@ class Trajectory:
             extra=extra,
         )
 
-    # --- old names, for one release ---------------------------------------------------------------
-
-    async def say(self, generate: Generate, train: bool = True) -> Generated | None:
-        """Deprecated: `generate`."""
-        warn_renamed("Trajectory.say", "Trajectory.generate")
-        return await self.generate(generate, train)
-
-    def hear(self, role: str, ids: np.ndarray) -> bool:
-        """Deprecated: `observe`."""
-        warn_renamed("Trajectory.hear", "Trajectory.observe")
-        return self.observe(role, ids)
-
-    @property
-    def cut(self) -> bool:
-        """Deprecated: `truncated`."""
-        warn_renamed("Trajectory.cut", "Trajectory.truncated")
-        return self.truncated
-
 
 def plain_facts(facts: dict[str, float]) -> dict[str, float]:
     """The numbers that an agent loop reports, as Python's own. Raises UnstorableValue: one is no
     finite number."""
     return {name: plain_number(number, f"fact {name}") for name, number in facts.items()}
-
-
-def warn_renamed(old: str, new: str) -> None:
-    """Warn the caller's caller that a public name has changed."""
-    warnings.warn(
-        f"{old} was renamed to {new}; the next release removes the old name",
-        DeprecationWarning,
-        stacklevel=3,
-    )

@@ -49,7 +49,7 @@ from one_step_off.weight_sync.sender_groups import (
     SenderGroup,
     form_groups,
     message_bytes,
-    sections_of_rank,
+    shards_of_rank,
 )
 from one_step_off.weight_sync.trainer_sender import SenderAddress
 
@@ -154,9 +154,9 @@ def sync_figures(plan: BucketPlan, groups: list[SenderGroup], pieces: Pieces) ->
     messages = (parts_of_sender > 0).sum(axis=1)
     first = groups[0]
     leader_sections, leader_s = timed(
-        lambda: [sections_of_rank(plan, 0, pieces[rank]) for rank in first.ranks]
+        lambda: [shards_of_rank(plan, 0, pieces[rank]) for rank in first.ranks]
     )
-    _, member_s = timed(sections_of_rank, plan, 0, pieces[first.ranks[-1]])
+    _, member_s = timed(shards_of_rank, plan, 0, pieces[first.ranks[-1]])
     own_bytes = [sum(map(message_bytes, sections)) for sections in leader_sections]
     from_members = [sum(map(bool, sections)) for sections in leader_sections[1:]]
     has_members = bool(first.members)
@@ -187,7 +187,7 @@ def measure(ranks: int, layers: int, max_senders: int, bucket_mb: int, stores: b
     cfg.rollout.tensor_parallel_size = WORKERS_PER_REPLICA
     traffic = DriverTraffic(stores)
     connect_s = connect(pieces, cfg, traffic)
-    groups = form_groups(pieces, "sharded", max_senders)
+    groups = form_groups(pieces, max_senders)
     pieces_of_sender = [group.pieces for group in groups]
     plan, plan_s = timed(BucketPlan.build, pieces_of_sender, bucket_mb << 20)
     return {

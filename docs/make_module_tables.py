@@ -1,6 +1,6 @@
-"""Writes the tables of modules in docs/concepts/architecture.md: python docs/make_module_tables.py
+"""Writes docs/reference/modules*.md, the tables of modules: python docs/make_module_tables.py
 
-Each row is a module and the first sentence of its docstring.
+Each row is a module and the first sentence of its docstring. Each page holds some packages.
 """
 
 from __future__ import annotations
@@ -10,9 +10,58 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "concepts" / "architecture.md"
-BEGIN = "<!-- modules: written by docs/make_module_tables.py from the docstrings -->"
-END = "<!-- end of modules -->"
+REFERENCE = ROOT / "docs" / "reference"
+# Page -> its title, its question, and the packages that it lists with the packages inside them.
+PAGES = {
+    "modules_config": (
+        "Modules: config and the command line",
+        "Which module reads, describes or checks a config, and which is a command?",
+        ["one_step_off", "one_step_off/config"],
+    ),
+    "modules_training": (
+        "Modules: data, algorithms and training",
+        "Which module holds a sample, a formula, a reward, a model or a trainer?",
+        [
+            "one_step_off/data",
+            "one_step_off/algorithms",
+            "one_step_off/rewards",
+            "one_step_off/models",
+            "one_step_off/training",
+        ],
+    ),
+    "modules_generation": (
+        "Modules: engines, rollout and agents",
+        "Which module generates, and which runs an agent?",
+        [
+            "one_step_off/engines",
+            "one_step_off/rollout",
+            "one_step_off/endpoint",
+            "agent_loop",
+        ],
+    ),
+    "modules_run": (
+        "Modules: weight sync, processes and the run",
+        "Which module moves weights, starts processes, or writes the files of a run?",
+        [
+            "one_step_off/weight_sync",
+            "one_step_off/cluster",
+            "one_step_off/checkpoint",
+            "one_step_off/monitoring",
+            "one_step_off/runtime",
+        ],
+    ),
+    "modules_tools": (
+        "Modules: tools",
+        "Which module belongs to the planner, the GPU check, the converter or the viewer?",
+        ["one_step_off/tools"],
+    ),
+}
+HEAD = """# {title}
+
+<!-- Written by docs/make_module_tables.py from the docstrings. Run it again after a change. -->
+
+{question} [Architecture](../concepts/architecture.md) says how the packages work together.
+"""
 
 
 def first_sentence(path: Path) -> str:
@@ -24,36 +73,52 @@ def first_sentence(path: Path) -> str:
 
 
 def table(folder: Path) -> list[str]:
-    """The lines of one package's table."""
-    lines = [f"`{folder.relative_to(ROOT)}/`", "", "| module | what it is for |", "| --- | --- |"]
-    for path in sorted(folder.glob("*.py")):
-        if path.name != "__init__.py":
-            lines.append(f"| `{path.name}` | {first_sentence(path)} |")
-    return [*lines, ""]
+    """The lines of one package's table; [] for a package without modules."""
+    paths = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
+    if not paths:
+        return []
+    name = folder.relative_to(ROOT)
+    rows = [f"| `{path.name}` | {first_sentence(path)} |" for path in paths]
+    return [f"## {name}", "", "| module | what it is for |", "| --- | --- |", *rows, ""]
 
 
-def packages_of(folder: Path) -> list[Path]:
-    """The folders of its packages, in order."""
-    return sorted(path.parent for path in folder.rglob("*/__init__.py") if path.parent != folder)
+def packages_of(package: str) -> list[Path]:
+    """The folder of a package and those of the packages inside it, in order."""
+    folder = ROOT / package
+    if package == "one_step_off":  # its packages are listed one by one
+        return [folder]
+    return [folder, *sorted(path.parent for path in folder.rglob("*/__init__.py"))]
 
 
-def module_tables() -> str:
-    """All tables: the top level, each package, agent_loop and its packages."""
-    product = ROOT / "one_step_off"
-    loops = ROOT / "agent_loop"
-    lines = []
-    for folder in [product, *packages_of(product), loops, *packages_of(loops)]:
-        lines += table(folder)
-    return "\n".join(lines).rstrip()
+def all_packages() -> set[Path]:
+    """The folders of all packages."""
+    inits = [*ROOT.glob("one_step_off/**/__init__.py"), *ROOT.glob("agent_loop/**/__init__.py")]
+    return {path.parent for path in inits}
 
 
-def with_tables(page: str) -> str:
-    """The page with tables of the modules as they are now."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{module_tables()}\n\n{END}{after}"
+def pages() -> dict[Path, str]:
+    """The generated pages, with their text.
+
+    Raises:
+        ValueError: a package is on no page.
+    """
+    result = {}
+    listed = set()
+    for name, (title, question, packages) in PAGES.items():
+        lines = [HEAD.format(title=title, question=question)]
+        for package in packages:
+            folders = packages_of(package)
+            listed.update(folders)
+            for folder in folders:
+                lines += table(folder)
+        result[REFERENCE / f"{name}.md"] = "\n".join(lines).rstrip() + "\n"
+    missing = sorted(str(folder.relative_to(ROOT)) for folder in all_packages() - listed)
+    if missing:
+        raise ValueError(f"add to PAGES in docs/make_module_tables.py: {', '.join(missing)}")
+    return result
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"wrote the module tables of {PAGE}")
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")
+        print(f"wrote {page}")

@@ -1,7 +1,7 @@
 """Writes the generated parts of docs/reference/: python docs/make_reference.py
 
-The page config.md comes from the schema. The key tables of from_verl.md and from_trl.md come from
-one_step_off/config/other_keys.yaml.
+config.md and a page per section in config/ come from the schema. The key tables of from_verl.md and
+from_trl.md come from one_step_off/config/other_keys.yaml.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from one_step_off.config.loading import KEYS, ConfigKey, entry_keys
 from one_step_off.config.schema import Config
 from one_step_off.config.unknown_keys import PAGES, table_text
 
-PAGE = Path(__file__).parent / "reference" / "config.md"
+REFERENCE = Path(__file__).parent / "reference"
 # Pages with tables of other trainers' keys.
 TABLED = [Path(__file__).parents[1] / page for page in PAGES.values()]
 TABLE = re.compile(r"(<!-- table: (\w+), ([\w ]+) -->\n\n).*?(\n\n<!-- end of table -->)", re.S)
 HEAD = r"""# Configuration reference
 
-<!-- Written by docs/make_reference.py from one_step_off/config/schema.py.
+<!-- Written by docs/make_reference.py from the schema in one_step_off/config/.
 Change it there and run the script again. -->
 
 What does this key mean? `python -m one_step_off.main_ppo --help` prints the same list, and
@@ -112,18 +112,54 @@ def _row(key: ConfigKey, name: str) -> str:
     return "| " + " | ".join(escaped) + " |"
 
 
-def page() -> str:
-    """The whole text of docs/reference/config.md."""
-    lines = [HEAD]
-    for section, section_class in get_type_hints(Config).items():
-        lines += [f"## {section}", "", (section_class.__doc__ or "").strip(), ""]
-        lines += ["| key | type | default | bounds | meaning |", "| --- | --- | --- | --- | --- |"]
-        keys = [key for key in KEYS.values() if key.section == section]
-        lines += [_row(key, key.dotted) for key in keys]
-        lines.append("")
-        for key in keys:
-            lines += _entry_table(key)
+SECTION_HEAD = """# {section}
+
+<!-- Written by docs/make_reference.py from the schema in one_step_off/config/.
+Change it there and run the script again. -->
+
+What does a key of the section `{section}` mean? {description} How values are written is on
+[Configuration](../config.md).
+
+| key | type | default | bounds | meaning |
+| --- | --- | --- | --- | --- |"""
+
+
+def _first_sentence(section_class: type) -> str:
+    """The first sentence of a section's docstring, in one line."""
+    text = " ".join((section_class.__doc__ or "").split())
+    return text.partition(". ")[0].rstrip(".") + "."
+
+
+def _index(sections: dict[str, type]) -> str:
+    """The text of config.md: how values are written, and the sections with their keys."""
+    lines = [HEAD, "| section | what it sets | keys |", "| --- | --- | --- |"]
+    for section, section_class in sections.items():
+        names = [f"`{key.dotted}`" for key in KEYS.values() if key.section == section]
+        description = _first_sentence(section_class).replace("|", "\\|")
+        lines.append(f"| [{section}](config/{section}.md) | {description} | {', '.join(names)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _section_page(section: str, section_class: type) -> str:
+    """The text of config/SECTION.md: a table of its keys, and tables of what mappings may hold."""
+    description = " ".join((section_class.__doc__ or "").split())
+    lines = [SECTION_HEAD.format(section=section, description=description)]
+    keys = [key for key in KEYS.values() if key.section == section]
+    lines += [_row(key, key.dotted) for key in keys]
+    lines.append("")
+    for key in keys:
+        lines += _entry_table(key)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def pages() -> dict[Path, str]:
+    """The generated pages, with their text."""
+    sections = get_type_hints(Config)
+    result = {REFERENCE / "config.md": _index(sections)}
+    for section, section_class in sections.items():
+        page = REFERENCE / "config" / f"{section}.md"
+        result[page] = _section_page(section, section_class)
+    return result
 
 
 def with_tables(text: str) -> str:
@@ -137,9 +173,15 @@ def with_tables(text: str) -> str:
 
 
 def main() -> None:
-    """Write the page and the tables."""
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    """Write the pages and the tables, and remove the pages of sections that are no more."""
+    generated = pages()
+    (REFERENCE / "config").mkdir(exist_ok=True)
+    for path in (REFERENCE / "config").glob("*.md"):
+        if path not in generated:
+            path.unlink()
+    for path, text in generated.items():
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
     for path in TABLED:
         path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
         print(f"wrote the tables of {path}")

@@ -235,7 +235,7 @@ class DedicatedGroup:
         self.wait(self.timeout_s)
         return buffer
 
-    def release(self) -> None:
+    def free(self) -> None:
         """The received tensor is not used any more. Here it was this member's own buffer: nothing
         to do."""
 

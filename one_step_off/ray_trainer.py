@@ -191,11 +191,9 @@ class Pipeline:
         await self._checkpoint_if_due(step)
         # Sync v(step) into every replica, then launch evaluation when due, then the rollouts of the
         # next steps. With staleness above 1 some steps have no sync.
-        delivered = self.background.create_task(self._sync_and_launch(step))
-        verified = self.background.create_task(self._verified(delivered))
+        synced = self.background.create_task(self._sync_and_launch(step))
         if not overlapped:
-            # The optimizer step waits for the canary by itself.
-            await (delivered if self.sync_overlap.possible else verified)
+            await synced
         if batch is None:
             batch, batch_metrics = await self.batches.batch(step)
         if self.checkpointer and step == self.start:
@@ -204,7 +202,7 @@ class Pipeline:
         # Log-probs and values, advantages, then the updates: v(step) -> v(step + 1).
         train_metrics = await self._train(batch)
         train_metrics |= self.batches.record(batch)
-        metrics = batch_metrics | train_metrics | await verified
+        metrics = batch_metrics | train_metrics | await synced
         metrics["time/step_s"] = now() - begin
         self.versions.step_ended(step)
         if self.batches.is_continuous:
@@ -315,7 +313,7 @@ class Pipeline:
             await self.roles.sync.release(step)
             return NO_SYNC
         try:
-            metrics = await self._sync(step, self.cfg.weight_sync.canary_overlap)
+            metrics = await self._sync(step)
         except NoReplica as e:
             # The trainer still ends its step, so that a checkpoint can be written after it.
             self.batches.fail(e)
@@ -327,12 +325,7 @@ class Pipeline:
         self.batches.launch(last_begun, self.versions.synced, self.background)
         return metrics
 
-    async def _verified(self, delivered: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
-        """The end of `_sync_and_launch`: the canary, where it is scored beside the prompts. Returns
-        the metrics of both."""
-        return await delivered | await self.roles.sync.verified()
-
-    async def _sync(self, version: int, canary_later: bool = False) -> dict[str, float]:
+    async def _sync(self, version: int) -> dict[str, float]:
         """Bring the replicas to `version`, unless they hold it. They generate nothing meanwhile."""
         if self.evaluation is not None:
             await self.evaluation
@@ -341,8 +334,7 @@ class Pipeline:
             self.batches.activity.sync_ended()
             return NO_SYNC | metrics | self.canary_metrics
         begin = now()
-        sync = self.roles.sync.deliver if canary_later else self.roles.sync
-        sync_metrics = await sync((self.attempt, version), self.expected_canary)
+        sync_metrics = await self.roles.sync((self.attempt, version), self.expected_canary)
         self.tracker.span("sync", "weights", version, begin, now())
         self.batches.activity.sync_ended()
         if self.batches.is_continuous and not metrics["time/wait_trainer_s"]:
@@ -363,8 +355,6 @@ class Pipeline:
             return
         # Scored now, before the next update changes the weights.
         self.expected_canary = self.roles.sync.score_canary()
-        if self.cfg.weight_sync.receive_ahead and self.batches.is_generating:
-            self.roles.sync.ahead.begin(version)
 
     # --- evaluation -------------------------------------------------------------------------------
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# The tables of modules repeat docstrings; their commands are on other pages.
+DOCS = [page for page in (ROOT / "docs").rglob("*.md") if not page.name.startswith("modules_")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS)]
 OWN_PACKAGES = ("one_step_off", "benchmarks", "tests", "docs")
 # Programs of other projects that a page may call: their first word, or two.
 OTHER_PROGRAMS = (

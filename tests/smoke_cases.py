@@ -124,11 +124,6 @@ PROGRAM = [
         *(TINY, *SMALL, "pipeline.staleness=4", "weight_sync.in_flight=keep"),
         *("algorithm.old_log_probs=recompute", "algorithm.rollout_correction=tis"),
     ),
-    run(
-        "ahead_and_beside",
-        *(TINY, *SMALL, "weight_sync.receive_ahead=true", "weight_sync.canary_overlap=true"),
-        "rollout.engine_kwargs={scheduler_cls: null}",
-    ),
     # Each of the next two stands for several commands, for a start takes longer than the two steps.
     run(
         "puzzles_partial",
@@ -289,7 +284,7 @@ BENCHMARKS = [
     benchmark(
         "weight_sync",
         *"--model tiny --ranks 2 --replicas 1 --repeats 1 --bucket-mb 1".split(),
-        *"--arms raw per-tensor gather sharded delta shared file vllm".split(),
+        *"--arms raw per-tensor sharded delta shared file vllm".split(),
         writes=(*RESULTS, "weight_sync.png"),
     ),
     benchmark(
@@ -445,7 +440,7 @@ WITHOUT = [
     ),
     CommandWithoutCase(
         "two runs of ten steps; plan_runs reads two such runs, and "
-        "tests/unit/planner/test_planner.py makes a calibration fail",
+        "tests/unit/tools/planner/test_planner.py makes a calibration fail",
         "one_step_off.plan",
         alone=True,
     ),

@@ -11,7 +11,6 @@ import asyncio
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +35,7 @@ from one_step_off.weight_sync.shard_blocks import Block, plain_shards
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.versions import VersionTable
 from one_step_off.weight_sync.weight_piece import WeightPiece
+from tests.unit.stand_ins import RecordedEvents
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
@@ -140,25 +140,25 @@ class LightLayout:
         self.replica = replica
         self.kept = {name: (Block.whole(tuple(shape)),) for name, (_, shape) in shapes.items()}
 
-    def bind(self, cells: list[tuple[str, Block, torch.Tensor]]) -> LightCells:
-        return LightCells(self, cells)
+    def bind(self, shards: list[tuple[str, Block, torch.Tensor]]) -> LightShards:
+        return LightShards(self, shards)
 
 
-class LightCells:
+class LightShards:
     """Blocks in a buffer, and the replica's weights."""
 
-    def __init__(self, layout: LightLayout, cells: list[tuple[str, Block, torch.Tensor]]) -> None:
+    def __init__(self, layout: LightLayout, shards: list[tuple[str, Block, torch.Tensor]]) -> None:
         self.layout = layout
-        self.cells = cells
+        self.shards = shards
 
     def write(self) -> None:
         replica = self.layout.replica
         replica.pass_place("load", self.layout.version)
-        for name, block, view in self.cells:
+        for name, block, view in self.shards:
             block.slice_of(replica.weights[name]).copy_(view)
 
     def read(self) -> None:
-        for name, block, view in self.cells:
+        for name, block, view in self.shards:
             view.copy_(block.slice_of(self.layout.replica.weights[name]))
 
 
@@ -211,8 +211,6 @@ class LightReplica(FaultInjector):
 
     def _connect(self, info: dict[str, Any], index: int) -> None:
         self.pass_place("connect")
-        with suppress(Exception):
-            self._finish_ahead()
         if self.receiver is None:
             pieces = [[WeightPiece(*fields) for fields in sent] for sent in info["pieces"]]
             plan = BucketPlan.build(pieces, info["bucket_bytes"])
@@ -226,20 +224,6 @@ class LightReplica(FaultInjector):
             self.layout and ShardsOfReceivers.by_kind([self.layout.kept] * info["receivers"]),
         )
 
-    async def receive_ahead(self, version: int, limit_bytes: int) -> None:
-        await self._in_engine(self._receive_ahead, version, limit_bytes)
-
-    def _receive_ahead(self, version: int, limit_bytes: int) -> None:
-        self.pass_place("ahead", version)
-        self.receiver.layout = self.layout
-        thread = ThreadPoolExecutor(1)
-        self.ahead = thread.submit(self.receiver.receive_ahead, version, limit_bytes)
-
-    def _finish_ahead(self) -> None:
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None:
-            ahead.result()
-
     async def sync(
         self, stamp: tuple[int, int], sharded_only: bool = False
     ) -> list[dict[str, Any]]:
@@ -250,7 +234,6 @@ class LightReplica(FaultInjector):
         return [report]
 
     def _receive(self, version: int, sharded_only: bool) -> dict[str, Any]:
-        self._finish_ahead()
         self.receiver.layout = self.layout
         self.layout.version = version
 
@@ -332,12 +315,14 @@ class Team:
         self.cfg = light_config(timeout_s)
         self.cfg.weight_sync.max_senders = max_senders
         self.respawned: list[int] = []
-        self.messages: list[str] = []
+        self.events = RecordedEvents()
         self.on_respawn: Any = lambda replica: None
         workers = [spawn(LightTrainer, (self.cfg, i, ranks), None, "cpu") for i in range(ranks)]
         actor = WorkerGroup("actor", workers, self.cfg)
         actors = [self._spawn_replica(i) for i in range(replicas)]
-        self.rollout = RolloutGroup(actors, self.cfg, True, respawn=self._respawn)
+        self.rollout = RolloutGroup(
+            actors, self.cfg, True, respawn=self._respawn, events=self.events
+        )
         canary = [np.arange(4, dtype=np.int32)]
         replicas_of_rank = [list(range(replicas)) if same_device else [] for _ in workers]
         self.sync = WeightSync(actor, self.rollout.supervisor, canary, HOST, replicas_of_rank)
@@ -378,9 +363,8 @@ class Team:
         """A run of STEPS steps, with an evaluation of the last version."""
         prompts = [Prompt((0, row), np.arange(3, dtype=np.int32), "q", "1") for row in range(8)]
         stream = PromptStream(prompts, 2, True, 0, STEPS)
-        self.messages = []
+        self.events.lines.clear()
         tracker = Tracker(str(folder), STEPS, out=open(os.devnull, "w"))
-        tracker.log = self.messages.append
         return Pipeline(self.cfg, self.roles, stream, prompts[:2], tracker)
 
     async def is_process_failure(self, error: Exception) -> bool:

@@ -1,4 +1,4 @@
-"""What the program and the replica tell one another, and what an agent's process is told."""
+"""The messages between the program and the replica, and the environment of an agent's process."""
 
 from __future__ import annotations
 

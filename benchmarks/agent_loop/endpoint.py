@@ -16,7 +16,7 @@ from benchmarks.agent_loop import single_turn_agent
 from benchmarks.agent_loop.stand_in_engine import RewardWorker
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt, Sample
-from one_step_off.endpoint.keys import make_service_key
+from one_step_off.endpoint.episodes import make_service_key
 from one_step_off.endpoint.replica_server import EndpointAccess, ReplicaServer
 from one_step_off.engines.vllm.engine import VllmEngine
 from one_step_off.rollout.replica import RolloutReplica

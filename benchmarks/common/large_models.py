@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from one_step_off.weight_sync.bucket_plan import Pieces
-from one_step_off.weight_sync.shard_blocks import Block, KeptBlocks
+from one_step_off.weight_sync.shard_blocks import Block, ShardBlocks
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 Shapes = dict[str, tuple[int, ...]]
@@ -146,7 +146,7 @@ def fsdp_pieces(shapes: Shapes, ranks: int) -> Pieces:
 
 def kept_by_worker(
     model: LargeModel, worker: int, workers: int, expert_parallel: bool
-) -> KeptBlocks:
+) -> ShardBlocks:
     """What one worker of a replica keeps.
 
     Args:
@@ -155,7 +155,7 @@ def kept_by_worker(
         workers: tensor-parallel ranks of the replica.
         expert_parallel: it keeps whole experts, its share of them; otherwise a share of each.
     """
-    kept: KeptBlocks = {}
+    kept: ShardBlocks = {}
     for name, shape in model.shapes().items():
         parts = name.split(".")
         if expert_parallel and "experts" in parts:

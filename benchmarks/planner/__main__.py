@@ -8,7 +8,7 @@
         1,024 and 16,384 GPUs by formulas, with this machine's cost of a sample
 
 The first form calibrates by two synchronous runs, of a whole batch and of a quarter of it. It
-predicts other runs and then makes them: one step off, the canary beside the prompts, half a batch,
+predicts other runs and then makes them: one step off, half a batch,
 short responses, colocated.
 Every round calibrates again and runs the arms in the opposite order, so that other work on the
 machine meets all of them. Writes result.json and result.md into DIR. A round takes about six

@@ -56,13 +56,11 @@ def arms_of(batch: int) -> dict[str, list[str]]:
     synchronous = ["pipeline.staleness=0"]
     one_step_off = ["pipeline.staleness=1"]
     one_pool = ["placement.pools={all: [2]}", "placement.roles={rollout: all, actor: all}"]
-    beside = ["weight_sync.canary_overlap=true"]
     short = ["data.max_response_length=10"]
     return {
         WHOLE_BATCH: [*synchronous, *prompts(batch)],
         QUARTER_BATCH: [*synchronous, *prompts(batch // 4)],
         "one step off": [*one_step_off, *prompts(batch)],
-        "one step off, canary beside the prompts": [*one_step_off, *prompts(batch), *beside],
         "one step off, half of the batch": [*one_step_off, *prompts(batch // 2)],
         "one step off, responses of 10 tokens at most": [*one_step_off, *prompts(batch), *short],
         "synchronous, half of the batch": [*synchronous, *prompts(batch // 2)],
@@ -93,8 +91,6 @@ def predict(work: Work, config: str, keys: list[str]) -> dict[str, Any]:
         overlap=cfg.weight_sync.overlap,
         static=resolved_device(cfg) == "cpu",
         steps=STEPS,
-        canary_overlap=cfg.weight_sync.canary_overlap,
-        receive_ahead=cfg.weight_sync.receive_ahead,
     )
 
 

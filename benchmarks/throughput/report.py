@@ -51,8 +51,7 @@ def needed_columns(row: Row) -> Row:
 def exposed_sync(row: Row, following_row: Row, arm: str) -> float:
     """By how many seconds a step would have ended earlier if its weight sync had taken no time.
 
-    In a step without overlap everything waits for the sync. With weight_sync.canary_overlap the
-    optimizer may wait `sync_wait` for the canary, too.
+    In a step without overlap everything waits for the sync.
 
     In an overlapped step the sync delays the start of generation, and the optimizer waits
     `sync_wait` for the end of the send. The step ends when the later of both ends. Take the end of

@@ -2,7 +2,7 @@
 of the same bytes.
 
     python -m benchmarks.weight_sync --out DIR [--model tiny|0.5b|7b|32b] [--ranks N] [--replicas N]
-        [--tp N] [--arms raw per-tensor gather whole sharded delta shared file vllm] [--repeats N]
+        [--tp N] [--arms raw per-tensor whole sharded delta shared file vllm] [--repeats N]
         [--unpacked]
     python -m benchmarks.weight_sync --exposed --out DIR [--repeats N] [--steps N]
         [--settings "training longer" ...]

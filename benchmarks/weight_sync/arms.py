@@ -285,14 +285,6 @@ class Whole(Sharded):
         return await super().run(version)
 
 
-class Gather(Product):
-    """The product with one sender."""
-
-    name = "gather"
-    description = "rank 0 gathers and sends the buckets; checked likewise"
-    keys = {"sender": "gather", "overlap": False}
-
-
 class Delta(Product):
     """The product sending what has changed."""
 
@@ -314,6 +306,5 @@ class Shared(Product):
 
 
 ARMS: dict[str, type[Arm]] = {
-    arm.name: arm
-    for arm in (Raw, PerTensor, Gather, Whole, Sharded, Delta, Shared, File, VLLM, VLLMOnNCCL)
+    arm.name: arm for arm in (Raw, PerTensor, Whole, Sharded, Delta, Shared, File, VLLM, VLLMOnNCCL)
 }

@@ -50,7 +50,7 @@ def measure() -> dict[str, float]:
     routes = routes_of(TINY_EXPERTS, SENDERS, WORKERS, True, 1 << 20)
     messages: list[list[Message]] = routes.messages_of_receiver(0)
     buffers = [[torch.zeros(m.nbytes, dtype=torch.uint8) for m in ms] for ms in messages]
-    cells = sum(len(message.cells) for ms in messages for message in ms)
+    cells = sum(len(message.shards) for ms in messages for message in ms)
     part = torch.zeros(1 << 20, dtype=torch.uint8)
     model = InPlaceWriter(messages, PlainLayout(), torch.device("cpu"))
 

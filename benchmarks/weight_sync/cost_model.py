@@ -96,7 +96,6 @@ class Layout:
         replicas: vLLM engines.
         tp: tensor-parallel ranks of each engine.
         bucket: bytes of a bucket.
-        gather: rank 0 gathers and sends.
         at_once: senders whose parts travel at the same time; None: all of them.
         changed: share of the elements that changed, in delta mode; None: everything is sent.
         pipelined: a bucket travels while the one before it is loaded.
@@ -111,7 +110,6 @@ class Layout:
     replicas: int
     tp: int
     bucket: float = 64 * 2**20
-    gather: bool = False
     at_once: int | None = None
     changed: float | None = None
     pipelined: bool = True
@@ -123,7 +121,7 @@ class Layout:
     @property
     def sending(self) -> int:
         """How many ranks send."""
-        return 1 if self.gather else min(self.senders, self.max_senders or self.senders)
+        return min(self.senders, self.max_senders or self.senders)
 
 
 def payload(model: Model, layout: Layout) -> float:
@@ -137,11 +135,7 @@ def _pack_s(machine: Machine, model: Model, layout: Layout, senders: int) -> flo
     """Seconds of the busiest sender."""
     seconds = model.size / senders / machine.pack
     share_of_members = 1 - senders / layout.senders
-    if not layout.gather:
-        seconds += model.size * share_of_members / senders / machine.collect
-    if layout.gather and layout.senders > 1:
-        share_of_others = 1 - 1 / layout.senders
-        seconds += model.size * share_of_others / min(machine.link, machine.within)
+    seconds += model.size * share_of_members / senders / machine.collect
     if layout.changed is not None:
         # What was sent last is in host memory: it is read and written.
         seconds += 2 * model.size / senders / machine.host
@@ -301,7 +295,6 @@ EACH: dict[str, Any] = {"kept": True, "planned": False, "bucket": LARGE_BUCKET}
 VARIANTS: dict[str, dict[str, Any]] = {
     "whole tensors": WHOLE,
     "whole tensors, buckets of 4 GiB": WHOLE | {"bucket": LARGE_BUCKET},
-    "whole tensors, rank 0 gathers": {"gather": True},
     "whole tensors, delta with mirrors, 2 % changed": WHOLE | {"changed": 0.02},
     "shard-exact": KEPT,
     "shard-exact, buckets of 4 GiB": KEPT | {"bucket": LARGE_BUCKET},

@@ -81,10 +81,10 @@ def _traffic(routes: Routes, link: float, message_s: float) -> ShardTraffic:
     for messages in routes.messages:
         for message in messages:
             sender_bytes[message.sender] += message.nbytes
-            sender_cells[message.sender] += len(message.cells)
+            sender_cells[message.sender] += len(message.shards)
             for receiver in routes.sets[message.receivers]:
                 worker_bytes[receiver] += message.nbytes
-                worker_cells[receiver] += len(message.cells)
+                worker_cells[receiver] += len(message.shards)
                 worker_messages[receiver] += 1
     return ShardTraffic(
         max(worker_bytes),

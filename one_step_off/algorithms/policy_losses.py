@@ -1,6 +1,6 @@
 """Policy losses and rollout corrections, per token.
 
-Formulas and sources: docs/concepts/algorithms.md.
+Formulas and sources: docs/concepts/policy_losses.md.
 
 The PPO clip loss is `ppo_clip`, registered as "vanilla". To add a loss, write one function here
 with `@register("name")`: `algorithm.policy_loss` then knows it. A policy loss takes `LossInputs`,

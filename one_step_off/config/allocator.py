@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.placement import shares_device
+from one_step_off.config.placement import rollout_and_actor_share
 from one_step_off.config.schema import Config
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -37,18 +37,10 @@ def check_allocator(cfg: Config, device: str) -> None:
         ConfigError: they are turned on.
     """
     setting = expandable_segments()
-    if device != "cuda" or not setting or not _rollout_and_actor_share(cfg):
+    if device != "cuda" or not setting or not rollout_and_actor_share(cfg):
         return
     raise ConfigError(
         f"{setting}: in placement.pools rollout and actor share GPUs, where weights go by CUDA "
         f"IPC, which expandable segments prevent; remove {EXPANDABLE}:True, or give them "
         "separate GPUs"
     )
-
-
-def _rollout_and_actor_share(cfg: Config) -> bool:
-    """Whether they have one pool, or each a share of a GPU."""
-    roles = cfg.placement.roles
-    if roles["rollout"] == roles["actor"]:
-        return True
-    return all(shares_device(cfg, roles[role]) for role in ("rollout", "actor"))

@@ -688,11 +688,6 @@ def checked_copy(cfg: Config) -> Config:
     return checked
 
 
-def check_types(cfg: Config) -> None:
-    """Raises ConfigError, as `checked_copy`."""
-    checked_copy(cfg)
-
-
 def _refuse_unknown_attributes(cfg: Config) -> None:
     """Raises ConfigError: a section is no section of the schema, or has an attribute that the
     schema lacks.

@@ -62,12 +62,6 @@ def _check_transfer(cfg: Config) -> None:
             "weight_sync.mode",
             f"adapters are small, and are sent whole; use weight_sync.mode=full, {MERGED}",
         )
-    if settings.receive_ahead:
-        raise key_error(
-            cfg,
-            "weight_sync.receive_ahead",
-            f"adapters are small, and nothing of them is sent ahead; set it to false, {MERGED}",
-        )
 
 
 def _check_engine(cfg: Config, device: str) -> None:

@@ -47,6 +47,14 @@ def shares_device(cfg: Config, pool: str) -> bool:
     return any(size < 1 for size in cfg.placement.pools[pool])
 
 
+def rollout_and_actor_share(cfg: Config) -> bool:
+    """Whether rollout and actor use one device: they have one pool, or each a share."""
+    roles = cfg.placement.roles
+    if roles["rollout"] == roles["actor"]:
+        return True
+    return all(shares_device(cfg, roles[role]) for role in ("rollout", "actor"))
+
+
 def device_share(cfg: Config, pool: str) -> float:
     """The part of a device that each process of the pool has: 1 where its devices are whole."""
     return float(min([1, *cfg.placement.pools[pool]]))

@@ -1,4 +1,4 @@
-"""The settings, model and parallelism of one role of a config."""
+"""The settings and the model of one role of a config, and the check of its optimizer."""
 
 from dataclasses import fields, replace
 from typing import Any

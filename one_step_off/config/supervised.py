@@ -2,7 +2,7 @@
 
 `python -m one_step_off.main_sft` takes any config of `main_ppo`, and `trainer.sft_steps` makes the
 supervised steps of a run with its own config. What only reinforcement learning reads is set to its
-defaults.
+defaults. The checks of both are below.
 """
 
 import copy

@@ -1,4 +1,5 @@
-"""At which steps the replicas get new weights, and which batches they then begin.
+"""At which steps the replicas get new weights, which batches they then begin, and the checks of
+`pipeline.staleness`, `weight_sync.in_flight` and what they need.
 
 One inequality holds for every setting. With staleness k, and v the number of steps whose training
 is in the weights that generate, a prompt may begin while

@@ -1,4 +1,6 @@
-"""The teachers of a config: their names, their models, and which of them a row has."""
+"""The teachers of a config: their names, their models, which of them a row has, and the checks of
+the role teacher: its back end, and what the distillation needs.
+"""
 
 import math
 from collections.abc import Mapping

@@ -30,6 +30,12 @@ REMOVED_KEYS = {
     "pipeline.max_carry": (
         "use pipeline.staleness, which is larger by 1; where it is null, remove it"
     ),
+    "placement.share_idle_cores": "remove it: rollout and trainer keep to their own cores",
+    "trainer.warm_spares": "remove it: a rank that died is started again",
+    "weight_sync.receive_ahead": "remove it: weights travel while the replicas pause",
+    "weight_sync.receive_ahead_mb": "remove it: weights travel while the replicas pause",
+    "weight_sync.sender": "remove it: each rank sends its own shard",
+    "weight_sync.canary_overlap": "remove it: the canary is scored before the next prompts",
 }
 """Key of an earlier version -> what to write in its place. A config that names one is refused with
 this sentence."""

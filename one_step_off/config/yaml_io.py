@@ -1,7 +1,9 @@
 """YAML in and out: reading what a person typed, and writing a config that reads back equal.
 
 YAML 1.1, which PyYAML reads, takes 010 for 8, 1:30 for 90 and a mapping's key `no` for False. Here
-010 is 10, 1:30 is text, and keys are text.
+010 is 10, 1:30 is text, and keys are text. Which unquoted scalars are text, the keys of a
+config decide: `data.val_sets: {no: 010}` names a set `no` and a file `010`; to `trainer.seed` 010
+is the number 10.
 """
 
 import dataclasses

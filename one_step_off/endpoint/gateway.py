@@ -1,13 +1,15 @@
 """The gateway: one URL in front of the endpoints of all replicas, in a process of its own.
 
 It reads from an episode's key which replica has the episode, and passes requests and answers on. It
-knows nothing else: replicas tell it their addresses again and again, so that it may be killed at
+knows nothing else: replicas report their addresses again and again, so that it may be killed at
 any time. It never passes on a head of a client, but writes a new one, so that no client can smuggle
 a request behind another one's.
 """
 
 import asyncio
+import contextlib
 import errno
+import json
 import os
 import time
 from collections import defaultdict
@@ -19,19 +21,29 @@ import psutil
 from aiohttp import web
 from yarl import URL
 
-from one_step_off.endpoint.answers import Answer
-from one_step_off.endpoint.guarded_server import MIB, GuardedServer, HttpLimits
-from one_step_off.endpoint.inherited_socket import borrow_port
-from one_step_off.endpoint.keys import EpisodeKeys
-from one_step_off.endpoint.refusals import (
+from one_step_off.cluster.remote_calls import observed
+from one_step_off.endpoint.episodes import EpisodeKeys
+from one_step_off.endpoint.http_messages import (
+    ANSWER,
+    GATEWAY,
+    INTERNAL,
+    NEXT,
     RETRY_SOON,
     STATUS_OVER,
+    Answer,
     Refused,
+    Route,
     replica_gone,
+    route_of,
     unknown_key,
 )
-from one_step_off.endpoint.routes import ANSWER, GATEWAY, INTERNAL, Route, route_of
-from one_step_off.endpoint.work_requests import WorkRequests
+from one_step_off.endpoint.http_server import (
+    MIB,
+    GuardedServer,
+    HttpLimits,
+    borrow_port,
+    seconds_to_wait,
+)
 
 HOLD_S = 15.0
 """Seconds that a request waits for its replica to report its address."""
@@ -59,6 +71,7 @@ MAX_ENDED = 1 << 14
 """Keys of ended episodes that are remembered."""
 
 RETURNED_HEADERS = ("Retry-After", "x-should-retry", "Allow", "Cache-Control")
+ASK_S = 10.0
 
 
 @dataclass(eq=False)
@@ -67,6 +80,142 @@ class KnownReplica:
 
     address: str
     requests: set[asyncio.Task] = field(default_factory=set)
+
+
+class WorkRequests:
+    """Gives each agent that asks for work the oldest episode of a replica that has one.
+
+    Replicas report how many episodes wait for an agent. That is a hint: a replica is asked for an
+    episode, and may have none by then. They are asked round-robin.
+
+    Attributes:
+        session: of HTTP; set before the first request.
+    """
+
+    session: aiohttp.ClientSession
+
+    def __init__(self, replicas: dict[int, KnownReplica], keys: EpisodeKeys) -> None:
+        """
+        Args:
+            replicas: those that the gateway knows; it changes them.
+        """
+        self.replicas = replicas
+        self.keys = keys
+        self._offers: dict[int, int] = {}  # replica index -> episodes, as last reported
+        self._changed = asyncio.Condition()
+        self._last_replica = -1
+        self._tasks: set[asyncio.Task] = set()
+
+    def offered(self, index: int, offers: int) -> None:
+        """A replica reports how many episodes wait for an agent."""
+        self._offers[index] = offers
+        if offers:
+            self._start(self._wake(offers))
+
+    async def _wake(self, count: int) -> None:
+        async with self._changed:
+            self._changed.notify(count)
+
+    async def answer(self, request: web.BaseRequest, server: GuardedServer) -> web.StreamResponse:
+        """An episode for the agent that asks; 204: there is none within the time that it waits."""
+        found: Answer | None = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds_to_wait(request)):
+                found = await self._find()
+        if found is None:
+            response, _ = await server.send(request, Answer(204, "application/json", []))
+            return response
+        taken = False
+        try:
+            response, taken = await server.send(request, found)
+        finally:
+            if not taken:
+                self._start(self._give_back(found))
+        return response
+
+    async def _find(self) -> Answer:
+        """An episode. Waits until there is one."""
+        while True:
+            index = self._next_replica()
+            if index is None:
+                async with self._changed:
+                    if self._next_replica() is None:
+                        await self._changed.wait()
+                continue
+            self._last_replica = index
+            asking = self._start(self._ask(index))
+            try:
+                found = await asyncio.shield(asking)
+            except asyncio.CancelledError:  # the agent has gone, or its time is over
+                asking.add_done_callback(self._give_back_found)
+                raise
+            if found is not None:
+                return found
+
+    def _next_replica(self) -> int | None:
+        """The next replica that has an episode to offer, after the last one that was asked."""
+        having = sorted(index for index, offers in self._offers.items() if offers > 0)
+        if not having:
+            return None
+        later = [index for index in having if index > self._last_replica]
+        return (later or having)[0]
+
+    async def _ask(self, index: int) -> Answer | None:
+        """An episode of this replica; None: it has none, or cannot be asked."""
+        replica = self.replicas.get(index)
+        self._offers[index] -= 1
+        if replica is None:
+            self._offers[index] = 0
+            return None
+        try:
+            async with self._call(replica, "GET", f"{NEXT}?wait=0") as answer:
+                body = await answer.read()
+                if answer.status != 200:
+                    self._offers[index] = 0
+                    return None
+                return Answer(200, "application/json", [body])
+        except (aiohttp.ClientError, TimeoutError):
+            self._offers[index] = 0
+            return None
+
+    def _call(
+        self, replica: KnownReplica, method: str, path: str
+    ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self.session.request(
+            method,
+            f"http://{replica.address}{path}",
+            headers={"x-api-key": self.keys.service_key},
+            timeout=aiohttp.ClientTimeout(total=ASK_S),
+            allow_redirects=False,
+        )
+
+    def _give_back_found(self, asking: asyncio.Task[Answer | None]) -> None:
+        if not asking.cancelled() and asking.exception() is None and asking.result() is not None:
+            self._start(self._give_back(asking.result()))
+
+    async def _give_back(self, found: Answer) -> None:
+        """The agent has gone that should get this episode: the replica offers it again."""
+        key = json.loads(found.chunks[0])["key"]
+        replica = self.replicas.get(self.keys.replica_index(key))
+        if replica is None:
+            return
+        await self._post(replica, f"/v1/episodes/{key}/return")
+
+    def tell_lost(self, replica: KnownReplica, key: str, number: str) -> None:
+        """A client has not taken the answer of this number: no agent has seen the turns in it."""
+        self._start(self._post(replica, f"/v1/episodes/{key}/lost?answer={number}"))
+
+    async def _post(self, replica: KnownReplica, path: str) -> None:
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self._call(replica, "POST", path) as answer:
+                await answer.read()
+
+    def _start(self, work) -> asyncio.Task:
+        """Run this beside the requests."""
+        task = observed(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
 class Gateway:
@@ -93,7 +242,7 @@ class Gateway:
         self.lost: set[int] = set()
         self.ended: dict[str, None] = {}  # keys of episodes that are over, oldest first
         self.registered: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
-        self.work = WorkRequests(self)
+        self.work = WorkRequests(self.replicas, self.keys)
         self._starting = asyncio.Lock()
         self.server: GuardedServer | None = None
         self.session: aiohttp.ClientSession
@@ -117,12 +266,13 @@ class Gateway:
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )
+        self.work.session = self.session
         server = GuardedServer(self._handle, self.limits)
         await server.listen(borrow_port(self.port_path))
         self.server = server
 
     async def register(self, index: int, address: str, offers: int = 0) -> None:
-        """A replica tells where its server listens, and how many episodes wait for an agent."""
+        """A replica reports where its server listens, and how many episodes wait for an agent."""
         await self.alive()
         known = self.replicas.get(index)
         if known is None or known.address != address:
@@ -146,16 +296,16 @@ class Gateway:
         if route.name in INTERNAL:
             raise Refused(404, "not_found", "there is no such path", route.path)
         if self.keys.is_service_key(route.key) and route.name in ("next", "models"):
-            self.server.admit(request)
+            self.server.authenticate(request)
             if route.name == "next":
-                return await self.work.answer(request)
+                return await self.work.answer(request, self.server)
             return await self._exchange(request, route, await self.any_replica(route.path), b"")
         index = self.keys.replica_index(route.key)
         if index is None or route.name == "next":
             raise unknown_key(route.path, bool(route.key))
-        if route.key in self.ended:  # its replica says why; a stranger sends no body
+        if route.key in self.ended:  # its replica says why; an unauthenticated client sends no body
             return await self._pass_on(request, route, index, b"")
-        self.server.admit(request, route.key)
+        self.server.authenticate(request, route.key)
         self.server.check_body_head(request)
         if request.can_read_body and (request.content_length or HELD_BODY + 1) > HELD_BODY:
             pieces = self.server.body_pieces(request)

@@ -14,32 +14,44 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from agent_loop.episode import LIMITS, Episode, EpisodeOver
-from agent_loop.episode_row import episode_row
+from agent_loop.episode import LIMITS, Episode, EpisodeOver, episode_row
 from agent_loop.trajectory import Generate, Limits
 from one_step_off.config.user_code import describe_error, format_traceback, log_traceback
 from one_step_off.data.samples import Prompt
-from one_step_off.endpoint.answers import Answer, error_answer, json_answer
-from one_step_off.endpoint.events import error_event, is_streamed
-from one_step_off.endpoint.guarded_server import (
-    GuardedServer,
-    HttpLimits,
-    json_body,
-    open_listener,
-    url_host,
+from one_step_off.endpoint.episodes import (
+    REASONS,
+    Attempt,
+    CachedAnswer,
+    EpisodeKeys,
+    OpenEpisode,
+    OpenEpisodes,
 )
-from one_step_off.endpoint.idempotency_cache import Attempt, KeptAnswer
-from one_step_off.endpoint.keys import EpisodeKeys
-from one_step_off.endpoint.open_episodes import REASONS, OpenEpisode, OpenEpisodes
-from one_step_off.endpoint.refusals import (
+from one_step_off.endpoint.http_messages import (
+    ANSWER,
+    GATEWAY,
     NO_RETRY,
     RETRY_SOON,
+    Answer,
     Refused,
+    Route,
     episode_over,
+    error_answer,
+    error_event,
+    is_streamed,
+    json_answer,
+    route_of,
     unknown_key,
 )
-from one_step_off.endpoint.routes import ANSWER, GATEWAY, Route, route_of
-from one_step_off.endpoint.waiting import happens, in_thread, seconds_to_wait
+from one_step_off.endpoint.http_server import (
+    GuardedServer,
+    HttpLimits,
+    happens,
+    in_thread,
+    json_body,
+    open_listener,
+    seconds_to_wait,
+    url_host,
+)
 from one_step_off.rewards.reward import MAX_REWARD, Reward
 
 KEEP_ALIVE_S = 15.0
@@ -57,7 +69,7 @@ POLL_S = 0.02
 MAX_ERROR_CHARS = 1000
 
 Register = Callable[[int, str, int], Awaitable[Any]]
-"""Tells the gateway a replica's index and address, and how many episodes wait for an agent."""
+"""Reports to the gateway a replica's index and address, and how many episodes wait for an agent."""
 
 
 class AnswersRequests(Protocol):
@@ -70,7 +82,7 @@ class AnswersRequests(Protocol):
 
 @dataclass(frozen=True)
 class EndpointAccess:
-    """What the driver tells each replica of the endpoint.
+    """What each replica receives of the endpoint from the driver.
 
     Attributes:
         base_url: of the gateway; "": agents beside the replica use the replica's own server,
@@ -196,7 +208,7 @@ class ReplicaServer:
             offered.ended.set()
 
     async def _keep_registered(self, register: Register) -> None:
-        """Tell the gateway this server's address, again and again: it may have been restarted."""
+        """Report this server's address to the gateway, which may have been restarted."""
         while True:
             self._offers_changed.clear()
             with contextlib.suppress(Exception):
@@ -211,10 +223,10 @@ class ReplicaServer:
         route = route_of(request)
         return await self._actions[route.name](request, route)
 
-    def _admit(self, request: web.BaseRequest, route: Route) -> OpenEpisode:
+    def _authenticate(self, request: web.BaseRequest, route: Route) -> OpenEpisode:
         """The episode of a request. Raises Refused."""
         open_episode = self.episodes.find(route.key, route.path)
-        self._server.admit(request, "" if self._from_gateway(request) else route.key)
+        self._server.authenticate(request, "" if self._from_gateway(request) else route.key)
         return open_episode
 
     def _from_gateway(self, request: web.BaseRequest) -> bool:
@@ -227,42 +239,42 @@ class ReplicaServer:
 
     async def _policy(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """A request for the policy."""
-        asking = self._admit(request, route)
+        asking = self._authenticate(request, route)
         asking.asked = True
         if self.serving is None:
             raise Refused(503, "starting", "the engine is starting", route.path, RETRY_SOON)
         async with self._server.body(request, key=route.key) as body:
             read = partial(Attempt.of, route.path, body, request.headers)
             attempt = await in_thread(read) if len(body) > SMALL_BODY else read()
-            kept = asking.answers.take(attempt)
-            if kept is None:
-                kept = self._begin(asking, route.path, body, attempt)
-            kept.clients += 1
+            cached = asking.answers.take(attempt)
+            if cached is None:
+                cached = self._begin(asking, route.path, body, attempt)
+            cached.clients += 1
             try:
-                done, _ = await asyncio.wait([kept.making], timeout=KEEP_ALIVE_S)
+                done, _ = await asyncio.wait([cached.making], timeout=KEEP_ALIVE_S)
                 if not done and await in_thread(is_streamed, body):
-                    return await self._stream(request, route.path, asking, kept)
-                await asyncio.wait([kept.making])
-                answer = _answer_of(asking, kept, route.path)
+                    return await self._stream(request, route.path, asking, cached)
+                await asyncio.wait([cached.making])
+                answer = _answer_of(asking, cached, route.path)
                 headers = dict(NO_RETRY) if answer.status >= 400 else {}
                 if self._from_gateway(request):
-                    headers[ANSWER] = str(kept.number)
+                    headers[ANSWER] = str(cached.number)
                 response, sent = await self._server.send(request, answer, headers)
-                _mark_sent(kept, answer, sent)
+                _mark_sent(cached, answer, sent)
                 return response
             finally:
-                kept.clients -= 1
+                cached.clients -= 1
 
-    def _begin(self, asking: OpenEpisode, path: str, body: bytes, attempt: Attempt) -> KeptAnswer:
+    def _begin(self, asking: OpenEpisode, path: str, body: bytes, attempt: Attempt) -> CachedAnswer:
         """Begin to make an answer. Raises Refused: too many are being made."""
         if len(asking.answers.in_progress) >= MAX_AT_ONCE:
             asking.answers.refuse(attempt)
             message = f"{MAX_AT_ONCE} requests of this episode are in progress; wait for one"
             raise Refused(429, "too_many_requests", message, path, RETRY_SOON)
         making = asyncio.create_task(self._make(asking, path, body))
-        kept = KeptAnswer(attempt.digest, making, retries=attempt.retries)
-        asking.answers.add(kept)
-        return kept
+        cached = CachedAnswer(attempt.digest, making, retries=attempt.retries)
+        asking.answers.add(cached)
+        return cached
 
     async def _make(self, asking: OpenEpisode, path: str, body: bytes) -> Answer:
         """The answer to a request, or an error as one."""
@@ -288,23 +300,23 @@ class ReplicaServer:
         return answer
 
     async def _stream(
-        self, request: web.BaseRequest, path: str, asking: OpenEpisode, kept: KeptAnswer
+        self, request: web.BaseRequest, path: str, asking: OpenEpisode, cached: CachedAnswer
     ) -> web.StreamResponse:
         """Send comments until the answer is there, then its events. The status is sent by then, so
         that an error is an event, too."""
         head = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         if self._from_gateway(request):
-            head[ANSWER] = str(kept.number)
+            head[ANSWER] = str(cached.number)
         response = web.StreamResponse(headers=head)
         response.enable_chunked_encoding()
         sent = await self._server.write(request, response.prepare(request))
         done: set[asyncio.Future] = set()
         while sent and not done:
             sent = await self._server.write(request, response.write(b": keep-alive\n\n"))
-            done, _ = await asyncio.wait([kept.making], timeout=KEEP_ALIVE_S)
+            done, _ = await asyncio.wait([cached.making], timeout=KEEP_ALIVE_S)
         if not sent:
             return response
-        answer = _answer_of(asking, kept, path)
+        answer = _answer_of(asking, cached, path)
         body = b"".join(answer.chunks)
         if answer.status >= 400:
             body = error_event(path, body)
@@ -313,16 +325,16 @@ class ReplicaServer:
             await response.write(body)
             await response.write_eof()
 
-        _mark_sent(kept, answer, await self._server.write(request, write()))
+        _mark_sent(cached, answer, await self._server.write(request, write()))
         return response
 
     # --- episodes ---------------------------------------------------------------------------------
 
     async def _models(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         if self.keys.is_service_key(route.key):
-            self._server.admit(request)
+            self._server.authenticate(request)
         else:
-            self._admit(request, route)
+            self._authenticate(request, route)
         name = self.access.model_name
         model = {
             "id": name,
@@ -338,7 +350,7 @@ class ReplicaServer:
         return await self._reply(request, listed)
 
     async def _state(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
-        episode = self._admit(request, route).episode
+        episode = self._authenticate(request, route).episode
         limits = episode.limits
         return await self._reply(
             request,
@@ -361,7 +373,7 @@ class ReplicaServer:
 
     async def _reward(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """Set the reward of an episode; a later one replaces it."""
-        episode = self._admit(request, route).episode
+        episode = self._authenticate(request, route).episode
         async with self._server.body(request, SMALL_BODY) as body:
             reward = _reward_of(json_body(body, route.path), route.path)
         _refuse_after_end(episode, route.path)
@@ -370,7 +382,7 @@ class ReplicaServer:
 
     async def _end(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """End an episode."""
-        ending = self._admit(request, route)
+        ending = self._authenticate(request, route)
         async with self._server.body(request, SMALL_BODY) as body:
             content = json_body(body, route.path) if body.strip() else {}
         if not isinstance(content, dict) or set(content) - {"reward", "error"}:
@@ -390,7 +402,7 @@ class ReplicaServer:
     async def _next(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """Give the oldest episode that is offered to an agent."""
         self._check_service_key(route)
-        self._server.admit(request)
+        self._server.authenticate(request)
         offered = await self._take(seconds_to_wait(request))
         if offered is None:
             response, _ = await self._server.send(request, Answer(204, "application/json", []))
@@ -425,16 +437,16 @@ class ReplicaServer:
     async def _lost(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """The agent has not taken an answer that the gateway has taken."""
         self._check_service_key(Route(route.name, route.path, request.headers.get("x-api-key", "")))
-        losing = self._admit(request, route)
-        kept = losing.answers.find(request.query.get("answer", ""))
-        if kept is not None:
-            kept.lose(losing.episode)
-        return await self._reply(request, {"lost": kept is not None})
+        losing = self._authenticate(request, route)
+        cached = losing.answers.find(request.query.get("answer", ""))
+        if cached is not None:
+            cached.lose(losing.episode)
+        return await self._reply(request, {"lost": cached is not None})
 
     async def _return(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """The gateway could not give an episode to the agent that had asked for work."""
         self._check_service_key(Route(route.name, route.path, request.headers.get("x-api-key", "")))
-        returned = self._admit(request, route)
+        returned = self._authenticate(request, route)
         if not returned.asked:
             self._offer_again(returned)
         return await self._reply(request, {"offered": not returned.asked})
@@ -448,10 +460,10 @@ class ReplicaServer:
             raise unknown_key(route.path, bool(route.key))
 
 
-def _answer_of(asking: OpenEpisode, kept: KeptAnswer, path: str) -> Answer:
+def _answer_of(asking: OpenEpisode, cached: CachedAnswer, path: str) -> Answer:
     """What was made. Where the episode ended meanwhile: that it is over."""
-    if not kept.making.cancelled():
-        return kept.making.result()
+    if not cached.making.cancelled():
+        return cached.making.result()
     reason = asking.episode.over or "ended"
     message = f"this episode is over: {REASONS.get(reason, reason)}"
     return episode_over(path, reason, message).answer
@@ -464,10 +476,10 @@ def _refuse_after_end(episode: Episode, path: str) -> None:
         raise episode_over(path, episode.over, message)
 
 
-def _mark_sent(kept: KeptAnswer, answer: Answer, sent: bool) -> None:
+def _mark_sent(cached: CachedAnswer, answer: Answer, sent: bool) -> None:
     """Record whether the client has received an answer."""
     if sent:
-        kept.delivered = True
+        cached.delivered = True
         for turn in answer.turns:
             turn.delivered = True
 

@@ -20,10 +20,9 @@ from one_step_off.cluster.remote_calls import (
     with_time_limit,
 )
 from one_step_off.config.schema import Config
+from one_step_off.endpoint.episodes import SERVICE_PREFIX, make_service_key
 from one_step_off.endpoint.gateway import Gateway
-from one_step_off.endpoint.guarded_server import limits_for, url_host
-from one_step_off.endpoint.inherited_socket import InheritedSocket
-from one_step_off.endpoint.keys import FLEET_PREFIX, make_service_key
+from one_step_off.endpoint.http_server import InheritedSocket, limits_for, url_host
 from one_step_off.endpoint.replica_server import EndpointAccess
 
 FILE_NAME = "endpoint.json"
@@ -87,7 +86,7 @@ class GatewaySupervisor:
 
     def describe(self) -> str:
         """One line for the user."""
-        return f"endpoint: {self.base_url} (key per episode; fleet key in {self.file})"
+        return f"endpoint: {self.base_url} (key per episode; service key in {self.file})"
 
     async def start(self) -> None:
         """Wait until the gateway listens, and watch it from then on.
@@ -103,7 +102,7 @@ class GatewaySupervisor:
         on_message: Callable[[str], None],
         on_metrics: Callable[[dict[str, float], str], None],
     ) -> None:
-        """From now on tell these what happens."""
+        """From now on these receive what happens."""
         self.on_message = on_message
         self.on_metrics = on_metrics
         on_message(self.describe())
@@ -159,7 +158,7 @@ class GatewaySupervisor:
 
 
 def _read_former(path: Path) -> dict[str, Any]:
-    """Port and fleet key of the attempt, or the run, that was in this folder before: agents
+    """Port and service key of the previous attempt, or run, in this folder: agents
     elsewhere know them. {}: there was none, or others could have written the file."""
     try:
         status = path.stat()
@@ -170,7 +169,7 @@ def _read_former(path: Path) -> dict[str, Any]:
         port = int(content["base_url"].rpartition(":")[2])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-    is_key = isinstance(key, str) and key.startswith(FLEET_PREFIX) and len(key) >= 40
+    is_key = isinstance(key, str) and key.startswith(SERVICE_PREFIX) and len(key) >= 40
     return {"service_key": key, "port": port} if is_key and 0 < port < 1 << 16 else {}
 
 

@@ -95,8 +95,7 @@ class Engine(Protocol):
         """Whether it works on a request, a cancelled one included."""
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker: `kv_cache_bytes`, and the receiver's part of the weight
-        sync (`learn_shards`, `prove_base`, `connect_sync`, `sync_weights`).
+        """Call a method of every `Worker`. Returns the answers, in the order of the workers.
 
         Raises:
             SyncError: a worker failed; the message is the worker's own.
@@ -121,6 +120,59 @@ class Engine(Protocol):
 
     def shutdown(self) -> None:
         """End its processes."""
+
+
+class Worker(Protocol):
+    """What `Engine.call_workers` reaches: a part of the model, and a receiver of the weight sync.
+    Arguments and answers are plain data, since they may cross process borders. With
+    `receiving_worker.ReceivingWorker` one is written in a few lines."""
+
+    def kv_cache_bytes(self) -> int:
+        """The size of its KV cache."""
+
+    def learn_shards(self, shapes: dict[str, Any], expects_deltas: bool) -> dict[str, Any]:
+        """Which parts of the checkpoint's tensors it keeps.
+
+        Args:
+            shapes: name of a tensor -> [name of its dtype, its shape], of all that are sent.
+            expects_deltas: whether updates may be differences from what it has.
+
+        Returns:
+            "kept": name -> [[start, stop] of each box], see `shard_blocks.plain_shards`; None:
+            whole tensors must travel, because of "reason".
+        """
+
+    def prove_base(self, shapes: dict[str, Any], blocks: list[list[Any]]) -> dict[str, Any]:
+        """In place of `learn_shards` with weight_sync.lora=adapter: compare the frozen model with
+        the trainer's.
+
+        Args:
+            shapes: of the adapter's matrices, as for `learn_shards`.
+            blocks: of `base_model.BaseModel`.
+
+        Raises:
+            SyncError: it is another model.
+        """
+
+    def connect_sync(self, info: dict[str, Any]) -> None:
+        """Join the senders' groups; see `ReceivingWorker.join_groups`. Called again with the next
+        epoch, whenever trainers or replicas were restarted. Raises SyncError."""
+
+    def sync_weights(self, version: int, sharded_only: bool = False) -> dict[str, Any]:
+        """Receive one whole update, and put it to use.
+
+        Args:
+            version: of the weights.
+            sharded_only: the parts of `learn_shards` come, not whole tensors.
+
+        Returns:
+            The report of `WeightReceiver.receive`. "layout_proved": whether the next update may be
+            `sharded_only`; "in_place": whether this one was. Both may be left out.
+
+        Raises:
+            SyncError: the update is not complete and exact. The model must not be used until
+                another one was.
+        """
 
 
 class ServesAgents(Protocol):

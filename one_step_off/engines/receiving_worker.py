@@ -8,6 +8,7 @@ from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.shard_blocks import shards_from_plain
+from one_step_off.weight_sync.transports.transport import load_transport
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 
@@ -29,8 +30,8 @@ class ReceivingWorker:
                 fields of its WeightPieces), "bucket_bytes", "first_receiver" (the number of this
                 replica's first worker), "host" (the address at which this process listens),
                 "timeout_s", "kept" ("blocks" of each kind of receivers, as `plain_shards` makes
-                them, and "kind_of_receiver"; None: only whole tensors travel), and the other
-                arguments of `WeightReceiver.connect`.
+                them, and "kind_of_receiver"; None: only whole tensors travel), "transport" (the
+                arguments of `load_transport`), and the other arguments of `WeightReceiver.connect`.
             device: that receives the weights.
             worker: its number in this engine.
 
@@ -44,6 +45,7 @@ class ReceivingWorker:
         host = groups.pop("host")
         timeout_s = groups.pop("timeout_s")
         kept = _shards_of_receivers(groups.pop("kept", None))
+        transport = groups.pop("transport", ("auto", ""))
         former = self.receiver
         if former is not None and former.plan.digest != plan.digest:
             # The trainers were restarted, and divide the model otherwise.
@@ -51,7 +53,8 @@ class ReceivingWorker:
             former.wire_thread.stop()
             former = None
         if former is None:  # one for all epochs: it has a thread and buffers
-            former = WeightReceiver(plan, index, device, host, timeout_s)
+            transport_class = load_transport(*transport)
+            former = WeightReceiver(plan, index, device, host, timeout_s, transport_class)
         self.receiver = former
         former.index = index
         former.connect(**groups, kept=kept)

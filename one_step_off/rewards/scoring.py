@@ -112,7 +112,7 @@ class Scorer:
     def _late_error(self, function: RewardFunction, item: RewardItem, outcome: Any) -> RewardError:
         """The error of a sample that was not judged in time.
 
-        `outcome`: an exception, whose traceback tells where the alarm met the function, or what the
+        `outcome`: an exception, whose traceback shows where the alarm met the function, or what the
         function returned too late.
         """
         details = format_traceback(outcome) if isinstance(outcome, BaseException) else ""

@@ -155,11 +155,6 @@ class BatchSource(ABC):
         """Whether the replicas need v(step) at the beginning of `step`."""
 
     @property
-    @abstractmethod
-    def is_generating(self) -> bool:
-        """Whether samples of later steps are still to come."""
-
-    @property
     def is_continuous(self) -> bool:
         """Whether the replicas generate throughout a step, so that no batch has a time of its
         own."""

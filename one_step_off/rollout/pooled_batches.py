@@ -9,8 +9,8 @@ from typing import Any
 from one_step_off.config.sync_schedule import prompts_allowed
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.rollout.batch_sources import BatchSource, FinishedBatch, Generated, InFlight
+from one_step_off.rollout.dynamic_sampling import notes_of_replaced, uninformative_prompts
 from one_step_off.rollout.prompt_pool import PooledPrompt, PromptPool
-from one_step_off.rollout.replacements import notes_of_replaced, uninformative_prompts
 
 
 @dataclass(eq=False)
@@ -59,11 +59,6 @@ class PooledSource(BatchSource):
             self.tasks.create_task(
                 self.stop_on_no_replica(partial(self._generate, purpose, prompts))
             )
-
-    @property
-    def is_generating(self) -> bool:
-        """See `BatchSource.is_generating`."""
-        return bool(self.pool.prompts)
 
     @property
     def is_continuous(self) -> bool:

@@ -30,8 +30,8 @@ class PooledPrompt:
             began.
         version: with which it was begun.
         samples: once all are complete.
-        notes: which groups it replaces, see `replacements.notes_of_replaced`; they become extras of
-            its first sample.
+        notes: which groups it replaces, see `dynamic_sampling.notes_of_replaced`; they become
+            extras of its first sample.
     """
 
     prompt: Prompt

@@ -130,7 +130,7 @@ class RolloutReplica(UsageProbe, PlacedActor):
 
     def _create_endpoint(self) -> Any:
         # An HTTP server is slow to import, and most runs need none.
-        from one_step_off.endpoint.guarded_server import limits_for
+        from one_step_off.endpoint.http_server import limits_for
         from one_step_off.endpoint.replica_server import ReplicaServer
 
         data = self.cfg.data
@@ -195,16 +195,6 @@ class RolloutReplica(UsageProbe, PlacedActor):
         """
         replica_info = {"host": reachable_host(info["host"]), "first_receiver": first_receiver}
         await self.call_workers("connect_sync", info | replica_info)
-
-    @_part_of_sync
-    async def receive_ahead(self, version: int, limit_bytes: int) -> None:
-        """Begin to receive weights while the engine generates; `sync` puts them to use.
-
-        Args:
-            version: of the weights.
-            limit_bytes: the spare memory of each worker.
-        """
-        await self.call_workers("receive_ahead", version, limit_bytes)
 
     @_part_of_sync
     async def sync(self, stamp: PolicyVersion, sharded_only: bool = False) -> list[dict[str, Any]]:

@@ -174,43 +174,24 @@ class ReplicaSupervisor:
         """
         for i in self.active:
             self.health[i].transition_to(ReplicaState.STALE)
-            self._hold_back(i)
+            self.hold_back(i)
 
     def mark_synced(self, i: int, replica: Any) -> None:
         """The process `replica` holds verified weights and may serve, unless it was replaced or has
         died since."""
-        if not self._may_serve(i, replica):
+        health = self.health[i]
+        if replica is not self.replicas[i] or health.state is ReplicaState.DEAD:
             return
+        health.transition_to(ReplicaState.HEALTHY)
+        health.reset_timeouts(time.monotonic())
         canary = self._canaries.pop(i, None)
         if canary is not None:
             canary.set_result(None)
 
-    def mark_unverified(self, i: int, replica: Any) -> None:
-        """The process `replica` has weights whose canary is still being scored. It gets prompts,
-        and what it returns is held back until `mark_synced`."""
-        if self._may_serve(i, replica):
-            self._hold_back(i)
-
-    def _may_serve(self, i: int, replica: Any) -> bool:
-        """Let the process `replica` serve; returns False if it was replaced or has died."""
-        health = self.health[i]
-        if replica is not self.replicas[i] or health.state is ReplicaState.DEAD:
-            return False
-        health.transition_to(ReplicaState.HEALTHY)
-        health.reset_timeouts(time.monotonic())
-        return True
-
-    def _hold_back(self, i: int) -> None:
+    def hold_back(self, i: int) -> None:
         """From now on `wait_until_verified` waits for this replica's canary."""
         if i not in self._canaries:
             self._canaries[i] = asyncio.get_running_loop().create_future()
-
-    def refuse(self, error: Exception) -> None:
-        """A canary has failed: `wait_until_verified` raises this error."""
-        for canary in self._canaries.values():
-            canary.set_exception(error)
-            _mark_exception_retrieved(canary)  # maybe nothing was held back
-        self._canaries.clear()
 
     async def wait_until_verified(self, i: int) -> None:
         """Hold back what replica `i` has returned until its weights are verified; at once if they
@@ -218,7 +199,6 @@ class ReplicaSupervisor:
 
         Raises:
             ReplicaFailed: it was given up before that.
-            SyncError: a canary failed.
         """
         canary = self._canaries.get(i)
         if canary is not None:

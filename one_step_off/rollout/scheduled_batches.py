@@ -16,8 +16,8 @@ from one_step_off.rollout.batch_sources import (
     Generated,
     InFlight,
 )
+from one_step_off.rollout.dynamic_sampling import notes_of_replaced, uninformative_prompts
 from one_step_off.rollout.prompt_router import OnGroup
-from one_step_off.rollout.replacements import notes_of_replaced, uninformative_prompts
 
 
 @dataclass
@@ -74,11 +74,6 @@ class ScheduledSource(BatchSource):
         # anything is, so that a resumed run draws the same prompts.
         self.stream.begin_step(step, step - 1 - self.staleness)
         return self.stream.next_batch()
-
-    @property
-    def is_generating(self) -> bool:
-        """See `BatchSource.is_generating`."""
-        return bool(self.begun)
 
     def ready(self, step: int) -> bool:
         """See `BatchSource.ready`: always, because the sync replaces the weights of the batches

@@ -205,8 +205,6 @@ async def _start(prepared: RunInputs, state: RunState, processes: Any, tracker: 
     else:
         log_pools(prepared.cfg, processes, tracker)
     await processes.setup()
-    if not processes.keeps_engines:
-        log_sync_warning(processes, tracker)
     tracker.report_usage({"restarts/engines_kept": float(state.engines_kept)}, "")
     if processes.endpoint:
         processes.endpoint.report_to(tracker.log, tracker.report_usage)
@@ -227,15 +225,6 @@ def log_pools(cfg: Config, processes: Any, tracker: Tracker) -> None:
     from one_step_off.cluster.placement import describe_pools
 
     tracker.log("created " + describe_pools(cfg, processes.pools))
-
-
-def log_sync_warning(processes: Any, tracker: Tracker) -> None:
-    """Log which setting of the weight sync has no effect in this run, if there is one."""
-    if processes.roles.sync is None:  # a supervised run
-        return
-    warning = processes.roles.sync.ahead.warning()
-    if warning:
-        tracker.log(warning)
 
 
 @contextlib.asynccontextmanager

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from agent_loop.base import uses_endpoint
 from agent_loop.host.messages import no_proxy_variables
 from one_step_off import checkpoint
 from one_step_off.algorithms import schedule
 from one_step_off.cluster.ray_cluster import cleanup_after_run, require_cluster, start_ray
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import LOG_FOLDER
-from one_step_off.endpoint.usage import uses_endpoint
 from one_step_off.models.adapted_layers import adapted_layers
 from one_step_off.monitoring import report
 from one_step_off.monitoring.callbacks import StepCallback, StepCallbacks

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import remove_placement_group
 
+from agent_loop.base import uses_endpoint
 from agent_loop.tools import MCP_SCHEMAS
 from one_step_off.cluster.placement import are_reserved, create_pools, spawn
 from one_step_off.cluster.remote_calls import call_all
@@ -24,7 +25,6 @@ from one_step_off.config.placement import processes_per_slot
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.data import source_rewards
 from one_step_off.config.user_code import LOG_FOLDER
-from one_step_off.endpoint.usage import uses_endpoint
 from one_step_off.engines.vllm.processes import kill_engines_of_run
 from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.replica import RolloutReplica

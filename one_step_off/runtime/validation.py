@@ -11,9 +11,9 @@ from one_step_off.algorithms.config_checks import check_algorithm
 from one_step_off.config.allocator import check_allocator
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.lengths import longest_sequence
-from one_step_off.config.loading import check_types
+from one_step_off.config.loading import checked_copy
 from one_step_off.config.lora_checks import check_adapter_sync
-from one_step_off.config.placement import resolved_device, visible_gpu_count
+from one_step_off.config.placement import resolved_device, shared_devices, visible_gpu_count
 from one_step_off.config.pool_checks import check_batch, check_hardware, check_layouts, check_pools
 from one_step_off.config.role_checks import check_roles, check_run
 from one_step_off.config.roles import check_optimizers
@@ -52,7 +52,7 @@ def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> 
     Raises:
         ConfigError: the first fault found.
     """
-    check_types(cfg)
+    checked_copy(cfg)
     check_name(cfg.rollout.engine)
     if num_gpus is None:
         num_gpus = visible_gpu_count(cfg)
@@ -74,7 +74,9 @@ def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> 
     check_folders(cfg.trainer)
     check_loggers(cfg.logging)
     check_staleness(cfg)
-    check_weight_sync(cfg.weight_sync)
+    roles = cfg.placement.roles
+    is_one_device = roles["rollout"] == roles["actor"] or shared_devices(cfg) > 0
+    check_weight_sync(cfg.weight_sync, device, is_one_device)
     check_adapter_sync(cfg, device)
     check_allocator(cfg, device)
     check_warm_up(cfg, device)
@@ -104,7 +106,7 @@ def validate_supervised(cfg: Config, num_gpus: int | None = None, machine: bool 
     Raises:
         ConfigError: the first fault found.
     """
-    check_types(cfg)
+    checked_copy(cfg)
     if num_gpus is None:
         num_gpus = visible_gpu_count(cfg)
     device = resolved_device(cfg, num_gpus)

@@ -194,8 +194,8 @@ class _Trial:
 
     async def _with_endpoint(self) -> None:
         """The episode of an external agent, with an endpoint of its own."""
-        from one_step_off.endpoint.guarded_server import limits_for
-        from one_step_off.endpoint.keys import make_service_key
+        from one_step_off.endpoint.episodes import make_service_key
+        from one_step_off.endpoint.http_server import limits_for
         from one_step_off.endpoint.replica_server import EndpointAccess, ReplicaServer
         from one_step_off.engines.vllm.chat.trial_serving import serving_without_engine
 

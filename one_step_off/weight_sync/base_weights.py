@@ -8,12 +8,16 @@ loaded. That vLLM has put them into the right places is the canary's to show, as
 """
 
 from collections.abc import Iterable
+from dataclasses import astuple
+from math import prod
 from typing import Any
 
 import torch
 import xxhash
 
 from one_step_off.cluster.errors import SyncError
+from one_step_off.cluster.remote_calls import call_all
+from one_step_off.weight_sync.sync_calls import SLOWEST_LINK
 from one_step_off.weight_sync.weight_piece import FrozenBlock, WeightPiece
 
 ADAPTER_ID = 1
@@ -40,7 +44,7 @@ def compare(blocks: list[list[Any]], loaded: Iterable[tuple[str, torch.Tensor]],
     """Compare the trainers' base model with what an engine has loaded.
 
     Args:
-        blocks: of `base_model.BaseModel`.
+        blocks: of `BaseModel`.
         loaded: name and whole tensor, one after the other; the trainers need not have all.
         who: names the engine in errors.
 
@@ -68,3 +72,42 @@ def _refuse(names: list[str], fault: str, who: str) -> None:
             f"{who}: {len(names)} tensors of the base model {fault}, such as "
             f"{names[:NAMES_SHOWN]}; {FIX}"
         )
+
+
+class BaseModel:
+    """What the trainers hold of the frozen model.
+
+    Attributes:
+        blocks: the fields of each block's piece, and its digest: plain data, since it crosses the
+            borders of vLLM's processes.
+        nbytes: of the whole model.
+    """
+
+    def __init__(self, blocks: list[FrozenBlock]) -> None:
+        """`blocks`: of all ranks."""
+        self.blocks: list[list[Any]] = []
+        self.nbytes = 0
+        for block in blocks:
+            self.blocks.append([*astuple(block.piece), block.digest])
+            self.nbytes += (
+                prod(block.piece.block_shape) * getattr(torch, block.piece.dtype).itemsize
+            )
+
+    def read_limit_s(self, timeout_s: float) -> float:
+        """Seconds for a worker to read and to hash the model's files."""
+        return timeout_s + self.nbytes / SLOWEST_LINK
+
+
+async def ask_trainers(ranks: list[Any], timeout_s: float) -> BaseModel:
+    """Ask every rank for the digests of its blocks.
+
+    Args:
+        ranks: Ray actor handles.
+        timeout_s: for all answers.
+
+    Raises:
+        PhaseTimeout, and what a rank raises.
+    """
+    who = "weight sync, base model of trainer rank"
+    answers = await call_all(timeout_s, who, ranks, "base_digests")
+    return BaseModel([block for blocks in answers for block in blocks])

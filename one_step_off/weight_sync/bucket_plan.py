@@ -33,7 +33,7 @@ Pieces = list[list[WeightPiece]]
 
 
 @dataclass(frozen=True)
-class Slot:
+class BucketSlot:
     """A piece or a strip of one, and where it lies in its sender's part of a bucket.
 
     It takes the bytes [offset, offset + nbytes), followed by zeros up to offset + padded_bytes.
@@ -75,7 +75,7 @@ class Slot:
 class Bucket:
     """Tensors that travel together, piece by piece in the order of their rows."""
 
-    slots: list[Slot]
+    slots: list[BucketSlot]
     part_bytes: list[int]
     """Per sender the padded bytes of its part."""
     join_offsets: dict[str, int] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Bucket:
         """Bytes of all senders' parts."""
         return sum(self.part_bytes)
 
-    def slots_of(self, sender: int) -> list[Slot]:
+    def slots_of(self, sender: int) -> list[BucketSlot]:
         """The slots of one sender's part."""
         return [slot for slot in self.slots if slot.sender == sender]
 
@@ -100,7 +100,7 @@ class Bucket:
 
     def tensors(
         self, parts: Parts, join_buffer: torch.Tensor
-    ) -> Iterator[tuple[str, torch.Tensor, list[Slot]]]:
+    ) -> Iterator[tuple[str, torch.Tensor, list[BucketSlot]]]:
         """Where the bucket's whole tensors lie.
 
         Args:
@@ -207,7 +207,7 @@ class _PlanBuilder:
         else:
             self._add_whole(name, strips[0], needs_join=len(parts) > 1)
 
-    def _add_whole(self, name: str, slots: list[Slot], needs_join: bool) -> None:
+    def _add_whole(self, name: str, slots: list[BucketSlot], needs_join: bool) -> None:
         """Into the last bucket, or into a new one if it does not fit."""
         size = sum(slot.padded_bytes for slot in slots)
         if self.open_bytes is None or self.open_bytes + size > self.bucket_bytes:
@@ -217,7 +217,7 @@ class _PlanBuilder:
         if needs_join:
             self._reserve_join(size)
 
-    def _add_strips(self, name: str, strips: list[list[Slot]]) -> None:
+    def _add_strips(self, name: str, strips: list[list[BucketSlot]]) -> None:
         """Each strip into a new bucket. All are joined at the beginning of the join buffer."""
         last = len(strips) - 1
         for i, slots in enumerate(strips):
@@ -232,7 +232,7 @@ class _PlanBuilder:
         self.open_bytes = 0
         self.joined_bytes = 0
 
-    def _append(self, name: str, slots: list[Slot], needs_join: bool) -> None:
+    def _append(self, name: str, slots: list[BucketSlot], needs_join: bool) -> None:
         bucket = self.buckets[-1]
         if needs_join:
             bucket.join_offsets[name] = self.joined_bytes
@@ -245,11 +245,11 @@ class _PlanBuilder:
         self.join_bytes = max(self.join_bytes, self.joined_bytes)
 
 
-def _cut_into_strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[list[Slot]]:
+def _cut_into_strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[list[BucketSlot]]:
     """Cut one tensor into as few strips as possible, so that each has at most `limit` bytes (or one
     row)."""
     most_rows = max(piece.stop - piece.start for _, piece in parts)
-    total_bytes = sum(Slot(piece, piece, sender).nbytes for sender, piece in parts)
+    total_bytes = sum(BucketSlot(piece, piece, sender).nbytes for sender, piece in parts)
     fewest = max(1, min(most_rows, total_bytes // limit))
     for count in range(fewest, most_rows + 1):
         strips = [_strip_slots(parts, i, count) for i in range(count)]
@@ -259,9 +259,9 @@ def _cut_into_strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[l
     return [[slot for slot in strip if slot.nbytes] for strip in strips]
 
 
-def _strip_slots(parts: list[tuple[int, WeightPiece]], i: int, count: int) -> list[Slot]:
+def _strip_slots(parts: list[tuple[int, WeightPiece]], i: int, count: int) -> list[BucketSlot]:
     """The `i`-th of `count` strips of one tensor: a strip of each sender's piece."""
-    return [Slot(piece.strip(i, count), piece, sender) for sender, piece in parts]
+    return [BucketSlot(piece.strip(i, count), piece, sender) for sender, piece in parts]
 
 
 def pieces_by_tensor(pieces: Pieces) -> list[list[tuple[int, WeightPiece]]]:

@@ -14,9 +14,6 @@ every process, on a thread that is never busy, whether it is alive, and decides:
 
 A restarted replica gets the weights that were sent last, from the senders' copies, and serves when
 its canary has passed.
-
-With weight_sync.canary_overlap the replicas generate as soon as they have the weights (`deliver`),
-and what they return is held back until their canary was accepted (`verified`).
 """
 
 import asyncio
@@ -36,26 +33,25 @@ from one_step_off.cluster.remote_calls import (
 from one_step_off.cluster.run_events import RunEvents
 from one_step_off.data.samples import PolicyVersion
 from one_step_off.distributed_util import connect_timeout
-from one_step_off.weight_sync import base_model, report
-from one_step_off.weight_sync.ahead import AheadTransfer
+from one_step_off.weight_sync import base_weights, report
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
-from one_step_off.weight_sync.canary import Canary
-from one_step_off.weight_sync.canary_beside import CanaryBeside, canary_limit_s, canary_name
-from one_step_off.weight_sync.canary_diagnosis import FailedCanary
-from one_step_off.weight_sync.failed_syncs import FailedSyncs
-from one_step_off.weight_sync.participants import LogProbs, Replicas, Scores, Trainers
+from one_step_off.weight_sync.canary import Canary, FailedCanary, canary_limit_s, canary_name
 from one_step_off.weight_sync.replica_layouts import ReplicaLayouts, plain_shards_of_receivers
 from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.sender_groups import SenderGroup, form_groups
 from one_step_off.weight_sync.sync_calls import (
     BrokenSync,
-    MethodCall,
+    FailedSyncs,
+    LogProbs,
+    Replicas,
     SyncCall,
+    Trainers,
     await_quietly,
     begin_on_replicas,
     run_or_abort,
     transfer_limits,
 )
+from one_step_off.weight_sync.transports.transport import transport_settings
 from one_step_off.weight_sync.versions import VersionTable
 
 CONNECT_GRACE_S = 5.0
@@ -94,8 +90,10 @@ class WeightSync:
         self.rollout: Any = rollout
         self.canary = canary
         self.host = host
-        self.same_device = same_device
         self.cfg = actor.cfg.weight_sync
+        self.same_device = same_device
+        if self.cfg.transport != "auto":
+            self.same_device = [[] for _ in same_device]
         self.canary_check = Canary(self.cfg.canary_tolerance, actor.cfg.model.dtype)
         self.lock = asyncio.Lock()
         """Held by one sync at a time: of all replicas, or of one restarted replica."""
@@ -111,11 +109,7 @@ class WeightSync:
         """What all workers of the epoch keep; None: only whole tensors can be sent."""
         self.versions = VersionTable()
         """What was trained, what replicas must hold, and what they have received."""
-        self.canary_beside: CanaryBeside | None = None
-        """The canary of the last sync, where it is scored beside the first prompts."""
-        self.ahead = AheadTransfer(self)
-        """What the replicas receive while they still generate."""
-        self.failed_syncs = FailedSyncs(actor, rollout, self.cfg.sender)
+        self.failed_syncs = FailedSyncs(actor, rollout)
         self.events = events or RunEvents()
         rollout.restore = self.restore
 
@@ -126,7 +120,7 @@ class WeightSync:
         who = "weight sync, trainer rank"
         ranks = self.actor.ranks
         plans = await call_all(timeout_s, who, ranks, "weight_plan")
-        groups = await asyncio.to_thread(form_groups, plans, self.cfg.sender, self.cfg.max_senders)
+        groups = await asyncio.to_thread(form_groups, plans, self.cfg.max_senders)
         shared_groups = store_once(groups)
         pieces_for_rank = self._pieces_for_ranks(plans, groups)
         arguments = [
@@ -137,15 +131,12 @@ class WeightSync:
         self.senders = [ranks[group.leader] for group in groups]
         self.members = [(ranks[rank], group.leader) for group in groups for rank in group.members]
         sending_ranks = sorted(rank for group in groups for rank in group.ranks)
-        # With "gather" rank 0 sends, and all others must be called to give it their pieces.
-        if self.cfg.sender == "gather":
-            sending_ranks = list(range(len(ranks)))
         self.sending_ranks = [ranks[rank] for rank in sending_ranks]
         self.same_device = [self.same_device[group.leader] for group in groups]
         pieces_of_sender = [group.pieces for group in groups]
         self.layouts = ReplicaLayouts(pieces_of_sender, timeout_s)
         if self.cfg.lora == "adapter":
-            self.layouts.base = await base_model.ask_trainers(ranks, timeout_s)
+            self.layouts.base = await base_weights.ask_trainers(ranks, timeout_s)
         self.total_bytes = BucketPlan.build(pieces_of_sender, bucket_bytes).total_bytes
         self.member_addresses = [address and address.for_members for address in addresses]
         self.connect_info = {
@@ -153,14 +144,13 @@ class WeightSync:
             "addresses": [addresses[group.leader].store for group in groups],
             "host": self.host,
             "timeout_s": timeout_s,
+            "transport": transport_settings(self.actor.cfg),
             "pieces": [[astuple(piece) for piece in sent] for sent in pieces_of_sender],
         }
 
     def _pieces_for_ranks(self, plans: Pieces, groups: list[SenderGroup]) -> list[Any]:
         """Per rank the pieces that it must know beside its own and its group's: a leader those of
-        its members, and with weight_sync.sender=gather each rank all."""
-        if self.cfg.sender == "gather":
-            return [store_once(plans)] * len(plans)
+        its members."""
         pieces_for_rank: list[Any] = [[] for _ in plans]
         for group in groups:
             if group.members:
@@ -171,10 +161,6 @@ class WeightSync:
     def score_canary(self) -> Awaitable[LogProbs]:
         """Ask the trainer for its log-probs of the canary, at the weights that it has now."""
         return self.actor.score(self.canary)
-
-    def sends_sharded_only(self, replicas: list[Any]) -> bool:
-        """Whether each worker of these replicas gets what it keeps, and not whole tensors."""
-        return self.kept is not None and self.layouts.are_proved(replicas)
 
     async def __call__(
         self, stamp: PolicyVersion, expected: Awaitable[LogProbs] | None = None
@@ -198,61 +184,8 @@ class WeightSync:
         await self.release(version)
         return metrics
 
-    async def deliver(
-        self, stamp: PolicyVersion, expected: Awaitable[LogProbs] | None = None
-    ) -> dict[str, Any]:
-        """As a call, but returns when the replicas have the weights. They may generate from then
-        on, and what they return is held back. `verified` must be awaited next.
-
-        Arguments, metrics and errors are those of a call, without the canary's.
-        """
-        return await self._sync(stamp, expected, canary_later=True)
-
-    async def verified(self) -> dict[str, Any]:
-        """Wait until the canary of the weights that `deliver` brought was accepted, and let the
-        trainer change them. Returns its metrics; {}: there is no such canary.
-
-        A replica that is gone or hangs is restarted, and what is held back of it is generated
-        again.
-
-        Raises:
-            SyncError: a replica differs. All that is held back is discarded, by the same error.
-            RoleError: a replica could not score the canary, and its process lives.
-        """
-        canary = self.canary_beside
-        if canary is None:
-            return {}
-        try:
-            metrics = await self._accept(canary.stamp, canary.trainer_log_probs, canary)
-        except Exception as error:
-            self.connected_replicas = []
-            self.rollout.refuse(error)
-            raise
-        finally:
-            self.canary_beside = None
-        _, version = canary.stamp
-        await self.release(version)
-        return metrics | {"time/canary_overlapped_s": time.perf_counter() - canary.begin}
-
-    async def _accept(
-        self, stamp: PolicyVersion, trainer_log_probs: LogProbs, canary: CanaryBeside
-    ) -> dict[str, float]:
-        """Compare the replicas' answers; returns the canary's metrics. Errors: as `verified`."""
-        what = canary_name(stamp)
-        scores, failed = await canary.answers(what, canary_limit_s(self.actor.cfg))
-        metrics: dict[str, float] = {}
-        if scores:
-            metrics = await self._compare(what, trainer_log_probs, scores, canary.actors, False)
-        for number, call in canary.calls.items():
-            if number in scores:
-                self.failed_syncs.passed(number)
-                self.rollout.mark_synced(number, call.actor)
-            elif self.rollout.replicas[number] is call.actor:  # else it was restarted meanwhile
-                self.failed_syncs.restart_replica(number, failed[number], what)
-        return metrics
-
     async def _sync(
-        self, stamp: PolicyVersion, expected: Awaitable[LogProbs] | None, canary_later: bool = False
+        self, stamp: PolicyVersion, expected: Awaitable[LogProbs] | None
     ) -> dict[str, Any]:
         begin = time.perf_counter()
         trainer_log_probs = await (expected or self.score_canary())
@@ -266,7 +199,7 @@ class WeightSync:
         while not metrics:
             # A replica that comes back now may have these weights already, from `restore`.
             await self.rollout.wait_for_any_replica()
-            metrics = await self._sync_active(canary_later)
+            metrics = await self._sync_active()
         self.rollout.syncing = False
         # The replicas idle until the canary has passed, so it belongs to the sync.
         metrics["time/canary_s"] += canary_wait_s
@@ -278,8 +211,7 @@ class WeightSync:
         If nothing was sent yet, or the senders keep nothing, the replica stays stale until the next
         sync. Returns whether the replica is still alive.
         """
-        can_resend = self.cfg.keep_sent and self.cfg.sender == "sharded"
-        if self.versions.sent is None or not can_resend:
+        if self.versions.sent is None or not self.cfg.keep_sent:
             return True
         async with self.lock:
             metrics = await self._sync_replicas([number], is_restore=True)
@@ -294,7 +226,7 @@ class WeightSync:
         """The attempt ends: trainers that wait for the end of the sync raise SyncError."""
         await await_quietly([rank.fail_sync.remote(str(error)) for rank in self.actor.ranks])
 
-    async def _sync_active(self, canary_later: bool) -> dict[str, Any]:
+    async def _sync_active(self) -> dict[str, Any]:
         """One sync of all active replicas; see `_sync_replicas`."""
         async with self.lock:
             # Only now: while this waited for the lock, a replica may have come back, with the
@@ -304,17 +236,14 @@ class WeightSync:
                 return {}
             # Such a replica serves already. It must get no prompts before its sync is verified.
             self.rollout.mark_stale()
-            return await self._sync_replicas(numbers, False, canary_later)
+            return await self._sync_replicas(numbers, is_restore=False)
 
-    async def _sync_replicas(
-        self, numbers: list[int], is_restore: bool, canary_later: bool = False
-    ) -> dict[str, Any]:
+    async def _sync_replicas(self, numbers: list[int], is_restore: bool) -> dict[str, Any]:
         """Bring what was sent last to these replicas.
 
         Args:
             numbers: of the replicas.
             is_restore: the sync is for one restarted replica alone.
-            canary_later: begin the canary, and leave it to `verified`.
 
         Returns:
             Metrics; empty: some replicas failed, and are being restarted.
@@ -332,12 +261,7 @@ class WeightSync:
                 await self._regroup(numbers)
             metrics = await self._transfer(stamp, numbers)
             begin = time.perf_counter()
-            if canary_later:
-                calls = begin_on_replicas(replicas, "score", self.canary)
-                by_number = dict(zip(numbers, calls, strict=True))
-                self.canary_beside = CanaryBeside(stamp, trainer_log_probs, by_number)
-            else:
-                metrics |= await self._check_canary(stamp, trainer_log_probs, numbers, is_restore)
+            metrics |= await self._check_canary(stamp, trainer_log_probs, numbers, is_restore)
             metrics["time/canary_s"] = time.perf_counter() - begin
         except BrokenSync as broken:
             self.connected_replicas = []
@@ -347,22 +271,14 @@ class WeightSync:
         except SyncError:
             self.connected_replicas = []
             raise
-        self._mark_synced(replicas, is_restore, canary_later)
-        return metrics
-
-    def _mark_synced(self, replicas: dict[int, Any], is_restore: bool, canary_later: bool) -> None:
-        """These replicas have the weights, and may generate. Arguments as `_sync_replicas`."""
         for number, replica in replicas.items():
-            if canary_later:
-                self.rollout.mark_unverified(number, replica)
-                continue
             if not is_restore:
                 self.failed_syncs.passed(number)
             self.rollout.mark_synced(number, replica)
+        return metrics
 
     async def _regroup(self, numbers: list[int]) -> None:
         """Create new groups, of the senders and these replicas. Raises BrokenSync."""
-        await self.ahead.discard()
         self.epoch += 1
         self.connected_replicas = []
         workers_per_replica = self.rollout.cfg.rollout.tensor_parallel_size
@@ -419,11 +335,12 @@ class WeightSync:
         begin = time.perf_counter()
         _, version = stamp
         replicas = {number: self.rollout.replicas[number] for number in numbers}
-        await self.ahead.finish(version)
-        sharded_only = self.sends_sharded_only(list(replicas.values()))
-        calls = self.begin_transfer(
-            replicas, ("send_weights", version, sharded_only), ("sync", stamp, sharded_only)
-        )
+        sharded_only = self.kept is not None and self.layouts.are_proved(list(replicas.values()))
+        calls = []
+        for rank in self.sending_ranks:
+            answer = rank.send_weights.remote(version, sharded_only)
+            calls.append(SyncCall(self.rank_name(rank), rank, answer))
+        calls += begin_on_replicas(replicas, "sync", stamp, sharded_only)
         first_limit_s, rest_limit_s = transfer_limits(self.cfg.timeout_s, self.total_bytes)
         what = f"weight sync of version {version}"
         reports = await run_or_abort(what, calls, first_limit_s, rest_limit_s, self.abort)
@@ -431,23 +348,6 @@ class WeightSync:
         received = dict(zip(numbers, reports[len(self.sending_ranks) :], strict=True))
         self.layouts.note_reports(dict(zip(replicas.values(), received.values(), strict=True)))
         return self._collect_metrics(sent, received, time.perf_counter() - begin)
-
-    def begin_transfer(
-        self, replicas: dict[int, Any], send: MethodCall, receive: MethodCall
-    ) -> list[SyncCall]:
-        """Call a method of every sending rank, and then one of these replicas.
-
-        Args:
-            replicas: number -> actor handle.
-            send: of the ranks, as (name, argument, ...).
-            receive: of the replicas.
-        """
-        method, *args = send
-        calls = []
-        for rank in self.sending_ranks:
-            answer = getattr(rank, method).remote(*args)
-            calls.append(SyncCall(self.rank_name(rank), rank, answer))
-        return calls + begin_on_replicas(replicas, *receive)
 
     def _collect_metrics(
         self,
@@ -471,27 +371,29 @@ class WeightSync:
         numbers: list[int],
         is_restore: bool,
     ) -> dict[str, float]:
-        """Let these replicas score the canary. Returns metrics; raises BrokenSync, CanaryFailed."""
+        """Let these replicas score the canary. Returns metrics.
+
+        Raises:
+            BrokenSync: a replica did not score it.
+            CanaryFailed: they differ; where, is in the log then.
+        """
         what = canary_name(stamp)
         replicas = {number: self.rollout.replicas[number] for number in numbers}
         calls = begin_on_replicas(replicas, "score", self.canary)
         limit_s = canary_limit_s(self.actor.cfg)
         scores = await run_or_abort(what, calls, limit_s, limit_s, self.abort)
         replica_log_probs = dict(zip(numbers, scores, strict=True))
-        return await self._compare(what, trainer_log_probs, replica_log_probs, replicas, is_restore)
-
-    async def _compare(
-        self, what: str, trainer: LogProbs, scores: Scores, actors: dict[int, Any], is_restore: bool
-    ) -> dict[str, float]:
-        """The canary's metrics. Raises CanaryFailed: they differ; where, is in the log then."""
         try:
-            return self.canary_check.check(trainer, scores, what, self.events.log)
+            return self.canary_check.check(
+                trainer_log_probs, replica_log_probs, what, self.events.log
+            )
         except CanaryFailed:
             if not is_restore:  # for a restore the trainer may have newer weights by now
                 limit = self.canary_check.tolerance.largest
-                waits = self.canary_beside is not None  # a step trains beside it
-                failed = FailedCanary(what, self.canary, trainer, scores, limit, waits)
-                await failed.log_diagnosis(self.actor, actors, self.events.log)
+                failed = FailedCanary(
+                    what, self.canary, trainer_log_probs, replica_log_probs, limit
+                )
+                await failed.log_diagnosis(self.actor, replicas, self.events.log)
             raise
 
     async def abort(self, error: Exception) -> None:

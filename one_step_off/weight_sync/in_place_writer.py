@@ -10,10 +10,10 @@ import torch
 
 from one_step_off.weight_sync import delta
 from one_step_off.weight_sync.routes import Message
-from one_step_off.weight_sync.shard_blocks import Block, KeptBlocks
+from one_step_off.weight_sync.shard_blocks import Block, ShardBlocks
 
 
-class BoundCells(Protocol):
+class BoundShards(Protocol):
     """Blocks of checkpoint tensors in a buffer, and their places in the model."""
 
     def write(self) -> None:
@@ -28,13 +28,13 @@ class BoundCells(Protocol):
 class Layout(Protocol):
     """Where the blocks that a worker keeps lie in its model."""
 
-    kept: KeptBlocks
+    kept: ShardBlocks
 
-    def bind(self, cells: list[tuple[str, Block, torch.Tensor]]) -> BoundCells:
-        """Find the places of these cells.
+    def bind(self, shards: list[tuple[str, Block, torch.Tensor]]) -> BoundShards:
+        """Find the places of these shards.
 
         Args:
-            cells: of each the tensor's name, the block, and the view of it in a buffer.
+            shards: of each the tensor's name, the block, and the view of it in a buffer.
         """
         ...
 
@@ -55,7 +55,7 @@ class InPlaceWriter:
         self.device = device
         self.base_buffer = torch.zeros(0, dtype=torch.uint8, device=device)
         # By bucket and the addresses of the messages, which alternate between few buffers.
-        self.bound: dict[tuple[int, ...], BoundCells] = {}
+        self.bound: dict[tuple[int, ...], BoundShards] = {}
 
     def sizes(self, index: int) -> list[int]:
         """Bytes of the full messages of bucket `index`."""
@@ -100,13 +100,13 @@ class InPlaceWriter:
         self._bind(index, bases).read()
         return bases
 
-    def _bind(self, index: int, buffers: list[torch.Tensor]) -> BoundCells:
+    def _bind(self, index: int, buffers: list[torch.Tensor]) -> BoundShards:
         key = (index, *(buffer.data_ptr() for buffer in buffers))
         if key not in self.bound:
-            cells = []
+            shards = []
             for message, buffer in zip(self.messages[index], buffers, strict=True):
                 views = message.views(buffer)
-                for cell, view in zip(message.cells, views, strict=True):
-                    cells.append((cell.slot.piece.name, cell.block, view))
-            self.bound[key] = self.layout.bind(cells)
+                for shard, view in zip(message.shards, views, strict=True):
+                    shards.append((shard.slot.piece.name, shard.block, view))
+            self.bound[key] = self.layout.bind(shards)
         return self.bound[key]

@@ -46,7 +46,7 @@ _HELLO = struct.Struct("<32sqq")
 _ORDER = struct.Struct("<qq?")
 _HEADER = struct.Struct("<qq16s")
 
-Address = tuple[str, int, str]
+LeaderAddress = tuple[str, int, str]
 """Host and port at which a leader listens, and its group's token."""
 
 Order = tuple[int, int, bool]
@@ -146,7 +146,7 @@ class MemberLinks:
         self.token = secrets.token_hex(16)
         self.server = socket.create_server((host, 0), backlog=max(128, 2 * len(members)))
         self.server.settimeout(POLL_INTERVAL_S)
-        self.address: Address = (host, self.server.getsockname()[1], self.token)
+        self.address: LeaderAddress = (host, self.server.getsockname()[1], self.token)
         self.links: dict[int, Link] = {}
 
     def accept(self, epoch: int, deadline: float, check: Callable[[], None]) -> None:
@@ -230,7 +230,7 @@ class MemberLinks:
 
 
 def connect_to_leader(
-    address: Address, epoch: int, rank: int, limit_s: float, check: Callable[[], None]
+    address: LeaderAddress, epoch: int, rank: int, limit_s: float, check: Callable[[], None]
 ) -> Link:
     """A member's link to its leader.
 

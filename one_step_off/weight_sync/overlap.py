@@ -83,12 +83,10 @@ def should_overlap(steps: Sequence[StepPhases], overlapped: bool) -> bool:
 
 def can_overlap(cfg: Config) -> bool:
     """Whether a run can train beside a sync. With `pipeline.staleness=0`, or where another role
-    shares the replicas' pool, they take turns. A gathering sender needs the trainer's
-    collectives."""
+    shares the replicas' pool, they take turns."""
     pools = list(cfg.placement.roles.values())
     has_own_pool = pools.count(cfg.placement.roles["rollout"]) == 1
-    is_sharded = cfg.weight_sync.sender == "sharded"
-    return bool(cfg.pipeline.staleness) and has_own_pool and is_sharded
+    return bool(cfg.pipeline.staleness) and has_own_pool
 
 
 class SyncOverlap:

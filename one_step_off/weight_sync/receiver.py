@@ -11,15 +11,15 @@ import torch.distributed as dist
 
 from one_step_off.cluster.bounded_waits import AbortSignal
 from one_step_off.cluster.errors import SyncError
-from one_step_off.distributed_util import DedicatedGroup, connect_store, connect_timeout
+from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts, checksum
+from one_step_off.weight_sync.delta import Mirror
 from one_step_off.weight_sync.in_place_writer import InPlaceWriter, Layout
 from one_step_off.weight_sync.launch_order import Step, receive_steps
-from one_step_off.weight_sync.mirror import Mirror
-from one_step_off.weight_sync.received_ahead import ReceivedAhead, SpareMemory, in_own_memory
 from one_step_off.weight_sync.routes import ALL_RECEIVERS, Routes, ShardsOfReceivers
-from one_step_off.weight_sync.shared_memory import SharedMemoryReceiver
 from one_step_off.weight_sync.stream_peer import MEASURED_TRANSFERS, StreamPeer
+from one_step_off.weight_sync.transports.same_device import SharedMemoryReceiver, map_sender
+from one_step_off.weight_sync.transports.transport import ReceiveEnd, Transport
 
 RECEIVE_BUFFERS = 2
 """One is filled while the other is loaded."""
@@ -43,19 +43,22 @@ class WeightReceiver(StreamPeer):
     layout: Layout | None = None
     """Where the model keeps what; set by the caller when it is proved. None: not known."""
     in_place_writer: InPlaceWriter | None = None
-    received_ahead: ReceivedAhead | None = None
-    """The first buckets of a sync whose rest is still to come."""
 
     def __init__(
-        self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
+        self,
+        plan: BucketPlan,
+        index: int,
+        device: torch.device,
+        host: str,
+        timeout_s: float,
+        transport: Transport | None = None,
     ) -> None:
         """As `StreamPeer`."""
-        super().__init__(plan, index, device, host, timeout_s)
+        super().__init__(plan, index, device, host, timeout_s, transport)
         self.buffers: list[torch.Tensor] = []
-        self.spare_memory = SpareMemory(device)
         self.whole_routes = Routes(plan, 0)
         self.shard_routes: Routes | None = None
-        self.transport_of_stream: dict[int, Any] = {}
+        self.end_of_stream: dict[int, ReceiveEnd] = {}
         self.join_buffer = torch.zeros(0, dtype=torch.uint8)
         self.uses_network = False
         self.wire_seconds_per_byte = 0.0  # of the bare link; 0: not measured
@@ -74,7 +77,7 @@ class WeightReceiver(StreamPeer):
 
         Args:
             epoch: counts the groups.
-            addresses: (host, port) of each sender's store.
+            addresses: of each sender's store.
             receivers: how many there are.
             same_device: per sender the receivers on its device; empty: none.
             kept: as `WeightSender.connect`.
@@ -124,50 +127,21 @@ class WeightReceiver(StreamPeer):
             SyncError: another plan or version, a time limit, a broken peer, or a checksum that
                 differs. The groups are closed then.
         """
-        if self.received_ahead is None:
-            self._begin_sync()
+        self._begin_sync()
         with self._giving_up_on_errors():
             if sharded_only:
                 self._receive_shards(version)
             else:
                 self._receive_whole(load, version)
         bare_wire = self.wire_seconds_per_byte * self.record.wire_bytes
-        spare = {"spare_bytes": float(len(self.spare_memory.flat))}
-        return self._report() | {"bare_wire": bare_wire} | spare
-
-    def receive_ahead(self, version: int, limit_bytes: int) -> None:
-        """Receive the first buckets of what this worker keeps, while the model is in use. `receive`
-        of the same version takes them and receives the rest.
-
-        Args:
-            version: that the senders must send.
-            limit_bytes: the memory for it; it stays allocated for later syncs.
-
-        Raises:
-            SyncError: as `receive`.
-        """
-        self._begin_sync()
-        with self._giving_up_on_errors():
-            has_deltas = self._receive_headers(version, sharded_only=True)
-            routes = self._proved_routes()
-            sizes_of_bucket = self._sizes_of_buckets(routes)[: routes.leading_buckets(limit_bytes)]
-            memory = self.spare_memory.take([sum(s.values()) for s in sizes_of_bucket])
-            ahead = ReceivedAhead(version, has_deltas, [])
-            for index, sizes in enumerate(sizes_of_bucket):
-                self.bucket_number = index + 1
-                own = memory[index]
-                with self._phase("ahead"):
-                    messages = self._on_wire(self._receive_bucket, index, sizes, has_deltas, own)
-                    ahead.messages_of_bucket.append(in_own_memory(messages, sizes, own))
-                    self._release(messages)
-            self.received_ahead = ahead
+        return self._report() | {"bare_wire": bare_wire}
 
     @contextmanager
     def _giving_up_on_errors(self) -> Iterator[None]:
-        """Around a sync, or a part of one: after an error the groups are closed, and what was
-        received is forgotten."""
+        """Around a sync: after an error the groups are closed, and what was received is
+        forgotten."""
         try:
-            if not self.transports:
+            if not self.ends:
                 raise SyncError(f"{self.name} is in no group; it must connect first")
             yield
         except BaseException as error:
@@ -176,7 +150,6 @@ class WeightReceiver(StreamPeer):
             raise
 
     def _forget_received(self) -> None:
-        self.received_ahead = None
         self.mirror = None
         self.in_place_writer = None
 
@@ -189,7 +162,8 @@ class WeightReceiver(StreamPeer):
         deadline: float,
     ) -> None:
         """Connect to one sender. `same_device`: the receivers on its device."""
-        sender_store = self._call_until(deadline, connect_store, *address, self.timeout_s)
+        connect_store = self.transport.connect_store
+        sender_store = self._call_until(deadline, connect_store, address, self.timeout_s)
         store = dist.PrefixStore(f"{epoch}", sender_store)
         self.abort_signals.append(AbortSignal(store))
         self._check_abort_signals()
@@ -198,27 +172,25 @@ class WeightReceiver(StreamPeer):
             members = list(routes.sets[number])
             if number == ALL_RECEIVERS:
                 members = [receiver for receiver in members if receiver not in same_device]
+            stream = self._stream(sender, epoch, store, tuple(members), number)
             if self.index in members:
-                rank = 1 + members.index(self.index)
-                transport = self._join_group(store, rank, len(members) + 1, deadline, number)
+                open_end = self.transport.open_receiver
             elif number == ALL_RECEIVERS:
-                transport = self._call_until(
-                    deadline, SharedMemoryReceiver, store, self.index, self.device, self.timeout_s
-                )
+                open_end = map_sender
             else:
                 continue
-            self.transports.append(transport)
-            self.transport_of_stream[routes.stream_number(sender, number)] = transport
+            end = self._open_end(deadline, open_end, stream, self.index)
+            self.end_of_stream[routes.stream_number(sender, number)] = end
 
     def close(self) -> None:
         """Leave all groups; peers that wait for this receiver fail."""
         super().close()
         # Not cleared: a thread that was abandoned may come back late and look here.
-        self.transport_of_stream = {}
+        self.end_of_stream = {}
 
     def _is_remote(self, sender: int) -> bool:
         """Whether a sender's data comes over the network."""
-        return isinstance(self.transport_of_stream[sender], DedicatedGroup)
+        return not isinstance(self.end_of_stream[sender], SharedMemoryReceiver)
 
     def _prepare_buffers(self) -> None:
         self.uses_network = any(self._is_remote(sender) for sender in range(self.plan.senders))
@@ -267,19 +239,14 @@ class WeightReceiver(StreamPeer):
             if tensors and bucket.completes_tensors:
                 load(tensors)
 
-        nothing_yet = ReceivedAhead(version, has_deltas, [])
-        self._receive_buckets(self.whole_routes, nothing_yet, apply, store)
+        self._receive_buckets(self.whole_routes, has_deltas, apply, store)
 
     def _receive_shards(self, version: int) -> None:
         """Receive what this worker keeps, and write it into the model."""
-        ahead = self.received_ahead
-        self.received_ahead = None
-        routes = self._proved_routes()
-        if ahead is None:
-            has_deltas = self._receive_headers(version, sharded_only=True)
-            ahead = ReceivedAhead(version, has_deltas, [])
-        if ahead.version != version:
-            raise SyncError(f"{self.name}: a part of version {ahead.version} was received ahead")
+        routes = self.shard_routes
+        if routes is None or self.layout is None:
+            raise SyncError(f"{self.name} cannot write into its model: nothing proves its layout")
+        has_deltas = self._receive_headers(version, sharded_only=True)
         messages_of_bucket = routes.messages_of_receiver(self.index)
         if self.in_place_writer is None:
             self.in_place_writer = InPlaceWriter(messages_of_bucket, self.layout, self.device)
@@ -293,12 +260,7 @@ class WeightReceiver(StreamPeer):
         def store(index: int, parts: Parts) -> None:
             model.write(index, list(parts.values()))
 
-        self._receive_buckets(routes, ahead, apply, store)
-
-    def _proved_routes(self) -> Routes:
-        if self.shard_routes is None or self.layout is None:
-            raise SyncError(f"{self.name} cannot write into its model: nothing proves its layout")
-        return self.shard_routes
+        self._receive_buckets(routes, has_deltas, apply, store)
 
     def _sizes_of_buckets(self, routes: Routes) -> list[dict[int, int]]:
         """Per bucket: stream -> bytes of its full message."""
@@ -313,7 +275,7 @@ class WeightReceiver(StreamPeer):
     def _receive_buckets(
         self,
         routes: Routes,
-        ahead: ReceivedAhead,
+        has_deltas: bool,
         apply: Callable[[int, Parts], Parts],
         store: Callable[[int, Parts], None],
     ) -> None:
@@ -321,7 +283,7 @@ class WeightReceiver(StreamPeer):
 
         Args:
             routes: of this sync.
-            ahead: the first buckets, which are here already.
+            has_deltas: messages may be deltas.
             apply: makes the messages of a bucket whole.
             store: puts a bucket where it belongs, and copies what it keeps.
         """
@@ -335,21 +297,15 @@ class WeightReceiver(StreamPeer):
         def start(index: int) -> Future[Parts]:
             sizes = sizes_of_bucket[index]
             buffer = self.buffers[index % RECEIVE_BUFFERS]
-            return self.wire_thread.submit(
-                self._receive_bucket, index, sizes, ahead.has_deltas, buffer
-            )
+            return self.wire_thread.submit(self._receive_bucket, index, sizes, has_deltas, buffer)
 
-        here = len(ahead.messages_of_bucket)
-        next_messages = start(here) if here < len(sizes_of_bucket) else None
+        next_messages = start(0)
         for index in range(len(sizes_of_bucket)):
             self.bucket_number = index + 1
             with self._phase("wait"):
-                if index < here:
-                    messages = ahead.messages_of_bucket[index]
-                else:
-                    messages = self._result_from_wire(next_messages)
-                    if index + 1 < len(sizes_of_bucket):
-                        next_messages = start(index + 1)
+                messages = self._result_from_wire(next_messages)
+                if index + 1 < len(sizes_of_bucket):
+                    next_messages = start(index + 1)
             with self._phase("apply"):
                 parts = apply(index, messages)
             with self._phase("verify"):
@@ -357,14 +313,13 @@ class WeightReceiver(StreamPeer):
                     checksums[stream][index] = checksum(part)
             with self._phase("load"):
                 store(index, parts)
-                if index >= here:
-                    self._release(messages)
+                self._free(messages)
         self._verify_checksums(checksums)
 
-    def _release(self, messages: Parts) -> None:
+    def _free(self, messages: Parts) -> None:
         """The senders may overwrite these messages."""
         for stream in messages:
-            self.transport_of_stream[stream].release()
+            self.end_of_stream[stream].free()
 
     def _receive_headers(self, version: int, sharded_only: bool) -> bool:
         """Whether messages may be deltas and so announce their size, after checking every sender's
@@ -394,7 +349,7 @@ class WeightReceiver(StreamPeer):
     def _receive_bucket(
         self, index: int, sizes: dict[int, int], has_deltas: bool, buffer: torch.Tensor
     ) -> Parts:
-        """On the wire's thread: the messages of one bucket, valid until they are released.
+        """On the wire's thread: the messages of one bucket, valid until they are freed.
 
         Args:
             index: of the bucket.
@@ -428,18 +383,17 @@ class WeightReceiver(StreamPeer):
             Stream -> its message: `targets`, or a view of its buffer if the sender is on the same
             device.
         """
-        # A thread that was abandoned and comes back late must not touch the transports of another
-        # epoch.
-        transports = self.transport_of_stream
+        # A thread that was abandoned and comes back late must not touch the ends of another epoch.
+        end_of_stream = self.end_of_stream
         messages = {}
         for step, stream in receive_steps(targets, self.is_ordered):
-            transport = transports[stream]
+            end = end_of_stream[stream]
             if step is Step.ANNOUNCE:
-                transport.announce()
+                end.announce()
             elif step is Step.LAUNCH:
-                transport.start_receive(targets[stream])
+                end.start_receive(targets[stream])
             else:
-                messages[stream] = transport.finish_receive(targets[stream])
+                messages[stream] = end.finish_receive(targets[stream])
         return messages
 
     def _receive_numbers(self, streams: Iterable[int], count: int) -> Parts:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from one_step_off.cluster.remote_calls import store_once
-from one_step_off.weight_sync.base_model import BaseModel
+from one_step_off.weight_sync.base_weights import BaseModel
 from one_step_off.weight_sync.bucket_plan import Pieces
 from one_step_off.weight_sync.report import Report
 from one_step_off.weight_sync.routes import ShardsOfReceivers
-from one_step_off.weight_sync.shard_blocks import KeptBlocks, plain_shards, shards_from_plain
+from one_step_off.weight_sync.shard_blocks import ShardBlocks, plain_shards, shards_from_plain
 from one_step_off.weight_sync.sync_calls import Abort, begin_on_replicas, run_or_abort
 
 
@@ -35,7 +35,7 @@ class ReplicaLayouts:
         for sent in pieces:
             for piece in sent:
                 self.shapes[piece.name] = [piece.dtype, list(piece.shape)]
-        self._blocks: dict[Any, list[KeptBlocks] | None] = {}
+        self._blocks: dict[Any, list[ShardBlocks] | None] = {}
         self._proved: set[Any] = set()
 
     async def learn(self, replicas: dict[int, Any], abort: Abort) -> None:
@@ -74,7 +74,7 @@ class ReplicaLayouts:
     def kept_by(self, replicas: Sequence[Any]) -> ShardsOfReceivers | None:
         """What the receivers keep: the workers of these replicas, one after another. None: some
         cannot tell."""
-        blocks_of_receiver: list[KeptBlocks] = []
+        blocks_of_receiver: list[ShardBlocks] = []
         for blocks in [self._blocks[replica] for replica in replicas]:
             if blocks is None:
                 return None

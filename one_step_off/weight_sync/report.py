@@ -4,6 +4,8 @@ A report is a dict, as `WeightSender.send` and `SyncWorkerExtension.sync_weights
 """
 
 import math
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from one_step_off.cluster.run_events import Span
@@ -47,9 +49,6 @@ def sync_metrics(
     metrics |= _slowest_of_each_phase(RECEIVER_PHASES, workers)
     is_full = math.isnan(changed_words)
     metrics |= _wire_metrics(sent, workers, is_full)
-    if any("ahead" in worker for worker in workers):
-        metrics["sync/ahead_s"] = max(worker.get("ahead", 0.0) for worker in workers)
-        metrics["sync/spare_mb"] = max(worker["spare_bytes"] for worker in workers) / (1 << 20)
     paused = [worker["paused"] for worker in workers if "paused" in worker]
     if paused:
         metrics["sync/paused_s"] = max(paused)
@@ -141,3 +140,48 @@ def _wire_metrics(sent: list[Report], workers: list[Report], is_full: bool) -> d
         metrics["sync/raw_s"] = bare_wire_s
         metrics["sync/wire_ratio"] = wire_s / bare_wire_s
     return metrics
+
+
+MAX_SPANS_OF_PEER = 200
+"""Spans of one peer in one sync; a timeline with more shows nothing."""
+
+WIRE_LANE = " wire"
+"""Suffix of the timeline's lane for what happens on the wire's thread."""
+
+
+@dataclass
+class TransferRecord:
+    """What one peer of the weight stream measures during one sync: seconds per phase, bytes on the
+    wire, and spans for the timeline."""
+
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    bucket_wire: list[list[float]] = field(default_factory=list)
+    """[index of the bucket, seconds on the wire] of each bucket."""
+    spans: list[list[Any]] = field(default_factory=list)
+    """[lane, phase, begin, end], by `time.time`."""
+    wire_bytes: int = 0
+    changed_words: int = 0
+    """16-bit words that differ from the last sync (deltas)."""
+
+    def add_phase(self, name: str, seconds: float) -> None:
+        """Note a phase that has just ended."""
+        self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
+        self._add_span("", name, seconds)
+
+    def add_wire_span(self, seconds: float) -> None:
+        """Note a message that has just left the wire's thread."""
+        self._add_span(WIRE_LANE, "wire", seconds)
+
+    def report(self) -> dict[str, Any]:
+        """Seconds per phase, "bytes", "bucket_wire" and "spans"."""
+        return {
+            **self.phase_seconds,
+            "bytes": float(self.wire_bytes),
+            "bucket_wire": self.bucket_wire,
+            "spans": self.spans,
+        }
+
+    def _add_span(self, lane: str, name: str, seconds: float) -> None:
+        if len(self.spans) < MAX_SPANS_OF_PEER:
+            end = time.time()
+            self.spans.append([lane, name, end - seconds, end])

@@ -2,8 +2,8 @@
 
 A sender packs the weights that it owns into buckets, in the order of the bucket plan. In the first
 sync it sends whole buckets to all receivers. When every receiver has reported which blocks it
-keeps, a bucket is cut into cells: each cell is a block that one set of receivers keeps. The cells
-of one set make one message.
+keeps, a bucket is cut into shards: each is a block that one set of receivers keeps. The shards of
+one set make one message.
 Blocks that all receivers keep (norms, for instance) are broadcast to all. A slice of one
 tensor-parallel rank goes to that rank of every replica.
 
@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from one_step_off.cluster.errors import SyncError
-from one_step_off.weight_sync.bucket_plan import ALIGNMENT, Bucket, BucketPlan, Slot
-from one_step_off.weight_sync.shard_blocks import Block, KeptBlocks
+from one_step_off.weight_sync.bucket_plan import ALIGNMENT, Bucket, BucketPlan, BucketSlot
+from one_step_off.weight_sync.shard_blocks import Block, ShardBlocks
 
 ALL_RECEIVERS = 0
 """The number of the set of all receivers."""
@@ -29,7 +29,7 @@ ALL_RECEIVERS = 0
 class ShardsOfReceivers:
     """Which blocks the receivers of an epoch keep."""
 
-    blocks: tuple[KeptBlocks, ...]
+    blocks: tuple[ShardBlocks, ...]
     """By kind."""
     kind_of_receiver: tuple[int, ...]
 
@@ -41,9 +41,9 @@ class ShardsOfReceivers:
         )
 
     @staticmethod
-    def by_kind(blocks_of_receiver: Sequence[KeptBlocks]) -> "ShardsOfReceivers":
+    def by_kind(blocks_of_receiver: Sequence[ShardBlocks]) -> "ShardsOfReceivers":
         """Receivers that keep the same are of one kind."""
-        kinds: list[KeptBlocks] = []
+        kinds: list[ShardBlocks] = []
         kind_of_receiver = []
         for blocks in blocks_of_receiver:
             if blocks not in kinds:
@@ -52,14 +52,14 @@ class ShardsOfReceivers:
         return ShardsOfReceivers(tuple(kinds), tuple(kind_of_receiver))
 
 
-class Cell(NamedTuple):
+class Shard(NamedTuple):
     """A block of a slot that one set of receivers keeps.
 
     A model of thousands of experts has a million of them, so this is no dataclass, which takes
     three times as long to create.
     """
 
-    slot: Slot
+    slot: BucketSlot
     block: Block
     nbytes: int
     """Of the block."""
@@ -68,7 +68,7 @@ class Cell(NamedTuple):
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes up to where the next cell may begin."""
+        """Bytes up to where the next shard may begin."""
         return _padded(self.nbytes)
 
     def in_part(self, part: torch.Tensor) -> torch.Tensor:
@@ -88,39 +88,39 @@ class Message:
     sender: int
     receivers: int
     """The number of the set."""
-    cells: tuple[Cell, ...]
+    shards: tuple[Shard, ...]
     """What receivers keep of it."""
     nbytes: int
     is_whole_part: bool
     """It is the sender's part of the bucket, as the plan has it; nothing is cut."""
 
     def views(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """The cells as views into the message (uint8 [nbytes])."""
+        """The shards as views into the message (uint8 [nbytes])."""
         if self.is_whole_part:
-            return [cell.in_part(message) for cell in self.cells]
-        return [cell.in_message(message) for cell in self.cells]
+            return [shard.in_part(message) for shard in self.shards]
+        return [shard.in_message(message) for shard in self.shards]
 
     def cut(self, part: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
         """The message (uint8 [nbytes]), from the sender's part of the bucket.
 
         Args:
             part: uint8 [part_bytes].
-            message: where to copy the cells to; not needed for a whole part.
+            message: where to copy the shards to; not needed for a whole part.
         """
         if self.is_whole_part:
             return part
         self.zero_padding(message)
-        for cell in self.cells:
-            cell.in_message(message).copy_(cell.in_part(part), non_blocking=True)
+        for shard in self.shards:
+            shard.in_message(message).copy_(shard.in_part(part), non_blocking=True)
         return message
 
     def zero_padding(self, message: torch.Tensor) -> None:
-        """Zero the bytes that belong to no cell: they count in the checksum."""
-        for cell in self.cells:
+        """Zero the bytes that belong to no shard: they count in the checksum."""
+        for shard in self.shards:
             if self.is_whole_part:
-                cell.slot.zero_padding(message)
+                shard.slot.zero_padding(message)
             else:
-                message[cell.offset + cell.nbytes : cell.offset + cell.padded_bytes].zero_()
+                message[shard.offset + shard.nbytes : shard.offset + shard.padded_bytes].zero_()
 
 
 class Routes:
@@ -157,9 +157,9 @@ class Routes:
         sent = (slot.piece for bucket in plan.buckets for slot in bucket.slots)
         if kept.keeps_all({piece.name: piece.shape for piece in sent}):
             for index, bucket in enumerate(plan.buckets):
-                cells_of_sender = _cells_of_whole_parts(bucket, cutter)
+                shards_of_sender = _shards_of_whole_parts(bucket, cutter)
                 routes.messages[index] = [
-                    _whole_part(bucket, sender, tuple(cells_of_sender.get(sender, ())))
+                    _whole_part(bucket, sender, tuple(shards_of_sender.get(sender, ())))
                     for sender in _senders_of(bucket)
                 ]
             return routes
@@ -184,24 +184,6 @@ class Routes:
                 if receiver in self.sets[number]:
                     streams.append((sender, number))
         return sorted(streams, key=lambda stream: self.turn(*stream))
-
-    def leading_buckets(self, limit_bytes: int) -> int:
-        """How many of the first buckets every receiver can hold in so much memory."""
-        count = len(self.messages)
-        for receiver in self._one_receiver_of_each_kind():
-            messages_of_bucket = self.messages_of_receiver(receiver)
-            sizes = [sum(message.nbytes for message in messages) for messages in messages_of_bucket]
-            totals = itertools.accumulate(sizes)
-            count = min(count, sum(total <= limit_bytes for total in totals))
-        return count
-
-    def _one_receiver_of_each_kind(self) -> list[int]:
-        """Receivers in the same sets get the same messages."""
-        receiver_of_sets: dict[tuple[int, ...], int] = {}
-        for receiver in self.sets[ALL_RECEIVERS]:
-            sets = tuple(number for number, members in enumerate(self.sets) if receiver in members)
-            receiver_of_sets.setdefault(sets, receiver)
-        return list(receiver_of_sets.values())
 
     def turn(self, sender: int, receivers: int) -> tuple[int, int]:
         """When a sender's message of a bucket to a set of receivers is due.
@@ -274,7 +256,7 @@ class Routes:
 
     def _cut_messages(self, bucket: Bucket, cutter: "_Cutter") -> Iterator[Message]:
         """The messages of one bucket."""
-        cells_of_message: dict[tuple[int, int], list[Cell]] = {}
+        shards_of_message: dict[tuple[int, int], list[Shard]] = {}
         size_of_message: dict[tuple[int, int], int] = {}
         for slot in bucket.slots:
             itemsize = slot.dtype.itemsize
@@ -282,11 +264,11 @@ class Routes:
                 key = (slot.sender, self._number_of_kinds[kinds])
                 offset = size_of_message.get(key, 0)
                 size = numbers * itemsize
-                cells_of_message.setdefault(key, []).append(Cell(slot, block, size, offset))
+                shards_of_message.setdefault(key, []).append(Shard(slot, block, size, offset))
                 size_of_message[key] = offset + _padded(size)
-        for key in sorted(cells_of_message):
+        for key in sorted(shards_of_message):
             sender, number = key
-            own = tuple(cells_of_message[key])
+            own = tuple(shards_of_message[key])
             yield Message(sender, number, own, size_of_message[key], is_whole_part=False)
 
 
@@ -299,18 +281,18 @@ def _senders_of(bucket: Bucket) -> list[int]:
     return [sender for sender, size in enumerate(bucket.part_bytes) if size]
 
 
-def _whole_part(bucket: Bucket, sender: int, cells: tuple[Cell, ...]) -> Message:
-    return Message(sender, ALL_RECEIVERS, cells, bucket.part_bytes[sender], is_whole_part=True)
+def _whole_part(bucket: Bucket, sender: int, shards: tuple[Shard, ...]) -> Message:
+    return Message(sender, ALL_RECEIVERS, shards, bucket.part_bytes[sender], is_whole_part=True)
 
 
-def _cells_of_whole_parts(bucket: Bucket, cutter: "_Cutter") -> dict[int, list[Cell]]:
-    """Per sender the cells of its part, where nothing of the part is left out."""
-    cells: dict[int, list[Cell]] = {}
+def _shards_of_whole_parts(bucket: Bucket, cutter: "_Cutter") -> dict[int, list[Shard]]:
+    """Per sender the shards of its part, where nothing of the part is left out."""
+    shards: dict[int, list[Shard]] = {}
     for slot in bucket.slots:
         for block, numbers, _ in cutter.cut(slot):
-            cell = Cell(slot, block, numbers * slot.dtype.itemsize, 0)
-            cells.setdefault(slot.sender, []).append(cell)
-    return cells
+            shard = Shard(slot, block, numbers * slot.dtype.itemsize, 0)
+            shards.setdefault(slot.sender, []).append(shard)
+    return shards
 
 
 class _Cut(NamedTuple):
@@ -330,14 +312,14 @@ class _Cutter:
     of the same shape of which the same blocks are kept.
     """
 
-    def __init__(self, kept: tuple[KeptBlocks, ...]) -> None:
+    def __init__(self, kept: tuple[ShardBlocks, ...]) -> None:
         """`kept`: by kind."""
         self.kept = kept
         self.pattern_of_tensor: dict[str, int] = {}
         self.number_of_pattern: dict[tuple, int] = {}
         self.cuts: dict[tuple[int, int, int, int], list[_Cut]] = {}
 
-    def cut(self, slot: Slot) -> list[_Cut]:
+    def cut(self, slot: BucketSlot) -> list[_Cut]:
         """The blocks of a slot, without those that nobody keeps."""
         piece = slot.piece
         pattern = self.pattern_of_tensor.get(piece.name)
@@ -389,8 +371,8 @@ def _grid(own: Block, blocks: Iterator[Block]) -> Iterator[Block]:
         for dim, found in enumerate(borders):
             found.update((block.start[dim], block.stop[dim]))
     ranges = [itertools.pairwise(sorted(found)) for found in borders]
-    for cell in itertools.product(*ranges):
-        yield Block(tuple(start for start, _ in cell), tuple(stop for _, stop in cell))
+    for sides in itertools.product(*ranges):
+        yield Block(tuple(start for start, _ in sides), tuple(stop for _, stop in sides))
 
 
 def _check_all_is_sent(plan: BucketPlan, kept: ShardsOfReceivers) -> None:

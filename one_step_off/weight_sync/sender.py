@@ -4,7 +4,10 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -12,21 +15,56 @@ import torch.distributed as dist
 
 from one_step_off.cluster.bounded_waits import AbortSignal
 from one_step_off.cluster.errors import SyncError
-from one_step_off.distributed_util import DedicatedGroup, connect_timeout, open_store
+from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync import delta
 from one_step_off.weight_sync.bucket_plan import BucketPlan, checksum
 from one_step_off.weight_sync.launch_order import Step, send_steps
 from one_step_off.weight_sync.routes import ALL_RECEIVERS, Message, Routes, ShardsOfReceivers
-from one_step_off.weight_sync.send_progress import (
-    BucketOnWire,
-    Messages,
-    SendKind,
-    SendProgress,
-)
-from one_step_off.weight_sync.sender_group_ends import GroupLeader, PiecePacker
-from one_step_off.weight_sync.sender_groups import Section
-from one_step_off.weight_sync.shared_memory import SharedBuffer, SharedMemorySender
+from one_step_off.weight_sync.sender_groups import GroupLeader, PiecePacker, RankShard
 from one_step_off.weight_sync.stream_peer import MEASURED_TRANSFERS, StreamPeer
+from one_step_off.weight_sync.transports.same_device import SharedBuffer, SharedMemorySender
+from one_step_off.weight_sync.transports.transport import SendEnd, Transport
+
+Messages = dict[int, torch.Tensor]
+"""Set of receivers -> what goes to it."""
+
+
+class SendKind(Enum):
+    """What one sync sends."""
+
+    FULL = "full"
+    """All bytes of the model."""
+    DELTA = "delta"
+    """What changed since the last sync of the same epoch."""
+    RESEND = "resend"
+    """All bytes of the version that was sent last, from the sender's copy in host memory."""
+
+
+@dataclass
+class BucketOnWire:
+    """A bucket that the wire's thread is sending."""
+
+    index: int
+    seconds: Future[float]
+    """The time on the wire, when it has reached every receiver."""
+
+
+@dataclass
+class SendProgress:
+    """One sync of one sender."""
+
+    version: int
+    kind: SendKind
+    routes: Routes
+    sharded_only: bool
+    tensors: Iterator[torch.Tensor]
+    """The data of the pieces that are still to be packed."""
+    messages_of_bucket: list[list[Message]]
+    buffers: "itertools.cycle[tuple[torch.Tensor, torch.Tensor]]"
+    """For a part and for what is cut out of it."""
+    checksums: Messages
+    """Of each set of receivers int64 [buckets, 2]."""
+
 
 SEND_BUFFERS = 2
 """The next bucket is packed while one is on the wire."""
@@ -49,27 +87,29 @@ class WeightSender(StreamPeer):
     """Collects the other ranks' pieces, where this one leads a sender group."""
 
     def __init__(
-        self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
+        self,
+        plan: BucketPlan,
+        index: int,
+        device: torch.device,
+        host: str,
+        timeout_s: float,
+        transport: Transport | None = None,
     ) -> None:
-        """As `StreamPeer`; also opens the store at which receivers meet, at `address` (host,
-        port)."""
-        super().__init__(plan, index, device, host, timeout_s)
-        self.transports_of_set: dict[int, list[Any]] = {}
+        """As `StreamPeer`; also opens the store at which receivers meet, at `address`."""
+        super().__init__(plan, index, device, host, timeout_s, transport)
+        self.ends_of_set: dict[int, list[SendEnd]] = {}
         self.whole_routes = Routes(plan, 0)
         self.shard_routes: Routes | None = None  # None: what receivers keep is not known
         self.cut_buffers: list[torch.Tensor] = []  # messages, where they are no whole parts
         self.slots_of_bucket = [bucket.slots_of(index) for bucket in plan.buckets]
         self.part_sizes = [bucket.part_bytes[index] for bucket in plan.buckets]
-        self.store = open_store(host, timeout_s)
+        self.store, self.address = self.transport.open_store(host, index, timeout_s)
         self.abort_store = self.store.clone()  # for `abort`, while a send waits in the other one
-        self.address = (host, self.store.port)
         self.buffers: list[torch.Tensor] = []
         # For all epochs: a receiver that is killed never releases what it has mapped on a GPU.
         self.shared_buffers: list[SharedBuffer] = []
         self.kept_parts: list[torch.Tensor] = []  # what was sent last, bucket by bucket
-        self.kept_next: list[torch.Tensor] = []  # of a sync that is sent ahead
         self.deltas_since_full: int | None = None  # None: receivers hold nothing of this epoch
-        self.sent_ahead: SendProgress | None = None  # a sync of which a part was sent
         self.packer = PiecePacker(self.name)
 
     def close(self) -> None:
@@ -101,7 +141,6 @@ class WeightSender(StreamPeer):
         """
         self.close()
         self.deltas_since_full = None
-        self.sent_ahead = None
         # A separate connection: a group that was abandoned may still hold an earlier epoch's.
         store = dist.PrefixStore(f"{epoch}", self.store.clone())
         self.abort_signals = [AbortSignal(store)]
@@ -117,10 +156,10 @@ class WeightSender(StreamPeer):
                     # Before the deadline of the receivers: this one can name a missing member.
                     members_deadline = time.monotonic() + self.timeout_s
                     self.leader.links.accept(epoch, members_deadline, self._check_abort_signals)
-                self._connect_transports(store, same_device, deadline)
+                self._open_streams(epoch, store, same_device, deadline)
                 self._measure_link()
                 # Now, because pinned memory takes long to allocate.
-                self._allocate_kept_parts(self.kept_parts)
+                self._allocate_kept_parts()
         except BaseException as error:
             self.give_up(error)
             raise
@@ -152,49 +191,24 @@ class WeightSender(StreamPeer):
                 do not wait for it any longer.
         """
         with self._giving_up_on_errors():
-            progress = self.sent_ahead
-            self.sent_ahead = None
-            if progress is None:
-                progress = self._begin_send(iter(tensors), version, sharded_only, self.kept_parts)
-            elif (progress.version, progress.sharded_only) != (version, sharded_only):
-                raise SyncError(f"{self.name}: a part of version {progress.version} was sent ahead")
-            self._send_buckets(progress, len(self.plan.buckets))
+            progress = self._begin_send(iter(tensors), version, sharded_only)
+            self._send_buckets(progress)
             self._end_send(progress)
         changed_words = math.nan
         if progress.kind is SendKind.DELTA:
             changed_words = float(self.record.changed_words)
         return self._report() | {"changed": changed_words}
 
-    def send_ahead(self, tensors: Iterable[torch.Tensor], version: int, limit_bytes: int) -> None:
-        """Send the first buckets of what receivers keep, while they still use their models. `send`
-        of the same version sends the rest; until then the tensors must not change.
-
-        Args:
-            tensors: as `send`.
-            version: as `send`.
-            limit_bytes: the memory of a receiver for it.
-
-        Raises:
-            SyncError: as `send`.
-        """
-        with self._giving_up_on_errors():
-            # The version before stays kept: a replica that is restarted meanwhile needs it.
-            self._allocate_kept_parts(self.kept_next)
-            progress = self._begin_send(iter(tensors), version, True, self.kept_next)
-            self._send_buckets(progress, progress.routes.leading_buckets(limit_bytes))
-            self.sent_ahead = progress
-
     @contextmanager
     def _giving_up_on_errors(self) -> Iterator[None]:
-        """Around a send, or a part of one: after an error the groups are closed."""
+        """Around a send: after an error the groups are closed."""
         try:
-            if not self.transports:
+            if not self.ends:
                 raise SyncError(f"{self.name} is in no group; it must connect first")
             with torch.cuda.stream(self.stream) if self.stream else nullcontext():
                 yield
         except BaseException as error:
             self.deltas_since_full = None  # what receivers hold is unknown
-            self.sent_ahead = None
             self.give_up(error)
             raise
 
@@ -213,23 +227,23 @@ class WeightSender(StreamPeer):
                 for _ in range(SEND_BUFFERS)
             ]
 
-    def _connect_transports(
-        self, store: dist.Store, same_device: Sequence[int], deadline: float
+    def _open_streams(
+        self, epoch: int, store: dist.Store, same_device: Sequence[int], deadline: float
     ) -> None:
-        """Open the shared-memory transport for receivers on the same device, and a group for each
-        set of remote ones."""
-        self.transports_of_set = {}
+        """Open the stream in shared memory to receivers on the same device, and one to each set of
+        remote ones."""
+        self.ends_of_set = {}
         routes = self.shard_routes or self.whole_routes
         for number in routes.sets_of_sender(self.index):
             receivers = routes.sets[number]
-            self.transports_of_set[number] = []
+            self.ends_of_set[number] = []
             if number == ALL_RECEIVERS:
                 self._open_buffers(store, same_device)
                 receivers = [r for r in receivers if r not in same_device]
             if receivers:
-                group = self._join_group(store, 0, len(receivers) + 1, deadline, number)
-                self.transports.append(group)
-                self.transports_of_set[number].append(group)
+                stream = self._stream(self.index, epoch, store, tuple(receivers), number)
+                end = self._open_end(deadline, self.transport.open_sender, stream)
+                self.ends_of_set[number].append(end)
 
     def _open_buffers(self, store: dist.Store, same_device: Sequence[int]) -> None:
         """Allocate the buffers of this sender's parts, shared with receivers on the same device."""
@@ -239,8 +253,8 @@ class WeightSender(StreamPeer):
                 self.shared_buffers = [SharedBuffer(size, self.device) for size in buffer_sizes]
             self.buffers = [buffer.tensor for buffer in self.shared_buffers]
             shared = SharedMemorySender(store, self.shared_buffers, list(same_device))
-            self.transports.append(shared)
-            self.transports_of_set[ALL_RECEIVERS].append(shared)
+            self.ends.append(shared)
+            self.ends_of_set[ALL_RECEIVERS].append(shared)
         elif not self.buffers:
             # Zeros and not empty, so that the pages are touched before the first sync.
             self.buffers = [
@@ -252,9 +266,9 @@ class WeightSender(StreamPeer):
         if not self.part_sizes[0]:
             return
         remote = [
-            transport
-            for transport in self.transports_of_set[ALL_RECEIVERS]
-            if isinstance(transport, DedicatedGroup)
+            end
+            for end in self.ends_of_set[ALL_RECEIVERS]
+            if not isinstance(end, SharedMemorySender)
         ]
         for _ in range(MEASURED_TRANSFERS if remote else 0):
             first = {ALL_RECEIVERS: self.buffers[0][: self.part_sizes[0]]}
@@ -276,13 +290,9 @@ class WeightSender(StreamPeer):
             self.deltas_since_full = 0
 
     def _begin_send(
-        self,
-        tensors: Iterator[torch.Tensor],
-        version: int,
-        sharded_only: bool,
-        kept_parts: list[torch.Tensor],
+        self, tensors: Iterator[torch.Tensor], version: int, sharded_only: bool
     ) -> SendProgress:
-        """Choose what to send, and send the header. `kept_parts`: where a copy of it goes."""
+        """Choose what to send, and send the header."""
         self._begin_sync()
         routes = self.shard_routes if sharded_only else self.whole_routes
         if routes is None:
@@ -290,8 +300,8 @@ class WeightSender(StreamPeer):
         kind = self._choose_kind(version)
         self._count_send(kind)
         sends_deltas = self.full_every > 0
-        self._allocate_kept_parts(self.kept_parts)
-        if kind is not SendKind.RESEND and kept_parts is self.kept_parts:
+        self._allocate_kept_parts()
+        if kind is not SendKind.RESEND:
             self.kept_version = None  # until all parts are kept
         if self.leader is not None:
             wants_data = kind is not SendKind.RESEND
@@ -311,36 +321,31 @@ class WeightSender(StreamPeer):
             messages_of_bucket=routes.messages_of_sender(self.index),
             buffers=itertools.cycle(zip(self.buffers, self.cut_buffers, strict=True)),
             checksums=self._zero_checksums(routes),
-            kept_parts=kept_parts,
         )
 
-    def _send_buckets(self, progress: SendProgress, stop: int) -> None:
-        """Send the next buckets, up to bucket `stop`."""
+    def _send_buckets(self, progress: SendProgress) -> None:
+        """Send all buckets."""
         on_wire: BucketOnWire | None = None
-        for index in range(progress.next_bucket, stop):
-            size = self.part_sizes[index]
+        for index, size in enumerate(self.part_sizes):
             if not size:  # the bucket holds nothing of this sender
                 continue
             self.bucket_number = index + 1
             part_buffer, cut_buffer = next(progress.buffers)
             part = part_buffer[:size]
-            if self._packs_into_kept_parts(progress):
-                part = progress.kept_parts[index]
+            if self._packs_into_kept_parts():
+                part = self.kept_parts[index]
             self._fill_part(index, part, progress)
             sent = self._prepare_messages(index, part, cut_buffer, progress)
             self._finish_bucket(on_wire)
             on_wire = BucketOnWire(index, self.wire_thread.submit(self._broadcast, *sent))
         self._finish_bucket(on_wire)
-        progress.next_bucket = stop
 
     def _end_send(self, progress: SendProgress) -> None:
         """Send the checksums of all buckets."""
         self.packer.tensor_in_work = None  # it may be a copy, whose memory is free now
         with self._phase("wire"):
             self._on_wire(self._broadcast, progress.checksums)
-        if progress.kept_parts:
-            if progress.kept_parts is self.kept_next:
-                self.kept_parts, self.kept_next = self.kept_next, self.kept_parts
+        if self.kept_parts:
             self.kept_version = progress.version
 
     def _zero_checksums(self, routes: Routes) -> Messages:
@@ -352,16 +357,16 @@ class WeightSender(StreamPeer):
             )
         return checksums
 
-    def _allocate_kept_parts(self, parts: list[torch.Tensor]) -> None:
+    def _allocate_kept_parts(self) -> None:
         """Host memory for what is sent, if it is needed and not there yet."""
-        if parts or not (self.full_every > 0 or self.keep_sent):
+        if self.kept_parts or not (self.full_every > 0 or self.keep_sent):
             return
         pinned = self.device.type == "cuda"
         for size in self.part_sizes:
             part = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
-            parts.append(part)
+            self.kept_parts.append(part)
 
-    def _packs_into_kept_parts(self, progress: SendProgress) -> bool:
+    def _packs_into_kept_parts(self) -> bool:
         """Whether parts are packed where they are kept, and sent from there.
 
         Not where deltas are made, which compare a part with the kept one. Not on GPUs, where parts
@@ -369,7 +374,7 @@ class WeightSender(StreamPeer):
         """
         makes_deltas = self.full_every > 0
         is_on_cpu = self.device.type == "cpu"
-        return bool(progress.kept_parts) and is_on_cpu and not (makes_deltas or self.shared_buffers)
+        return bool(self.kept_parts) and is_on_cpu and not (makes_deltas or self.shared_buffers)
 
     def _fill_part(self, index: int, part: torch.Tensor, progress: SendProgress) -> None:
         """Put this sender's part of one bucket into `part` (uint8 [n])."""
@@ -397,8 +402,8 @@ class WeightSender(StreamPeer):
         if kind is SendKind.DELTA:
             with self._phase("encode"):
                 payloads = self._encode_deltas(index, routed, messages)
-        if progress.kept_parts and kind is not SendKind.RESEND:
-            kept_part = progress.kept_parts[index]
+        if self.kept_parts and kind is not SendKind.RESEND:
+            kept_part = self.kept_parts[index]
             if part is not kept_part:
                 with self._phase("keep"):
                     kept_part.copy_(part, non_blocking=True)
@@ -449,10 +454,10 @@ class WeightSender(StreamPeer):
         """
         slots = self.slots_of_bucket[index]
         if self.leader is None:
-            sections = [Section(slot, slot) for slot in slots]
+            shards = [RankShard(slot, slot) for slot in slots]
         else:
-            sections = self.leader.own_sections[index]
-        self.packer.pack(sections, tensors, lambda section: section.place_in(part))
+            shards = self.leader.own_shards[index]
+        self.packer.pack(shards, tensors, lambda shard: shard.place_in(part))
         for slot in slots:
             slot.zero_padding(part)
         if self.leader is not None:
@@ -465,7 +470,7 @@ class WeightSender(StreamPeer):
             self.stream.synchronize()  # what packed them
         begin = time.perf_counter()
         for message_of_set in messages:
-            self._send_messages(message_of_set, self.transports_of_set)
+            self._send_messages(message_of_set, self.ends_of_set)
         seconds = time.perf_counter() - begin
         for message_of_set in messages:
             for message in message_of_set.values():
@@ -474,17 +479,17 @@ class WeightSender(StreamPeer):
         self.record.add_wire_span(seconds)
         return seconds
 
-    def _send_messages(self, messages: Messages, transports: dict[int, list[Any]]) -> None:
+    def _send_messages(self, messages: Messages, ends_of_set: dict[int, list[SendEnd]]) -> None:
         """On the wire's thread: send one message to each of these sets of receivers, given by
-        turns. `transports`: of each set."""
+        turns."""
         for step, number in send_steps(messages, self.is_ordered):
-            for transport in transports[number]:
+            for end in ends_of_set[number]:
                 if step is Step.AWAIT_RECEIVERS:
-                    transport.await_receivers()
+                    end.await_receivers()
                 elif step is Step.LAUNCH:
-                    transport.start_send(messages[number])
+                    end.start_send(messages[number])
                 else:
-                    transport.wait(self.timeout_s)
+                    end.wait(self.timeout_s)
 
     def _finish_bucket(self, on_wire: BucketOnWire | None) -> None:
         """Wait until the bucket on the wire has reached every receiver."""

@@ -8,12 +8,20 @@ number of ranks either. `member_link.py` brings the members' pieces to the leade
 """
 
 import itertools
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces, Slot, pieces_by_tensor
+from one_step_off.cluster.bounded_waits import POLL_INTERVAL_S, Aborted
+from one_step_off.cluster.errors import GIVEN_UP, SyncError
+from one_step_off.weight_sync import member_link
+from one_step_off.weight_sync.bucket_plan import BucketPlan, BucketSlot, Pieces, pieces_by_tensor
+from one_step_off.weight_sync.report import TransferRecord
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 
@@ -37,20 +45,16 @@ class SenderGroup:
         return self.ranks[1:]
 
 
-def form_groups(pieces: Pieces, mode: str, max_senders: int) -> list[SenderGroup]:
+def form_groups(pieces: Pieces, max_senders: int) -> list[SenderGroup]:
     """The senders and their groups, in the order of their ranks. Ranks without pieces are in none.
 
     Args:
         pieces: per rank the pieces that it owns.
-        mode: weight_sync.sender. "sharded": each rank sends what it owns, by itself or by its
-            group's leader; "gather": rank 0 sends all tensors, whole.
         max_senders: weight_sync.max_senders; 0: as many as there are ranks.
 
     Raises:
         SyncError: as `pieces_by_tensor`.
     """
-    if mode == "gather":
-        return [SenderGroup((0,), _whole_tensors(pieces))]
     owners = [rank for rank, owned in enumerate(pieces) if owned]
     if max_senders == 0 or len(owners) <= max_senders:
         return [SenderGroup((rank,), pieces[rank]) for rank in owners]
@@ -68,15 +72,6 @@ def form_groups(pieces: Pieces, mode: str, max_senders: int) -> list[SenderGroup
     return groups
 
 
-def _whole_tensors(pieces: Pieces) -> list[WeightPiece]:
-    whole = []
-    for parts in pieces_by_tensor(pieces):
-        _, piece = parts[0]
-        rows = piece.shape[0] if piece.shape else 1
-        whole.append(replace(piece, start=0, stop=rows, dim=0))
-    return whole
-
-
 def _join_neighbors(
     parts: list[tuple[int, WeightPiece]], group_of_owner: list[int]
 ) -> Iterator[tuple[int, WeightPiece]]:
@@ -88,12 +83,12 @@ def _join_neighbors(
 
 
 @dataclass(frozen=True)
-class Section:
+class RankShard:
     """What one rank has of a slot of its group."""
 
-    slot: Slot
+    slot: BucketSlot
     """Of the group, in the leader's part of a bucket."""
-    own: Slot
+    own: BucketSlot
     """The rank's part of it; its offset is that in the rank's message of this bucket."""
 
     def place_in(self, part: torch.Tensor) -> torch.Tensor:
@@ -101,9 +96,9 @@ class Section:
         return self.own.piece.slice_of(self.slot.view(part), self.slot.piece.start)
 
 
-def sections_of_rank(
+def shards_of_rank(
     plan: BucketPlan, sender: int, pieces: list[WeightPiece]
-) -> list[list[Section]]:
+) -> list[list[RankShard]]:
     """Per bucket what a rank has of its group's part, in the order in which the rank yields its
     data.
 
@@ -115,25 +110,311 @@ def sections_of_rank(
     pieces_of_tensor: dict[str, list[WeightPiece]] = {}
     for piece in pieces:
         pieces_of_tensor.setdefault(piece.name, []).append(piece)
-    sections_of_bucket = []
+    shards_of_bucket = []
     for bucket in plan.buckets:
-        sections: list[Section] = []
+        shards: list[RankShard] = []
         offset = 0
         for slot in bucket.slots_of(sender):
             for piece in pieces_of_tensor.get(slot.piece.name, ()):
                 start = max(piece.start, slot.piece.start)
                 stop = min(piece.stop, slot.piece.stop)
                 if start < stop:
-                    own = Slot(replace(piece, start=start, stop=stop), piece, sender, offset)
-                    sections.append(Section(slot, own))
+                    own = BucketSlot(replace(piece, start=start, stop=stop), piece, sender, offset)
+                    shards.append(RankShard(slot, own))
                     offset += own.padded_bytes
-        sections_of_bucket.append(sections)
-    return sections_of_bucket
+        shards_of_bucket.append(shards)
+    return shards_of_bucket
 
 
-def message_bytes(sections: list[Section]) -> int:
+def message_bytes(shards: list[RankShard]) -> int:
     """Bytes of a rank's message of one bucket."""
-    if not sections:
+    if not shards:
         return 0
-    last = sections[-1].own
+    last = shards[-1].own
     return last.offset + last.padded_bytes
+
+
+class PiecePacker:
+    """Copies a rank's pieces out of its tensors, one shard after the other."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the rank or sender, in errors."""
+        self.name = name
+        self.tensor_in_work: torch.Tensor | None = None  # of which a strip is still to be packed
+
+    def pack(
+        self,
+        shards: list[RankShard],
+        tensors: Iterator[torch.Tensor],
+        place_of: Callable[[RankShard], torch.Tensor],
+    ) -> None:
+        """Copy the data of the next shards.
+
+        Args:
+            shards: the rank's, of one bucket.
+            tensors: the data of the rank's pieces, of which those are read that begin here.
+            place_of: where a shard's data goes.
+
+        Raises:
+            SyncError: a tensor is not as planned.
+        """
+        for shard in shards:
+            own = shard.own
+            if own.piece.start == own.source.start:
+                self.tensor_in_work = next(tensors)
+                planned = own.source.block_shape
+                if self.tensor_in_work.shape != planned:
+                    shape = tuple(self.tensor_in_work.shape)
+                    raise SyncError(f"{self.name}: {own.source.name} is {shape}, planned {planned}")
+            source = own.piece.slice_of(self.tensor_in_work, own.source.start)
+            place_of(shard).copy_(source, non_blocking=True)
+
+
+class GroupLeader:
+    """Collects the pieces of a sender group's members, bucket by bucket."""
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        sender: int,
+        group: SenderGroup,
+        pieces: Pieces,
+        device: torch.device,
+        host: str,
+    ) -> None:
+        """Allocate the buffers and listen for the members.
+
+        Args:
+            plan: of all senders.
+            sender: the index of this group.
+            group: of this leader.
+            pieces: of each of `group.ranks`.
+            device: of the leader's buckets.
+            host: the address at which it listens.
+        """
+        leader_pieces, *member_pieces = pieces
+        self.device = device
+        self.own_shards = shards_of_rank(plan, sender, leader_pieces)
+        # Per bucket the shards of those members that have some.
+        self.member_shards: list[dict[int, list[RankShard]]] = [{} for _ in plan.buckets]
+        for rank, owned in zip(group.members, member_pieces, strict=True):
+            for index, shards in enumerate(shards_of_rank(plan, sender, owned)):
+                if shards:
+                    self.member_shards[index][rank] = shards
+        largest = 0
+        for shards_of_member in self.member_shards:
+            sizes = map(message_bytes, shards_of_member.values())
+            largest = max(largest, *sizes, 0)
+        on_gpu = device.type == "cuda"
+        self.host_buffer = torch.zeros(largest, dtype=torch.uint8, pin_memory=on_gpu)
+        self.device_buffer = self.host_buffer
+        if on_gpu:
+            self.device_buffer = torch.zeros(largest, dtype=torch.uint8, device=device)
+        self.links = member_link.MemberLinks(host, group.members)
+
+    def collect(self, index: int, part: torch.Tensor, limit_s: float) -> None:
+        """Fill the members' shards of bucket `index` in `part` (uint8 [n]).
+
+        Args:
+            index: of the bucket.
+            part: the group's part of it.
+            limit_s: for the message of one member.
+
+        Raises:
+            As `MemberLinks.receive`.
+        """
+        for rank, shards in self.member_shards[index].items():
+            size = message_bytes(shards)
+            self.links.receive(rank, index, self.host_buffer[:size], limit_s)
+            message = self.device_buffer[:size]
+            if self.device_buffer is not self.host_buffer:
+                message.copy_(self.host_buffer[:size], non_blocking=True)
+            for shard in shards:
+                shard.place_in(part).copy_(shard.own.view(message), non_blocking=True)
+            if self.device_buffer is not self.host_buffer:
+                # The next message takes the place of this one. This stream waits for nothing else.
+                torch.cuda.current_stream().synchronize()
+
+
+class GroupMember:
+    """A rank that gives its pieces to the leader of its group. It is in no group with receivers."""
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        sender: int,
+        pieces: list[WeightPiece],
+        rank: int,
+        device: torch.device,
+        timeout_s: float,
+        limit_s: float,
+    ) -> None:
+        """Allocate the buffers; nothing is connected yet.
+
+        Args:
+            plan: of all senders.
+            sender: the index of this rank's group.
+            pieces: of this rank.
+            rank: of the trainer.
+            device: of the pieces.
+            timeout_s: weight_sync.timeout_s, to connect.
+            limit_s: for the leader to read a message. Meanwhile it sends what other ranks have, so
+                this is the limit of a whole sync.
+        """
+        self.plan = plan
+        self.rank = rank
+        self.name = f"member {rank} of sender {sender}"
+        self.timeout_s = timeout_s
+        self.limit_s = limit_s
+        self.shards_of_bucket = shards_of_rank(plan, sender, pieces)
+        largest = max(map(message_bytes, self.shards_of_bucket), default=0)
+        on_gpu = device.type == "cuda"
+        self.host_buffer = torch.zeros(largest, dtype=torch.uint8, pin_memory=on_gpu)
+        self.buffer = self.host_buffer
+        self.stream: torch.cuda.Stream | None = None
+        if on_gpu:
+            self.buffer = torch.zeros(largest, dtype=torch.uint8, device=device)
+            self.stream = torch.cuda.Stream(device)
+        self.link: member_link.Link | None = None
+        self.lock = threading.Lock()
+        self.aborted: dict[int, str] = {}  # epoch -> reason
+        self.epoch = 0
+        self.phase = "connect"
+        self.bucket_number = 0
+
+    def connect(self, epoch: int, address: member_link.LeaderAddress) -> None:
+        """Join the leader in a new epoch; an earlier epoch's link is closed.
+
+        Raises:
+            SyncError: the leader is gone, or the epoch was aborted.
+        """
+        self.close()
+        self.epoch = epoch
+        self.phase = "connect"
+        self.bucket_number = 0
+        try:
+            self._check()
+            link = member_link.connect_to_leader(
+                address, epoch, self.rank, self.timeout_s, self._check
+            )
+            self.link = link
+            self._check()  # an abort may have come before there was a link to close
+        except Exception as error:
+            self.close()
+            raise self._named(error) from error
+
+    def send(
+        self, tensors: Iterable[torch.Tensor], version: int, held_version: int
+    ) -> dict[str, Any]:
+        """Give the leader this rank's pieces as weight version `version`, if it asks for them.
+
+        Args:
+            tensors: the pieces' data, in the order of the plan.
+            version: of the weights that are sent.
+            held_version: of `tensors`.
+
+        Returns:
+            As `WeightSender.send`. All bytes count at the leader.
+
+        Raises:
+            SyncError: names this rank, phase and bucket. The link is closed then.
+        """
+        record = TransferRecord()
+        self.phase = "order"
+        self.bucket_number = 0
+        link = self.link
+        try:
+            if link is None:
+                raise SyncError(f"{self.name} has no link to its leader; it must connect first")
+            with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+                self._send_buckets(link, iter(tensors), version, held_version, record)
+        except Exception as error:
+            named = self._named(error)
+            self._give_up(link, str(named))
+            raise named from error
+        return record.report() | {"changed": 0.0}
+
+    def abort(self, epoch: int, reason: str) -> None:
+        """End this rank's waits of an epoch. For any thread."""
+        with self.lock:
+            self.aborted = {epoch: reason}
+        if self.epoch == epoch and self.link is not None:
+            self.link.close()
+
+    def close(self) -> None:
+        """Break the link; the leader fails if it waits for this rank."""
+        if self.link is not None:
+            self.link.close()
+        self.link = None
+
+    def _send_buckets(
+        self,
+        link: member_link.Link,
+        tensors: Iterator[torch.Tensor],
+        version: int,
+        held_version: int,
+        record: TransferRecord,
+    ) -> None:
+        digest, sent_version, wants_data = member_link.receive_order(link, self.limit_s)
+        if (digest, sent_version) != (self.plan.digest, version):
+            raise SyncError(
+                f"{self.name}: its leader sends version {sent_version}, expected {version}, "
+                "or follows another bucket plan"
+            )
+        if not wants_data:
+            return
+        if held_version != version:
+            raise SyncError(f"{self.name} holds version {held_version}, asked to send {version}")
+        packer = PiecePacker(self.name)
+        for index, shards in enumerate(self.shards_of_bucket):
+            if not shards:
+                continue
+            self.bucket_number = index + 1
+            self.phase = "gather"
+            begin = time.perf_counter()
+            message = self._pack(packer, shards, tensors)
+            record.add_phase("gather", time.perf_counter() - begin)
+            self.phase = "send"
+            member_link.send_message(link, index, message, self.limit_s)
+
+    def _pack(
+        self, packer: PiecePacker, shards: list[RankShard], tensors: Iterator[torch.Tensor]
+    ) -> torch.Tensor:
+        """This rank's message of one bucket, in host memory."""
+        size = message_bytes(shards)
+        buffer = self.buffer[:size]
+        packer.pack(shards, tensors, lambda shard: shard.own.view(buffer))
+        for shard in shards:
+            shard.own.zero_padding(buffer)
+        message = self.host_buffer[:size]
+        if self.stream:
+            message.copy_(buffer, non_blocking=True)
+            self.stream.synchronize()
+        return message
+
+    def _give_up(self, link: member_link.Link | None, reason: str) -> None:
+        """Close the link, and tell the leader why."""
+        if link is not None:
+            # Not for long: the leader may not read any more.
+            with suppress(OSError, Aborted):
+                member_link.send_failure(link, reason, POLL_INTERVAL_S)
+        self.close()
+
+    def _check(self) -> None:
+        """Raises Aborted: this epoch was aborted."""
+        with self.lock:
+            reason = self.aborted.get(self.epoch)
+        if reason is not None:
+            raise Aborted(reason)
+
+    def _named(self, error: Exception) -> SyncError:
+        """The SyncError that names this rank and the place."""
+        if isinstance(error, SyncError):
+            return error
+        lines = str(error).strip().splitlines()
+        cause = lines[0] if lines else type(error).__name__
+        if isinstance(error, (Aborted, ConnectionError)):
+            # A leader that ends the link gave up, or died: then the driver finds it.
+            cause = f"{GIVEN_UP}{cause}"
+        bucket = f"bucket {self.bucket_number} of {len(self.plan.buckets)}"
+        return SyncError(f"{self.name}, phase {self.phase}, {bucket}: {cause}")

@@ -1,4 +1,4 @@
-"""`Block`: a box of one tensor, and `KeptBlocks`: the boxes that one vLLM worker keeps.
+"""`Block`: a box of one tensor, and `ShardBlocks`: the boxes that one vLLM worker keeps.
 
 Under tensor or expert parallelism a worker keeps rows, columns or whole experts of the checkpoint's
 tensors. Both ends of the weight sync speak of these parts as boxes: plain numbers that cross
@@ -59,12 +59,12 @@ class Block:
         return view
 
 
-KeptBlocks = dict[str, tuple[Block, ...]]
+ShardBlocks = dict[str, tuple[Block, ...]]
 """Name of a checkpoint tensor -> the boxes of it that a worker keeps. They are disjoint. () if it
 keeps nothing of the tensor."""
 
 
-def plain_shards(kept: KeptBlocks) -> dict[str, list]:
+def plain_shards(kept: ShardBlocks) -> dict[str, list]:
     """As lists of numbers, which cross process borders: name -> [[start, stop] of each box]."""
     return {
         name: [[list(block.start), list(block.stop)] for block in blocks]
@@ -72,7 +72,7 @@ def plain_shards(kept: KeptBlocks) -> dict[str, list]:
     }
 
 
-def shards_from_plain(plain: dict[str, list]) -> KeptBlocks:
+def shards_from_plain(plain: dict[str, list]) -> ShardBlocks:
     """The inverse of `plain_shards`."""
     return {
         name: tuple(Block(tuple(start), tuple(stop)) for start, stop in boxes)

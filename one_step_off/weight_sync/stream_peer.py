@@ -1,4 +1,4 @@
-"""What the weight sender and the weight receiver share: transports, abort signals, the wire's
+"""What the weight sender and the weight receiver share: ends of streams, abort signals, the wire's
 thread, time by phase.
 
 Trainer ranks send the pieces that they own; every vLLM worker receives all of them and assembles
@@ -18,7 +18,7 @@ whole tensors:
 There is one group per sender, with all receivers. It is created again in every epoch, that is, when
 receivers come or go. All receivers and senders walk the buckets in the order of the plan. On CPUs
 the senders' parts of a bucket arrive side by side, on GPUs one after another. Receivers on the same
-device as a sender are not in its group: they read its buckets directly (shared_memory.py). Both
+device as a sender are not in its group: they read its buckets directly (same_device.py). Both
 ends have a thread for the wire: while bucket k travels, k+1 is packed and k-1 is loaded.
 
 Two things keep this and the trainer's own collectives from waiting for each other:
@@ -38,6 +38,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -46,12 +47,20 @@ import torch.distributed as dist
 from one_step_off.cluster.bounded_waits import Aborted, AbortSignal, WorkerThread, wait_for_result
 from one_step_off.cluster.core_binding import unpin
 from one_step_off.cluster.errors import GIVEN_UP, SyncError
-from one_step_off.distributed_util import DedicatedGroup, free_device_bytes
+from one_step_off.distributed_util import free_device_bytes
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.launch_order import IS_ORDERED
-from one_step_off.weight_sync.transfer_record import TransferRecord
+from one_step_off.weight_sync.report import TransferRecord
+from one_step_off.weight_sync.transports.collective import Collective
+from one_step_off.weight_sync.transports.transport import (
+    ReceiveEnd,
+    SendEnd,
+    Stream,
+    Transport,
+)
 
 T = TypeVar("T")
+End = TypeVar("End", SendEnd, ReceiveEnd)
 
 MEASURED_TRANSFERS = 2
 """Transfers of the first bucket in `connect`, by which receivers measure the bare link; the second
@@ -64,7 +73,13 @@ class StreamPeer:
     role = "endpoint"  # in error messages
 
     def __init__(
-        self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
+        self,
+        plan: BucketPlan,
+        index: int,
+        device: torch.device,
+        host: str,
+        timeout_s: float,
+        transport: Transport | None = None,
     ) -> None:
         """Start the wire's thread; nothing is connected yet.
 
@@ -74,6 +89,7 @@ class StreamPeer:
             device: of the buckets.
             host: the address at which this endpoint listens.
             timeout_s: weight_sync.timeout_s, for one message.
+            transport: how messages travel; None: in process groups of their own.
         """
         self.plan = plan
         self.index = index
@@ -81,7 +97,8 @@ class StreamPeer:
         self.host = host
         self.timeout_s = timeout_s
         self.is_ordered = IS_ORDERED[device.type]
-        self.transports: list[Any] = []  # DedicatedGroup, or one end of the shared-memory transport
+        self.transport = transport or Collective()
+        self.ends: list[Any] = []  # SendEnd or ReceiveEnd of each stream
         self.abort_signals: list[AbortSignal] = []  # one per sender's store that this endpoint uses
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -99,11 +116,11 @@ class StreamPeer:
 
     def close(self) -> None:
         """Leave all groups; peers that wait for this endpoint fail."""
-        for transport in self.transports:
-            transport.close()
+        for end in self.ends:
+            end.close()
         for signal in self.abort_signals:
             signal.close()
-        self.transports = []
+        self.ends = []
         self.abort_signals = []
         self.communicator_bytes = 0
 
@@ -186,26 +203,35 @@ class StreamPeer:
                 future.add_done_callback(discard)
             raise
 
-    def _join_group(
-        self, store: dist.Store, rank: int, world_size: int, deadline: float, number: int = 0
-    ) -> DedicatedGroup:
-        """Join the group of a sender with one set of receivers, and note the memory that it takes;
-        raises as `_call_until`. `number`: of the set."""
-        connect_timeout_s = deadline - time.monotonic()
-        group_args = (store, rank, world_size, self.device, self.host, self.timeout_s)
-        name = f"set{number}/" if number else ""
-        free_before = free_device_bytes(self.device)
-        group = self._call_until(
-            deadline,
-            DedicatedGroup,
-            *group_args,
-            connect_timeout_s,
-            name,
-            discard=_close_late_group,
+    def _stream(
+        self, sender: int, epoch: int, store: dist.Store, receivers: tuple[int, ...], number: int
+    ) -> Stream:
+        """What both ends of a stream know, but for its time limit. `number`: of the set of
+        receivers."""
+        return Stream(
+            sender=sender,
+            receivers=receivers,
+            name=f"set{number}/" if number else "",
+            epoch=epoch,
+            store=store,
+            device=self.device,
+            host=self.host,
+            timeout_s=self.timeout_s,
+            connect_timeout_s=0.0,
         )
+
+    def _open_end(
+        self, deadline: float, open_end: Callable[..., End], stream: Stream, *args: Any
+    ) -> End:
+        """Open one end of a stream, and note the memory of the device that it takes; raises as
+        `_call_until`. `open_end`: a method of the transport; it gets the stream and `args`."""
+        stream = replace(stream, connect_timeout_s=deadline - time.monotonic())
+        free_before = free_device_bytes(self.device)
+        end = self._call_until(deadline, open_end, stream, *args, discard=_close_late_end)
         taken = free_before - free_device_bytes(self.device)
         self.communicator_bytes += max(0, taken)  # others may have freed more meanwhile
-        return group
+        self.ends.append(end)
+        return end
 
     @contextmanager
     def _phase(self, name: str, bucket_number: int | None = None) -> Iterator[None]:
@@ -241,7 +267,7 @@ class StreamPeer:
         return f"{self.name}, phase {phase}, {bucket}: {cause}"
 
 
-def _close_late_group(joining: Future) -> None:
-    """Close a group that was created after the wait for it had ended."""
-    if joining.exception() is None:
-        joining.result().close()
+def _close_late_end(opening: Future) -> None:
+    """Close an end that was opened after the wait for it had ended."""
+    if opening.exception() is None:
+        opening.result().close()

@@ -1,14 +1,75 @@
-"""The calls of one phase of a sync, to trainers and replicas: as soon as one fails, the sync is
-aborted for all."""
+"""The trainers and the replicas as the weight sync sees them, and the calls of one phase to all.
+
+As soon as one call fails, the sync is aborted for all. `FailedSyncs` restarts the replicas that
+failed.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout
-from one_step_off.cluster.remote_calls import name_failures, not_alive, observed
+import numpy as np
+
+from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, TrainerDied
+from one_step_off.cluster.remote_calls import MAX_ATTEMPTS, name_failures, not_alive, observed
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import PolicyVersion
+
+LogProbs = list[np.ndarray]
+"""float32 [tokens] of each sequence of the canary."""
+
+
+class Trainers(Protocol):
+    """The part of the actor's `WorkerGroup` that a sync uses."""
+
+    ranks: list[Any]
+    """Ray actor handles."""
+    cfg: Config
+
+    def score(self, sequences: list[np.ndarray]) -> Awaitable[LogProbs]:
+        """The trainer's log-probs of the canary's tokens (int32 [tokens + 1] per sequence) at its
+        current weights."""
+        ...
+
+
+class Replicas(Protocol):
+    """The part of `RolloutGroup` that a sync uses."""
+
+    replicas: list[Any]
+    """Ray actor handles, by replica number."""
+    cfg: Config
+    syncing: bool
+    """While it is set, new prompts wait."""
+    restore: Callable[[int], Awaitable[bool]] | None
+    """Brings verified weights to a restarted replica; set by the sync."""
+
+    @property
+    def active(self) -> list[int]:
+        """The replicas that take part in syncs."""
+        ...
+
+    async def wait_for_any_replica(self) -> None:
+        """Wait until there is a replica for a sync. Raises NoReplica."""
+        ...
+
+    def mark_stale(self) -> None:
+        """No active replica holds verified weights from here on."""
+        ...
+
+    def mark_synced(self, number: int, replica: Any) -> None:
+        """This process holds verified weights, unless it was replaced or has died since."""
+        ...
+
+    def mark_failed(self, i: int, why: str) -> None:
+        """Restart a replica in the background."""
+        ...
+
+    def exclude(self, i: int, why: str) -> None:
+        """Give a replica up for good."""
+        ...
+
 
 ABORT_TIMEOUT_S = 5.0
 """Seconds for the trainers to accept an abort."""
@@ -26,10 +87,6 @@ SLOWEST_LINK = 50e6
 
 Abort = Callable[[Exception], Awaitable[None]]
 """Ends every wait of the sync's groups, because of an error."""
-
-
-MethodCall = tuple[Any, ...]
-"""The name of a method, and its arguments."""
 
 
 def transfer_limits(timeout_s: float, total_bytes: int) -> tuple[float, float]:
@@ -118,7 +175,7 @@ async def run_or_abort(
 
 
 async def find_failed(
-    broken: BrokenSync, ranks: dict[str, Any], replicas: dict[int, Any], sender: str
+    broken: BrokenSync, ranks: dict[str, Any], replicas: dict[int, Any]
 ) -> tuple[dict[str, str], dict[int, str]]:
     """The processes that are gone or hang after a broken sync.
 
@@ -126,7 +183,6 @@ async def find_failed(
         broken: the failure.
         ranks: name -> Ray actor, of the trainers.
         replicas: number -> Ray actor, of those in the sync.
-        sender: weight_sync.sender.
 
     Returns:
         Name -> reason of trainers, and number -> reason of replicas.
@@ -140,9 +196,7 @@ async def find_failed(
         reason = f"{call.who}: it hangs, and did not end {limit_s:g} s after an abort"
         if call.replica is not None:
             dead_replicas.setdefault(call.replica, reason)
-        elif sender != "gather":
-            # The ranks of a gathering trainer wait for the first one, which failed: they do not
-            # hang by themselves.
+        else:
             dead_ranks.setdefault(call.who, reason)
     return dead_ranks, dead_replicas
 
@@ -193,3 +247,64 @@ def _root_cause(errors: list[Exception]) -> Exception:
         if GIVEN_UP not in str(error):
             return error
     return errors[0]
+
+
+class FailedSyncs:
+    """Restarts replicas that failed in a sync, but not for ever.
+
+    Attributes:
+        in_a_row: replica -> syncs of all replicas that it failed in a row.
+    """
+
+    def __init__(self, actor: Trainers, rollout: Replicas) -> None:
+        """`actor`, `rollout`: those that sync."""
+        self.actor = actor
+        self.rollout = rollout
+        self.in_a_row: dict[int, int] = {}
+
+    def passed(self, number: int) -> None:
+        """A replica has passed a sync of all replicas."""
+        self.in_a_row.pop(number, None)
+
+    async def handle(
+        self, broken: BrokenSync, stamp: PolicyVersion, replicas: dict[int, Any], is_restore: bool
+    ) -> None:
+        """Find the processes that a broken sync failed by, and restart the replicas among them.
+
+        Args:
+            broken: the failure.
+            stamp: of the sync.
+            replicas: number -> actor handle, of those in the sync.
+            is_restore: the sync was for one restarted replica alone.
+
+        Raises:
+            TrainerDied: a trainer is gone or hangs.
+            The failure itself: all processes are alive.
+        """
+        _, version = stamp
+        what = f"weight sync of version {version}"
+        ranks = {f"trainer rank {i}": rank for i, rank in enumerate(self.actor.ranks)}
+        dead_ranks, dead_replicas = await find_failed(broken, ranks, replicas)
+        if dead_ranks:
+            raise TrainerDied(f"{what}: {'; '.join(dead_ranks.values())}") from broken.error
+        if not dead_replicas:
+            raise broken.error
+        for number, reason in dead_replicas.items():
+            self.restart_replica(number, reason, what, is_restore)
+
+    def restart_replica(
+        self, number: int, reason: str, what: str, is_restore: bool = False
+    ) -> None:
+        """Restart a failed replica, or give it up after MAX_ATTEMPTS syncs of all replicas in a
+        row."""
+        failures = self.in_a_row.get(number, 0)
+        if not is_restore:
+            failures += 1
+        self.in_a_row[number] = failures
+        if failures >= MAX_ATTEMPTS:
+            self.rollout.exclude(
+                number,
+                f"it failed in {MAX_ATTEMPTS} weight syncs in a row; the last time: {reason}",
+            )
+        else:
+            self.rollout.mark_failed(number, f"in the {what}: {reason}")

@@ -22,12 +22,16 @@ from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.network import reachable_host
 from one_step_off.config.schema import Config
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
-from one_step_off.weight_sync.member_link import Address
+from one_step_off.weight_sync.member_link import LeaderAddress
 from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.sender import WeightSender
-from one_step_off.weight_sync.sender_group_ends import GroupLeader, GroupMember
-from one_step_off.weight_sync.sender_groups import SenderGroup
+from one_step_off.weight_sync.sender_groups import GroupLeader, GroupMember, SenderGroup
 from one_step_off.weight_sync.sync_calls import transfer_limits
+from one_step_off.weight_sync.transports.transport import (
+    Address,
+    load_transport,
+    transport_settings,
+)
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 
@@ -35,9 +39,9 @@ from one_step_off.weight_sync.weight_piece import WeightPiece
 class SenderAddress:
     """Where a sender can be reached."""
 
-    store: tuple[str, int]
-    """Host and port, for receivers."""
-    for_members: Address | None = None
+    store: Address
+    """Of its store, for receivers."""
+    for_members: LeaderAddress | None = None
     """For the members of its group; None: it has none."""
 
 
@@ -51,8 +55,6 @@ class WeightSenderMixin:
     device: str
     version: int
     weight_tensors: Callable[[], Iterator[torch.Tensor]]
-    gathered: Callable[..., Iterator[tuple[str, torch.Tensor]]]
-
     weight_plan: Callable[[], list[WeightPiece]]
 
     threads = {"control": 1, "sync": 1, "saving": 1}
@@ -61,8 +63,6 @@ class WeightSenderMixin:
     """The latest version that every replica has, so that the weights may change; -1: none."""
     member: GroupMember | None = None
     """The link to the leader of this rank's sender group, if another rank leads it."""
-    given_ahead: tuple[int, dict[str, Any]] | None = None
-    """The version that this member has given its leader before the sync, and its report."""
     sync_failure = ""
     """Why no sync will release the weights any more."""
 
@@ -80,8 +80,7 @@ class WeightSenderMixin:
 
         Args:
             groups: of `form_groups`.
-            pieces: of the members of this rank's group, if it leads one of several ranks; with
-                weight_sync.sender=gather those of every rank.
+            pieces: of the members of this rank's group, if it leads one of several ranks.
             bucket_bytes: weight_sync.bucket_mb.
             host: the address at which to listen; empty: this node's address on the network.
             timeout_s: weight_sync.timeout_s.
@@ -89,8 +88,6 @@ class WeightSenderMixin:
         Returns:
             The addresses of the sender, or None on a rank that sends nothing to receivers.
         """
-        if self.cfg.weight_sync.sender == "gather":
-            self.pieces = pieces
         self.release_changed = threading.Condition()
         places = [index for index, group in enumerate(groups) if self.rank in group.ranks]
         if not places:
@@ -107,9 +104,10 @@ class WeightSenderMixin:
             return None
         host = reachable_host(host)
         sync_cfg = self.cfg.weight_sync
-        self.sender = WeightSender(plan, index, device, host, timeout_s)
+        transport = load_transport(*transport_settings(self.cfg))
+        self.sender = WeightSender(plan, index, device, host, timeout_s, transport)
         self.sender.full_every = sync_cfg.full_every if sync_cfg.mode == "delta" else 0
-        self.sender.keep_sent = sync_cfg.sender == "sharded" and self._may_send_again()
+        self.sender.keep_sent = self._may_send_again()
         if not group.members:
             return SenderAddress(self.sender.address)
         self.sender.leader = GroupLeader(plan, index, group, pieces, device, host)
@@ -134,36 +132,13 @@ class WeightSenderMixin:
         self.sender.connect(epoch, receivers, same_device, kept)
 
     @ray.method(concurrency_group="sync")
-    def join_leader(self, epoch: int, address: Address) -> None:
+    def join_leader(self, epoch: int, address: LeaderAddress) -> None:
         """Connect this member to the leader of its group. See `GroupMember.connect`."""
-        self.given_ahead = None
         self.member.connect(epoch, address)
 
     @ray.method(concurrency_group="sync")
-    def send_ahead(self, version: int, limit_bytes: int) -> None:
-        """The first part of `send_weights`, as `WeightSender.send_ahead`. A member gives all its
-        pieces, and nothing later.
-
-        Raises:
-            SyncError: `version` is not the worker's; or as `send_weights`.
-        """
-        unpin()
-        if version != self.version:
-            raise SyncError(
-                f"trainer rank {self.rank} holds version {self.version}, asked to send {version}"
-            )
-        if self.member is not None:
-            self.given_ahead = (
-                version,
-                self.member.send(self.weight_tensors(), version, self.version),
-            )
-        else:
-            self.sender.send_ahead(self.weight_tensors(), version, limit_bytes)
-
-    @ray.method(concurrency_group="sync")
     def send_weights(self, version: int, sharded_only: bool = False) -> dict[str, Any]:
-        """As `WeightSender.send`; a member gives its pieces to its leader (no collective). With
-        weight_sync.sender=gather every rank is called, and gives rank 0 its pieces (collective).
+        """As `WeightSender.send`; a member gives its pieces to its leader.
 
         Raises:
             SyncError: `version` is neither the worker's nor kept by the sender; or as
@@ -171,26 +146,12 @@ class WeightSenderMixin:
         """
         unpin()
         if self.member is not None:
-            given_version, report = self.given_ahead or (None, {})
-            self.given_ahead = None
-            if given_version == version:
-                return report
             return self.member.send(self.weight_tensors(), version, self.version)
-        is_sharded = self.cfg.weight_sync.sender == "sharded"
-        is_kept = is_sharded and self.sender.kept_version == version
-        if version != self.version and not is_kept:
+        if version not in (self.version, self.sender.kept_version):
             raise SyncError(
                 f"trainer rank {self.rank} holds version {self.version}, asked to send {version}"
             )
-        if is_sharded:
-            return self.sender.send(self.weight_tensors(), version, sharded_only)
-        gathered = self.gathered(self.pieces, self.device)
-        if self.rank == 0:
-            tensors = (tensor for _, tensor in gathered)
-            return self.sender.send(tensors, version, sharded_only)
-        for _ in gathered:  # the collectives; nothing is yielded on this rank
-            pass
-        return {"bytes": 0.0, "changed": 0.0, "bucket_wire": [], "spans": []}
+        return self.sender.send(self.weight_tensors(), version, sharded_only)
 
     @ray.method(concurrency_group="control")
     def release(self, version: int) -> None:

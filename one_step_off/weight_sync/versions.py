@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from one_step_off.data.samples import PolicyVersion
-from one_step_off.weight_sync.participants import LogProbs
+from one_step_off.weight_sync.sync_calls import LogProbs
 
 
 @dataclass

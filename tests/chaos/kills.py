@@ -115,7 +115,7 @@ class Chaos:
 
     def _points_of(self, kind: str) -> list[str]:
         """The names of the points that this run's processes of a kind pass."""
-        return names_of(kind, self.command.arguments if self.command else ())
+        return names_of(kind)
 
     def wait_for_steps(self, more_than: int, limit_s: float) -> bool:
         """Whether a row beyond this step comes while the driver lives."""

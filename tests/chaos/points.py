@@ -10,7 +10,7 @@ The runner chooses what happens there: a signal to the process (SIGKILL, SIGSTOP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 Test = Callable[[tuple, dict], bool]
@@ -107,12 +107,6 @@ POINTS = [
         version=_version_of_stamp,
         corrupt=_change_log_probs,
     ),
-    Point(
-        "in the canary beside prompts",
-        "driver",
-        f"{COORDINATOR}:WeightSync._accept",
-        corrupt=_change_log_probs,
-    ),
     Point("checkpoint: begins", "driver", f"{CHECKPOINT}:Checkpointer.save"),
     Point("checkpoint: samples", "driver", f"{SAMPLE_FILES}:write_samples"),
     Point("checkpoint: before its seal", "driver", f"{CHECKPOINT}:Checkpointer._commit"),
@@ -131,7 +125,6 @@ POINTS = [
     ),
     Point("after the sync", "replica", f"{ROLLOUT}:RolloutReplica.sync", "after"),
     Point("in the canary", "replica", f"{ROLLOUT}:RolloutReplica.score"),
-    Point("received ahead", "replica", f"{ROLLOUT}:RolloutReplica.receive_ahead", "idle"),
     Point("starting", "replica", f"{ROLLOUT}:RolloutReplica.start"),
     Point("joining the sync", "replica", f"{ROLLOUT}:RolloutReplica.connect_sync"),
     # The replica's engine: vLLM's process.
@@ -152,7 +145,7 @@ POINTS = [
         "after",
         version=_second_argument,
     ),
-    Point("between buckets", "engine", f"{RECEIVER}:WeightReceiver._release", "after"),
+    Point("between buckets", "engine", f"{RECEIVER}:WeightReceiver._free", "after"),
     Point("loading", "engine", "one_step_off.weight_sync.in_place_writer:InPlaceWriter.write"),
     Point(
         "after the last bucket",
@@ -160,7 +153,6 @@ POINTS = [
         f"{RECEIVER}:WeightReceiver._verify_checksums",
         corrupt=_change_checksum,
     ),
-    Point("received ahead", "engine", f"{RECEIVER}:WeightReceiver.receive_ahead", "after"),
     Point(
         "packing layers", "engine", f"{VLLM_RECEIVER}:OneStepOffTransferEngine.finish_weight_update"
     ),
@@ -183,7 +175,6 @@ POINTS = [
         f"{TRAINER_SENDER}:WeightSenderMixin.send_weights",
         "after",
     ),
-    Point("sent ahead", "trainer", f"{TRAINER_SENDER}:WeightSenderMixin.send_ahead", "after"),
     Point("in the canary", "trainer", f"{ROLES}:PolicyWorker.score"),
     Point(
         "checkpoint",
@@ -230,18 +221,8 @@ VERSION_POINTS = [
 KINDS = tuple(dict.fromkeys(point.kind for point in POINTS))
 RARE = ("starting", "resuming", "joining the sync")
 """Points that are passed only while another process comes back."""
-ONLY_WITH = {
-    "received ahead": "weight_sync.receive_ahead=true",
-    "sent ahead": "weight_sync.receive_ahead=true",
-    "in the canary beside prompts": "weight_sync.canary_overlap=true",
-}
-"""Points that only runs with this argument pass."""
 
 
-def names_of(kind: str, arguments: Sequence[str]) -> list[str]:
-    """The points that a process of this kind passes in a run with these arguments."""
-    return [
-        point.name
-        for point in POINTS
-        if point.kind == kind and ONLY_WITH.get(point.name, "") in ("", *arguments)
-    ]
+def names_of(kind: str) -> list[str]:
+    """The points that a process of this kind passes."""
+    return [point.name for point in POINTS if point.kind == kind]

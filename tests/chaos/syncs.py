@@ -178,15 +178,24 @@ class Layout:
         self.prepared = launch.prepare(self.cfg, lambda line: None)
         self.stream_at_start = self.prepared.data.stream.state_dict()
         self.team: Any = None
+        self.restart_times: list[float] = []  # of replicas, in the case that runs
 
     async def start(self) -> None:
         """New processes. They wait for the first sync to be connected, so that a case may break
         that."""
+        from one_step_off.cluster.run_events import RunEvents
         from one_step_off.runtime.processes import RunProcesses
+
+        restart_times = self.restart_times
+
+        class Restarts(RunEvents):
+            def log(self, line: str) -> None:
+                if "; restarting it" in line:
+                    restart_times.append(time.time())
 
         if self.team is not None:
             await self.team.end()
-        self.team = RunProcesses(self.prepared)
+        self.team = RunProcesses(self.prepared, events=Restarts())
         await self.team.setup()
 
     async def reset(self, overlap: bool, joins: bool) -> None:
@@ -249,13 +258,7 @@ class Layout:
         data = self.prepared.data
         tracker = Tracker(str(self.out / f"case_{number}"), STEPS, out=open(os.devnull, "w"))
         tracker.start(0)
-        restart_times: list[float] = []
-
-        def note_restarts(line: str) -> None:
-            if "; restarting it" in line:
-                restart_times.append(time.time())
-
-        tracker.log = note_restarts
+        self.restart_times.clear()
         restarts_before = team.roles.rollout.restarts
         pipeline = Pipeline(self.cfg, team.roles, data.stream, data.val, tracker)
         outcome = "ended well"
@@ -269,7 +272,7 @@ class Layout:
         return Reaction(
             outcome,
             time.time(),
-            restart_times[0] if restart_times else None,
+            self.restart_times[0] if self.restart_times else None,
             team.roles.rollout.restarts - restarts_before,
             begins_another_attempt,
         )

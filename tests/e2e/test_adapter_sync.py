@@ -87,19 +87,14 @@ def test_a_run_with_adapters_apart_learns_as_one_with_merged_weights(models, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "tensor_parallel_size", "sender"),
-    [
-        (2, 2, "sharded"),
-        (2, 1, "gather"),
-        (3, 1, "sharded"),
-    ],
+    ("ranks", "tensor_parallel_size"),
+    [(2, 2), (3, 1)],
 )
-def test_engines_equal_the_merged_model(models, tmp_path, ranks, tensor_parallel_size, sender):
+def test_engines_equal_the_merged_model(models, tmp_path, ranks, tensor_parallel_size):
     """Also where the trainers cut the matrices, and where the engine's workers do."""
     changes = {
         "placement.pools": {"rollout": [tensor_parallel_size], "actor": [ranks]},
         "rollout.tensor_parallel_size": tensor_parallel_size,
-        "weight_sync.sender": sender,
         "weight_sync.overlap": "auto",
     }
     model = models(tied=True, seed=2)

@@ -65,7 +65,7 @@ def run_that_offers_episodes(folder: Path) -> Iterator[subprocess.Popen]:
 
 
 def read_address(folder: Path, run: subprocess.Popen) -> dict[str, Any]:
-    """The endpoint's URL and fleet key. Fails if the run ends before they are there."""
+    """The endpoint's URL and service key. Fails if the run ends before they are there."""
     file = folder / "endpoint.json"
     deadline = time.monotonic() + START_S
     while not file.exists():

@@ -81,7 +81,7 @@ def test_agents_go_on_while_gateway_and_replicas_are_killed(start):
     file = command.folder / "endpoint.json"
     url = json.loads(file.read_text())["base_url"]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert f"endpoint: {url} (key per episode; fleet key in {file})" in log.replace("\n", "")
+    assert f"endpoint: {url} (key per episode; service key in {file})" in log.replace("\n", "")
 
     killed = process_of(command, GATEWAY)
     killed.kill()

@@ -102,6 +102,9 @@ ADAPTERS_APART = {"model.lora_rank": 4, "weight_sync.lora": "adapter", "actor.lr
     [
         pytest.param({}, ROUNDING, id="all weights", marks=[pytest.mark.slow, pytest.mark.ci]),
         pytest.param(ADAPTERS_APART, ROUNDING_OF_LORA, id="adapters apart", marks=pytest.mark.slow),
+        pytest.param(
+            {"rollout.engine": "transformers"}, ROUNDING, id="transformers", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_interrupted_samples_continue_with_the_new_weights_and_none_is_dropped(

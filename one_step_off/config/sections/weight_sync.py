@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Optional
 
-from one_step_off.config.errors import value_error
+from one_step_off.config.errors import ConfigError, value_error
 from one_step_off.config.keys import config_key
+from one_step_off.config.registry import import_object
+from one_step_off.config.text import did_you_mean
 
 
 @dataclass
@@ -37,11 +39,6 @@ class WeightSyncConfig:
     full_every: int = config_key(
         50, "delta: number of syncs from one that sends all weights to the next", low=1
     )
-    sender: str = config_key(
-        "sharded",
-        "sharded: each rank sends its own shard; gather: rank 0 gathers and sends (for comparison)",
-        choices="sharded gather",
-    )
     max_senders: int = config_key(
         8,
         "most trainer ranks that send to replicas; more ranks give theirs to these; 0: all send",
@@ -50,15 +47,13 @@ class WeightSyncConfig:
     bucket_mb: int = config_key(
         64, "size of a bucket, in MiB; sender and receiver reuse two each", low=1
     )
-    receive_ahead: bool = config_key(
-        False,
-        "replicas receive new weights into spare memory while they still generate",
+    transport: str = config_key(
+        "auto",
+        "auto: NCCL or gloo, and shared memory on one device; collective: NCCL or gloo; "
+        "shared_folder: files; or your own as module:Class",
     )
-    receive_ahead_mb: int = config_key(
-        0,
-        "receive_ahead: most spare memory of a vLLM worker, in MiB; 0: as much as it keeps of the "
-        "model",
-        low=0,
+    folder: str = config_key(
+        "", "shared_folder: where the files are, for this run alone; empty: in trainer.output_dir"
     )
     keep_sent: bool = config_key(
         True,
@@ -70,11 +65,6 @@ class WeightSyncConfig:
         "the canary: sequences that engine and trainer both score after each sync, to compare",
         low=1,
     )
-    canary_overlap: bool = config_key(
-        False,
-        "replicas score the canary beside the next prompts; their samples wait until it was "
-        "accepted",
-    )
     canary_tolerance: Optional[float] = config_key(
         None,
         "largest allowed log-prob difference of the canary; null: 1e-3 in fp32, measured in bf16",
@@ -82,25 +72,30 @@ class WeightSyncConfig:
     )
 
 
-def check_weight_sync(settings: WeightSyncConfig) -> None:
-    """Check the section weight_sync. Raises ConfigError."""
-    gathers = settings.sender == "gather"
-    if settings.overlap == "true" and gathers:
-        raise value_error(
-            "weight_sync.sender",
-            settings.sender,
-            "gather uses the trainer's collectives, which training uses at the same time; "
-            "set weight_sync.overlap=false or auto",
-        )
-    if gathers and settings.receive_ahead:
-        raise value_error(
-            "weight_sync.receive_ahead",
-            settings.receive_ahead,
-            "gather uses the trainer's collectives; use weight_sync.sender=sharded",
-        )
-    if gathers and settings.mode == "delta":
-        raise value_error(
-            "weight_sync.mode",
-            settings.mode,
-            "each rank compares its own shard; use weight_sync.sender=sharded",
-        )
+TRANSPORTS = ("auto", "collective", "shared_folder")
+
+
+def check_weight_sync(settings: WeightSyncConfig, device: str, is_one_device: bool) -> None:
+    """Check the section weight_sync.
+
+    Args:
+        device: "cpu" or "cuda".
+        is_one_device: whether the actor and a replica share a device.
+
+    Raises:
+        ConfigError: a value that cannot be used.
+    """
+    transport = settings.transport
+    key = "weight_sync.transport"
+    if transport not in TRANSPORTS and ":" not in transport:
+        otherwise = f"use module:Class or one of {', '.join(TRANSPORTS)}"
+        fix = did_you_mean(transport, TRANSPORTS, otherwise)
+        raise ConfigError(f"{key}={transport!r}: unknown; {fix}")
+    if ":" in transport:
+        import_object(key, transport)
+    if transport == "shared_folder" and settings.mode == "delta":
+        problem = "shared_folder sends all weights; use mode=full"
+        raise value_error("weight_sync.mode", settings.mode, problem)
+    if transport == "collective" and device != "cpu" and is_one_device:
+        problem = "NCCL refuses two processes on one GPU; use auto, or separate GPUs"
+        raise value_error(key, transport, problem)

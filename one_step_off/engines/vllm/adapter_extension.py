@@ -33,7 +33,7 @@ class AdapterWorkerExtension(SyncWorkerExtension):
 
         Args:
             shapes: of the matrices: name -> [dtype, shape].
-            blocks: of `base_model.BaseModel`.
+            blocks: of `base_weights.BaseModel`.
 
         Returns:
             As `learn_shards`: whole tensors travel.

@@ -35,7 +35,7 @@ from one_step_off.engines.vllm.packed_layers import (
     packed_weights,
 )
 from one_step_off.weight_sync.bucket_plan import ALIGNMENT, checksum
-from one_step_off.weight_sync.shard_blocks import Block, KeptBlocks
+from one_step_off.weight_sync.shard_blocks import Block, ShardBlocks
 
 Cell = tuple[str, Block, torch.Tensor]
 """Name of a checkpoint tensor, a block of it, and a view of that block in a message buffer."""
@@ -102,7 +102,7 @@ class ShardLayout:
     A sync writes all cells once, between `start` and `finish`.
     """
 
-    kept: KeptBlocks
+    kept: ShardBlocks
 
     def __init__(
         self, model: torch.nn.Module, shapes: TensorShapes, recording: Recording, keep_plain: bool

@@ -13,8 +13,6 @@ this worker keeps, straight into the parameters, and no layer is loaded again.
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -32,7 +30,6 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.utils.nccl import unpinned_nccl_env
 
-from one_step_off.cluster.bounded_waits import WorkerThread
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.engines.receiving_worker import ReceivingWorker
@@ -41,9 +38,6 @@ from one_step_off.engines.vllm.shard_layout import ShardLayout
 from one_step_off.weight_sync.shard_blocks import plain_shards
 
 MISSING_NAMES_SHOWN = 3
-
-AHEAD_LIMIT_FACTOR = 3
-"""Of weight_sync.timeout_s: a limit for a thread that hangs where it enforces nothing."""
 
 logger = init_logger("vllm.one_step_off")  # below "vllm", so that its messages are shown
 
@@ -56,8 +50,6 @@ class OneStepOffTransferEngine(ReceivingWorker, base.WeightTransferEngine):
     """What this worker keeps of every tensor. None: not learned, or whole tensors must travel."""
     layout_is_proved = False
     """The last ordinary load has shown that `shard_layout` is right."""
-    ahead: Future[None] | None = None
-    """The thread that receives weights while this worker generates."""
     sharded_only = False
     """The update under way brings what this worker keeps, and nothing is loaded by name."""
 
@@ -93,8 +85,6 @@ class OneStepOffTransferEngine(ReceivingWorker, base.WeightTransferEngine):
         Raises:
             SyncError: as `WeightReceiver.connect`.
         """
-        with suppress(Exception):  # it belongs to the groups before, which are closed now
-            self.finish_ahead()
         if not hasattr(self, "expected_names"):
             # The names that vLLM's own loader checks: every sync must load every parameter. Taken
             # from the whole model: after a failed update, a tied head has a name of its own.
@@ -104,21 +94,6 @@ class OneStepOffTransferEngine(ReceivingWorker, base.WeightTransferEngine):
         with unpinned_nccl_env():
             worker = get_tensor_model_parallel_rank()
             self.join_groups(init_info, torch.device(self.device), worker)
-
-    def receive_ahead(self, version: int, limit_bytes: int) -> None:
-        """Begin `WeightReceiver.receive_ahead` on a thread of its own; returns at once."""
-        self.receiver.layout = self.shard_layout if self.layout_is_proved else None
-        thread = WorkerThread("weight-ahead", self.receiver.prepare_thread)
-        self.ahead = thread.submit(self.receiver.receive_ahead, version, limit_bytes)
-        thread.stop()
-
-    def finish_ahead(self) -> None:
-        """Wait for the thread of `receive_ahead`, if there is one. Raises what it raised."""
-        ahead = self.ahead
-        self.ahead = None
-        if ahead is not None:
-            # Each of its waits has a limit of its own, and an abort ends them all.
-            ahead.result(AHEAD_LIMIT_FACTOR * self.receiver.timeout_s)
 
     def start_weight_update(self) -> None:
         """Bring the layers back to the form in which checkpoints load (on CPU they are packed for
@@ -269,11 +244,6 @@ class SyncWorkerExtension:
         """What this worker keeps of every tensor; see `OneStepOffTransferEngine.learn_shards`."""
         return self.weight_transfer_engine.learn_shards(shapes, expects_deltas)
 
-    def receive_ahead(self, version: int, limit_bytes: int) -> None:
-        """Begin to receive a version while this worker generates; see
-        `OneStepOffTransferEngine.receive_ahead`."""
-        self.weight_transfer_engine.receive_ahead(version, limit_bytes)
-
     def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the groups of a new epoch; see `init_transfer_engine`."""
         self.weight_transfer_engine.init_transfer_engine(info)
@@ -285,7 +255,6 @@ class SyncWorkerExtension:
             version: of the weights.
             sharded_only: as `WeightReceiver.receive`.
         """
-        self.weight_transfer_engine.finish_ahead()
         self.weight_transfer_engine.sharded_only = sharded_only
         self.start_weight_update()
         self.update_weights({"version": version})

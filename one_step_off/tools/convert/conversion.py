@@ -30,7 +30,7 @@ class Conversion:
         sources: our dotted key -> their keys that it comes from.
         left: their key -> why it is not translated.
         same: their keys that say what is so here anyway, or that change nothing in training.
-        noted: their keys that a note tells of.
+        noted: their keys that a note names.
         notes: what to look at, a line each.
     """
 
@@ -120,7 +120,7 @@ class Conversion:
         self.same.update(found)
 
     def note(self, text: str, *theirs: str) -> None:
-        """A line to look at; it tells of these settings of the script."""
+        """A line to look at; it names these settings of the script."""
         self.notes.append(text)
         self.noted.update(theirs)
 

@@ -17,7 +17,7 @@ from one_step_off.config.console_streams import never_wait
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.hardware import count_gpus
 from one_step_off.config.text import did_you_mean
-from one_step_off.tools.gpu_check import machine, report
+from one_step_off.tools.gpu_check import report
 from one_step_off.tools.gpu_check.check import Check, Status
 from one_step_off.tools.gpu_check.runner import Runner
 from one_step_off.tools.gpu_check.table import CHECKS
@@ -81,7 +81,7 @@ def _main(argv: list[str], checks: Sequence[Check]) -> int:
         model,
         begin + arguments.budget_s,
     )
-    facts = machine.facts(device)
+    facts = report.machine_facts(device)
     print(f"{len(chosen)} checks on {device}, {runner.gpus} GPUs; report in {folder}", flush=True)
     results = runner.run_all(chosen, lambda result: print(report.line(result), flush=True))
     seconds = time.monotonic() - begin

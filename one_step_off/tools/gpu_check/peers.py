@@ -1,18 +1,21 @@
 """Functions in processes of their own, side by side: the members of a group, for one check."""
 
+import importlib.util
 import multiprocessing
 import os
+import sys
 import time
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from one_step_off.config.schema import Config
 from one_step_off.tools.gpu_check.check import CheckFailed
 
 HOST = "127.0.0.1"
-
 TIME_AFTER_FAILURE_S = 10.0
 """For the other peers to end, once one has failed."""
 
@@ -117,3 +120,25 @@ def _run_peer(sending: Connection, function: Callable[..., Any], arguments: tupl
     sending.close()
     # Threads that an aborted group has left behind must not hold the process.
     os._exit(0)
+
+
+def policy_worker(cfg: Config, device: str) -> Any:
+    """A policy worker that is built and not yet set up. Also where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        sys.modules["ray"] = _marks_without_ray()
+    from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
+
+    return PolicyWorker(cfg, "actor", 0, 1, device, total_steps=4)
+
+
+def set_up(worker: Any) -> None:
+    """Load its model, as the only rank."""
+    worker.setup(*worker.free_address(HOST))
+
+
+def _marks_without_ray() -> types.ModuleType:
+    """A stand-in for Ray: the workers mark methods with `ray.method`, and use nothing else of it
+    outside of actors."""
+    stand_in: Any = types.ModuleType("ray")
+    stand_in.method = lambda **options: lambda method: method
+    return stand_in

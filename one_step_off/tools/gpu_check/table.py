@@ -59,7 +59,7 @@ CHECKS: tuple[Check, ...] = (
     _check(
         "streams",
         "which streams wait for one another: hardware queues",
-        "streams:streams",
+        "devices:streams",
         90,
         cuda_only=ONE_STREAM,
     ),

@@ -29,19 +29,12 @@ from one_step_off.tools.planner.measured_sync import (
 )
 from one_step_off.tools.planner.work import Work
 
-CPU_CANARY_SLOWDOWN = 2.0
-"""On a CPU an engine computes the canary and the first prompts with the same cores, so each takes
-this many times as long: chosen after one run (docs/measured/planner.md). On a GPU it is taken as
-1."""
-
 STEPS = 10
 """All steps of a calibrating run."""
 
 CALIBRATION_KEYS = (
     "pipeline.staleness=0",
     "weight_sync.in_flight=wait",
-    # Beside prompts it takes longer than alone.
-    "weight_sync.canary_overlap=false",
     "rollout.oversample=null",
     "trainer.total_epochs=null",
     "trainer.save_hf_model=false",
@@ -148,10 +141,7 @@ def by_runs(folders: list[str]) -> Work:
                 f"--from {folder}: is not the trainer.output_dir of a synchronous run: {e}; "
                 "name the folder of a finished run with pipeline.staleness=0"
             ) from None
-    work = fit_work(runs, lengths)
-    if resolved_device(cfg) == "cpu":
-        work = replace(work, canary_slowdown=CPU_CANARY_SLOWDOWN)
-    return work
+    return fit_work(runs, lengths)
 
 
 def lines_of_runs(folders: list[str]) -> list[str]:
@@ -204,9 +194,6 @@ def _measured(folder: Path, cfg: Config) -> Measured:
         raise ValueError(f"it has pipeline.staleness={cfg.pipeline.staleness}, not 0")
     rows = rows_of_run(folder)
     generate_s = median(rows, "time/wait_rollout_s")
-    if cfg.weight_sync.canary_overlap:
-        # They generated beside the canary, before the trainer waited for them.
-        generate_s += median(rows, "time/canary_overlapped_s")
     replicas, ranks = devices(cfg)
     return Measured(
         replicas=replicas,
@@ -218,7 +205,7 @@ def _measured(folder: Path, cfg: Config) -> Measured:
         train_s=median(rows, "time/train_s"),
         trained_tokens=median(rows, "actor/tokens_total"),
         samples=median(rows, "samples"),
-        sync=measured_sync(rows, cfg),
+        sync=measured_sync(rows),
     )
 
 
@@ -287,7 +274,6 @@ def fit_work(runs: list[Measured], lengths: np.ndarray) -> Work:
         sync_s=first.sync.sync_s,
         canary_s=first.sync.canary_s,
         replica_canary_s=first.sync.replica_canary_s,
-        ahead_s=first.sync.wire_s,
     )
     # The fit does not know routing and places; scaled, generation takes as long as it did.
     simulated = simulate(work, first.replicas, first.ranks, staleness=0)

@@ -1,8 +1,6 @@
 """The weight sync of a calibrating run, and what it becomes with the settings of the plan.
 
-A run measures its sync with its own settings. `Work` needs it in parts: with
-`weight_sync.canary_overlap` the replicas' half of the canary is not waited for, and with
-`weight_sync.receive_ahead` the wire is not. Where the plan sends adapters alone and the run sent
+A run measures its sync with its own settings. Where the plan sends adapters alone and the run sent
 the model, or the other way round, the part that depends on the bytes is scaled.
 """
 
@@ -41,7 +39,6 @@ class MeasuredSync:
         sync_s: seconds, both halves of the canary included.
         canary_s: of it the trainer's half of the canary.
         replica_canary_s: of it the replicas' half.
-        wire_s: of it the slowest worker waits for the wire.
         bytes_s: of it the slowest worker's phases that depend on the bytes.
         full_bytes: of all weights that are sent, or of all adapters.
     """
@@ -49,7 +46,6 @@ class MeasuredSync:
     sync_s: float
     canary_s: float = 0.0
     replica_canary_s: float = 0.0
-    wire_s: float = 0.0
     bytes_s: float = 0.0
     full_bytes: float = math.nan
 
@@ -68,37 +64,20 @@ def rows_of_run(folder: Path) -> list[Row]:
     return rows
 
 
-def measured_sync(rows: Sequence[Row], cfg: Config) -> MeasuredSync:
-    """The sync of a synchronous run.
-
-    Args:
-        rows: metrics of its steps.
-        cfg: its config.
-
-    Raises:
-        KeyError: a step lacks a metric that every run has.
-    """
+def measured_sync(rows: Sequence[Row]) -> MeasuredSync:
+    """The sync of a synchronous run. `rows`: metrics of its steps. Raises KeyError: a step lacks a
+    metric that every run has."""
     sync_s = median(rows, "time/sync_s")
-    canary_s = median(rows, "time/canary_s")
-    if cfg.weight_sync.canary_overlap:
-        replica_canary_s = median(rows, "time/canary_overlapped_s")
-        sync_s += replica_canary_s
-    else:
-        canary_s /= 2  # the other half is the replicas'
-        replica_canary_s = canary_s
+    canary_s = median(rows, "time/canary_s") / 2  # the other half is the replicas'
     # The canary cannot take longer than the sync that contains it.
-    parts = MeasuredSync(sync_s, canary_s, min(replica_canary_s, max(0.0, sync_s - canary_s)))
+    parts = MeasuredSync(sync_s, canary_s, min(canary_s, max(0.0, sync_s - canary_s)))
     if any("sync/full_bytes" not in row for row in rows):
         return parts
     transfer_s = sync_s - canary_s - parts.replica_canary_s
     phases = [name for name in RECEIVER_PHASES if name not in PHASES_WITHOUT_BYTES]
     bytes_s = sum(median(rows, f"sync/{name}_s") for name in phases)
-    wire_s = median(rows, "sync/wait_s")
-    # Whole tensors cannot be received ahead.
-    is_in_place = all(row.get("sync/in_place") == 1 for row in rows)
     return replace(
         parts,
-        wire_s=min(wire_s, transfer_s) if is_in_place else 0.0,
         bytes_s=min(bytes_s, transfer_s),
         full_bytes=median(rows, "sync/full_bytes"),
     )
@@ -119,45 +98,17 @@ def with_settings_of_plan(work: Work, folder: str, cfg: Config) -> tuple[Work, l
         ConfigError: the sync of other weights than the run's cannot be computed.
     """
     run_cfg = load_config([f"config={folder}/config.yaml"])
-    sync = measured_sync(rows_of_run(Path(folder)), run_cfg)
-    assumptions = []
-    if _sends_something_else(run_cfg, cfg):
-        work, lines = _scaled_by_bytes(work, sync, folder, cfg)
-        assumptions += lines
-    if run_cfg.weight_sync.canary_overlap:
-        assumptions.append(
-            f"the run scored the canary beside its prompts: {work.replica_canary_s:.3g} s of the "
-            "sync are an upper bound of what the replicas need for it alone"
-        )
-    if cfg.weight_sync.canary_overlap:
-        assumptions.append(
-            f"weight_sync.canary_overlap: the replicas score the canary of "
-            f"{work.replica_canary_s:.3g} s beside the next prompts; while they do both, "
-            f"each takes {work.canary_slowdown:g} times as long"
-        )
-    if cfg.weight_sync.receive_ahead:
-        work, line = _received_ahead(work, sync, cfg)
-        assumptions.append(line)
-    return work, assumptions
+    sync = measured_sync(rows_of_run(Path(folder)))
+    if not _sends_something_else(run_cfg, cfg):
+        return work, []
+    return _scaled_by_bytes(work, sync, folder, cfg)
 
 
 def assumptions_of_given_times(cfg: Config) -> list[str]:
     """What is assumed of a sync of which only the whole is given: a line for each assumption."""
-    settings = cfg.weight_sync
-    keys = []
-    if settings.canary_overlap:
-        keys.append("weight_sync.canary_overlap")
-    if settings.receive_ahead:
-        keys.append("weight_sync.receive_ahead")
-    lines = []
-    if keys:
-        lines.append(
-            f"--times gives no parts of the sync: the whole sync is waited for, without "
-            f"{' and '.join(keys)}; --from gives them"
-        )
     if sends_adapters(cfg):
-        lines.append("weight_sync.lora=adapter: GEN and SYNC are taken as those of adapters alone")
-    return lines
+        return ["weight_sync.lora=adapter: GEN and SYNC are taken as those of adapters alone"]
+    return []
 
 
 def _sends_something_else(run_cfg: Config, cfg: Config) -> bool:
@@ -181,11 +132,7 @@ def _scaled_by_bytes(
         )
     planned_bytes = sent_bytes(cfg)
     ratio = planned_bytes / sync.full_bytes
-    planned = replace(
-        work,
-        sync_s=work.sync_s + sync.bytes_s * (ratio - 1),
-        ahead_s=work.ahead_s * ratio,
-    )
+    planned = replace(work, sync_s=work.sync_s + sync.bytes_s * (ratio - 1))
     planned_mb = _megabytes(planned_bytes)
     measured_mb = _megabytes(sync.full_bytes)
     lines = [
@@ -231,19 +178,3 @@ def sent_bytes(cfg: Config) -> int:
         sides = sum(layer.in_features + layer.out_features for layer in layers)
         numbers = cfg.model.lora_rank * sides
     return numbers * BYTES_OF_DTYPE[cfg.model.dtype]
-
-
-def _received_ahead(work: Work, sync: MeasuredSync, cfg: Config) -> tuple[Work, str]:
-    """The part of the wire for which the plan's spare memory is large enough."""
-    share = 1.0
-    bound_bytes = cfg.weight_sync.receive_ahead_mb << 20
-    kept_bytes = sync.full_bytes / cfg.rollout.tensor_parallel_size
-    if bound_bytes and bound_bytes < kept_bytes:
-        share = bound_bytes / kept_bytes
-    planned = replace(work, ahead_s=work.ahead_s * share)
-    if not planned.ahead_s:
-        return planned, "weight_sync.receive_ahead: the run shows no wait for the wire to hide"
-    return planned, (
-        f"weight_sync.receive_ahead: {planned.ahead_s:.3g} s of the sync, the wait for the wire, "
-        "pass while the replicas still generate, and these are not slower"
-    )

@@ -231,8 +231,6 @@ def compare(cfg: Config, work: Work, gpus: int, min_ranks: int = 1) -> list[Simu
             # The first and the last steps of a run have less in flight.
             steps=steps + STEPS_PER_STALE_VERSION * max(0, arrangement.staleness - 1),
             shared=arrangement.name == SHARED,
-            canary_overlap=cfg.weight_sync.canary_overlap,
-            receive_ahead=cfg.weight_sync.receive_ahead,
         )
         results.append(Simulated(arrangement, figures, samples))
     return results

@@ -58,43 +58,14 @@ class SimulatedTrainer:
         return {"actor/sync_wait_s": waited}
 
 
-class SimulatedAhead:
-    """The part of a transfer that the replicas receive while they still generate, as
-    `AheadTransfer`. All layouts are taken as proved."""
-
-    def __init__(self, seconds: float) -> None:
-        """`seconds`: of this part."""
-        self.seconds = seconds
-        self._task: asyncio.Task | None = None
-
-    def begin(self, version: int) -> None:
-        """The replicas begin to receive `version`."""
-        self._task = asyncio.ensure_future(asyncio.sleep(self.seconds))
-
-    async def finish(self) -> float:
-        """Wait for what was begun. Returns the seconds by which the transfer at the pause is
-        shorter."""
-        if self._task is None:
-            return 0.0
-        await self._task
-        self._task = None
-        return self.seconds
-
-
 class SimulatedSync:
-    """The weight sync from a trainer to all replicas of a group.
-
-    Attributes:
-        ahead: called by the pipeline with weight_sync.receive_ahead.
-    """
+    """The weight sync from a trainer to all replicas of a group."""
 
     def __init__(self, work: Work, trainer: SimulatedTrainer, rollout: RolloutGroup) -> None:
         self.work = work
         self.trainer = trainer
         self.rollout = rollout
         self.versions = VersionTable()
-        self.ahead = SimulatedAhead(work.ahead_s)
-        self._canary_beside: asyncio.Task | None = None  # the replicas' half, under way
 
     def score_canary(self) -> asyncio.Task:
         """The trainer's half of the canary, before anything that is called later."""
@@ -118,25 +89,6 @@ class SimulatedSync:
         await self.release(version)
         return metrics | {"time/sync_s": now() - begin}
 
-    async def deliver(
-        self, stamp: PolicyVersion, expected: asyncio.Task | None = None
-    ) -> dict[str, float]:
-        """A weight sync until the replicas have the weights; `verified` must be awaited next.
-        Arguments: as a call."""
-        begin = now()
-        metrics = await self._transfer(expected, stamp)
-        self._canary_beside = asyncio.ensure_future(self._score_beside_prompts())
-        return metrics | {"time/sync_s": now() - begin}
-
-    async def verified(self) -> dict[str, float]:
-        """Wait until the canary of the last `deliver` was accepted."""
-        if self._canary_beside is None:
-            return {}
-        await self._canary_beside
-        self._canary_beside = None
-        await self.release(0)
-        return {}
-
     async def _transfer(
         self, expected: asyncio.Task | None, stamp: PolicyVersion
     ) -> dict[str, float]:
@@ -147,25 +99,14 @@ class SimulatedSync:
         for i, replica in enumerate(self.rollout.replicas):
             # Not `mark_stale`: prompts that come now wait in the paused replica. With it they would
             # ask for a healthy one every RETRY_S, which are many steps of a long simulated sync.
-            self.rollout.supervisor.mark_unverified(i, replica)
-        received_s = await self.ahead.finish()
+            self.rollout.supervisor.mark_synced(i, replica)
+            self.rollout.supervisor.hold_back(i)
         for replica in self.rollout.replicas:
             replica.pause()
-        paused_s = self.work.transfer_s - received_s
-        await asyncio.sleep(paused_s)
+        await asyncio.sleep(self.work.transfer_s)
         for replica in self.rollout.replicas:
             replica.resume(stamp)
-        return {"sync/paused_s": paused_s}
-
-    async def _score_beside_prompts(self) -> None:
-        """The same, where the replicas divide their time between canary and prompts."""
-        slowdown = self.work.canary_slowdown
-        for replica in self.rollout.replicas:
-            replica.set_slowdown(slowdown)
-        await asyncio.sleep(self.work.replica_canary_s * (slowdown - 1))
-        await self._score_at_replicas()
-        for replica in self.rollout.replicas:
-            replica.set_slowdown(1.0)
+        return {"sync/paused_s": self.work.transfer_s}
 
     async def _score_at_replicas(self) -> None:
         """The replicas' half of the canary, and its acceptance."""

@@ -9,6 +9,7 @@ durations are, see `work.Work`.
 import asyncio
 import heapq
 import io
+import selectors
 import tempfile
 from collections import deque
 from collections.abc import Coroutine
@@ -29,7 +30,6 @@ from one_step_off.rollout.sampling import Sampling
 from one_step_off.tools.planner.shared_device import (
     SharedDevice,
 )
-from one_step_off.tools.planner.simulated_clock import simulated_loop
 from one_step_off.tools.planner.simulated_trainer import SimulatedSync, SimulatedTrainer
 from one_step_off.tools.planner.work import Work
 from one_step_off.weight_sync.overlap import DECIDING_STEPS, StepPhases, should_overlap
@@ -207,13 +207,11 @@ def simulate(
     seed: int = 0,
     shared: bool = False,
     in_flight: str = "wait",
-    canary_overlap: bool = False,
-    receive_ahead: bool = False,
 ) -> dict[str, Any]:
     """Simulate a run. The same arguments give the same figures.
 
     Args:
-        rollout: replicas on devices of their own; 0: colocated, each device does both in turn.
+        rollout: replicas on devices of their own; 0: colocated, each device alternates.
         trainer: ranks.
         staleness: see pipeline.staleness. 1: one step off; 0: synchronous.
         overlap: "true", "false" or "auto", see weight_sync.overlap. The figures of "auto" are those
@@ -223,7 +221,6 @@ def simulate(
         seed: of the drawn response lengths.
         shared: one replica and one rank work at once on one device.
         in_flight: see weight_sync.in_flight; recompute and keep take the same time here.
-        canary_overlap, receive_ahead: see these keys of weight_sync.
 
     Returns:
         What `Tracker.summary` reports: median/time/step_s and the other medians in seconds,
@@ -232,16 +229,15 @@ def simulate(
     Raises:
         StalenessError: a token was trained on that other weights made.
     """
-    sync_settings = (in_flight, canary_overlap, receive_ahead)
     if overlap == "auto" and shared:
         overlap = "true"
     if overlap == "auto" and staleness and rollout:
-        rest = (static, steps, seed, shared, *sync_settings)
+        rest = (static, steps, seed, shared, in_flight)
         without = simulate(work, rollout, trainer, staleness, "false", *rest)
         if not _chooses_overlap(without):
             return without
         overlap = "true"
-    cfg = _run_config(work, rollout, staleness, overlap, static, sync_settings)
+    cfg = _run_config(work, rollout, staleness, overlap, static, in_flight)
     device = SharedDevice() if shared else None
     return _in_simulated_time(_run(work, cfg, rollout, trainer, steps, seed, device))
 
@@ -286,15 +282,11 @@ def _run_config(
     staleness: int,
     overlap: str,
     static: bool,
-    sync_settings: tuple[str, bool, bool],
+    in_flight: str,
 ) -> Config:
-    """The config of the simulated run. Arguments: of `simulate`; `sync_settings`: in_flight,
-    canary_overlap and receive_ahead."""
-    in_flight, canary_overlap, receive_ahead = sync_settings
+    """The config of the simulated run. Arguments: of `simulate`."""
     cfg = Config()
     cfg.weight_sync.in_flight = in_flight
-    cfg.weight_sync.canary_overlap = canary_overlap
-    cfg.weight_sync.receive_ahead = receive_ahead
     cfg.pipeline.staleness = staleness
     cfg.weight_sync.overlap = overlap if rollout > 0 else "false"
     cfg.data.train_batch_size = work.prompts
@@ -304,3 +296,28 @@ def _run_config(
     cfg.rollout.heartbeat_timeout_s = NO_TIME_LIMIT_S
     cfg.trainer.step_timeout_s = NO_TIME_LIMIT_S
     return cfg
+
+
+class SimulatedClock(selectors.DefaultSelector):
+    """Adds to `seconds` what an event loop would have waited for."""
+
+    seconds = 0.0
+
+    def select(self, timeout: float | None = None) -> list:
+        """Return at once; nothing outside of the simulation calls.
+
+        Raises:
+            RuntimeError: there is no timer, so nothing would ever happen again.
+        """
+        if timeout is None:
+            raise RuntimeError("the simulation waits for an event that no task will cause")
+        self.seconds += max(0.0, timeout)
+        return super().select(0)
+
+
+def simulated_loop() -> asyncio.AbstractEventLoop:
+    """An event loop whose time, from 0, jumps to the next timer when no task is ready."""
+    clock = SimulatedClock()
+    loop = asyncio.SelectorEventLoop(clock)
+    loop.time = lambda: clock.seconds
+    return loop

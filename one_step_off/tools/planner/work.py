@@ -38,10 +38,6 @@ class Work:
         before_step: share of training before the first optimizer step, 0 to 1.
         places: sequences that a replica runs at once, at most.
         replica_canary_s: seconds of the sync in which the replicas score the canary.
-        ahead_s: seconds of the transfer that the replicas can spend while they still generate, see
-            weight_sync.receive_ahead.
-        canary_slowdown: how many times as long canary and prompts take in an engine while it does
-            both, see weight_sync.canary_overlap.
     """
 
     prompts: int
@@ -56,8 +52,6 @@ class Work:
     before_step: float = 1.0
     places: int = 256
     replica_canary_s: float = 0.0
-    ahead_s: float = 0.0
-    canary_slowdown: float = 1.0
 
     @property
     def transfer_s(self) -> float:

@@ -12,8 +12,7 @@ import numpy as np
 from aiohttp import web
 
 from agent_loop.base import Generate, Limits
-from agent_loop.episode import Episode, EpisodeOver
-from agent_loop.episode_row import episode_row
+from agent_loop.episode import Episode, EpisodeOver, episode_row
 from one_step_off.data.samples import Prompt
 
 NO_AGENT_S = 0.2

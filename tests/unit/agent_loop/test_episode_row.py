@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 
-from agent_loop.episode_row import episode_row
+from agent_loop.episode import episode_row
 from one_step_off.data.messages import normalized_messages
 from one_step_off.data.samples import Prompt
 

@@ -21,8 +21,7 @@ from agent_loop import external, host_client
 from agent_loop.episode import RewardMissing
 from agent_loop.external import AgentFailed
 from agent_loop.host.output import Log
-from agent_loop.host.process_agents import Agent, ProcessAgents
-from agent_loop.host.process_tree import is_running
+from agent_loop.host.process_agents import Agent, ProcessAgents, is_running
 from one_step_off.rewards.reward import RewardError
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling
@@ -84,7 +83,7 @@ def test_an_agent_that_fails_at_a_limit_of_the_episode_is_scored_and_reported(se
 
 @pytest.mark.parametrize("limits", [{"turn_tokens": 3}, {"tokens": 3}])
 def test_an_agent_that_fails_after_an_answer_that_was_cut_off_is_an_error(setting, limits):
-    """Nothing tells whether the answer or the agent is to blame."""
+    """Nothing shows whether the answer or the agent is to blame."""
     run = setting(command=f"{MODULE}:fails")
     message = r"no such city.*a limit of the run came before it: its last answer was cut off"
     with pytest.raises(RuntimeError, match=message):

@@ -23,7 +23,7 @@ from agent_loop.tools import Toolbox, ToolUnavailable
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import AgentConfig
 
-PAGE = Path(__file__).parents[3] / "docs" / "tutorials" / "your_own_agent.md"
+PAGE = Path(__file__).parents[3] / "docs" / "tutorials" / "tools.md"
 
 # --- tools of this module -------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch
 from one_step_off.monitoring.summary import agent_stats, sample_stats
 from one_step_off.ray_trainer import count_faults
-from one_step_off.rollout.replacements import uninformative_prompts
+from one_step_off.rollout.dynamic_sampling import uninformative_prompts
 from tests.unit.data.episode_helpers import cut, cut_arrays, make_sample
 
 REWARDS = [1.0, 0.25, 0.5, 1.0]

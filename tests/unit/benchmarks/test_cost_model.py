@@ -20,7 +20,7 @@ COSTS = ("tensor_s", "message_s", "fixed_s")
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"gather": True}, {"changed": 0.02}, {"at_once": 1}, {"pipelined": False}],
+    [{}, {"changed": 0.02}, {"at_once": 1}, {"pipelined": False}],
 )
 def test_faster_machines_and_larger_models(changes: dict[str, Any]) -> None:
     """A faster machine is never slower, and a larger model never faster."""

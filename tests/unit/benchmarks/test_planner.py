@@ -50,7 +50,6 @@ def test_an_arm_is_predicted_by_its_own_keys() -> None:
         train_fixed_s=0.0,
         train_token_s=1e-4,
         sync_s=1.0,
-        replica_canary_s=0.4,
     )
     steps = {
         arm: validation.predict(work, config, keys)[validation.STEP]
@@ -59,10 +58,8 @@ def test_an_arm_is_predicted_by_its_own_keys() -> None:
     generate = 20 * 256e-3
     train = 256 * 20 * 1e-4
     sync = 1.0
-    beside = "one step off, canary beside the prompts"
     assert steps["synchronous"] == pytest.approx(generate + train + sync)
     assert steps["one step off"] == pytest.approx(generate + sync)
-    assert steps[beside] == pytest.approx(generate + sync - 0.4)
     assert steps["one step off, half of the batch"] == pytest.approx(generate / 2 + sync)
     assert steps["one step off, responses of 10 tokens at most"] == pytest.approx(
         generate / 2 + sync

@@ -11,7 +11,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 from one_step_off.runtime.validation import validate
-from one_step_off.weight_sync import shared_memory
+from one_step_off.weight_sync.transports import same_device
 
 ALL_IN_ONE = ({"all": [1]}, {"rollout": "all", "actor": "all"})
 HALVES = ({"rollout": [0.5], "actor": [0.5]}, {"rollout": "rollout", "actor": "actor"})
@@ -74,4 +74,4 @@ def test_a_process_with_such_memory_shares_nothing(monkeypatch) -> None:
     """On another node than the driver's."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(SyncError, match="expandable_segments:True: such memory cannot be shared"):
-        shared_memory.SharedBuffer(16, torch.device("cuda"))
+        same_device.SharedBuffer(16, torch.device("cuda"))

@@ -428,6 +428,7 @@ def test_functions_of_the_users_own(source, argv, parts, models, tmp_path, capsy
 
 FIXED = {
     "pipeline.staleness": 1,
+    "weight_sync.in_flight": "wait",
     "rollout.n": 2,
     "data.train_batch_size": 4,
     "trainer.seed": 0,

@@ -12,6 +12,20 @@ from tests.unit.config.config_helpers import SHARED, fault, write
 pytestmark = pytest.mark.filterwarnings("error")
 
 BAD = [
+    # keys that were removed
+    (
+        ["weight_sync.receive_ahead=true"],
+        ["weight_sync.receive_ahead", "is no key any more; remove it"],
+    ),
+    (["weight_sync.sender=gather"], ["weight_sync.sender", "each rank sends its own shard"]),
+    (["weight_sync.canary_overlap=true"], ["weight_sync.canary_overlap", "is no key any more"]),
+    # the weight sync
+    (["weight_sync.transport=shared_fodler"], ["transport='shared_fodler'", "shared_folder"]),
+    (["weight_sync.transport=nowhere:Class"], ["weight_sync.transport=", "cannot be imported"]),
+    (
+        ["weight_sync.transport=shared_folder", "weight_sync.mode=delta"],
+        ["weight_sync.mode=delta", "shared_folder sends all weights; use mode=full"],
+    ),
     # unknown keys
     (["actor.lrr=1"], ["actor.lrr", "did you mean actor.lr?"]),
     (["actr.lr=1"], ["actr.lr", "did you mean actor.lr?"]),
@@ -178,15 +192,7 @@ BAD = [
         ["virtual_pipeline_parallel_size=2", "needs pipeline stages"],
     ),
     (["rollout.n=1"], ["rollout.n=1", "at least 2"]),
-    (
-        ["weight_sync.sender=gather", "weight_sync.overlap=true"],
-        ["weight_sync.sender=gather", "weight_sync.overlap=false or auto"],
-    ),
     (["weight_sync.overlap=often"], ["weight_sync.overlap=often", "auto, true, false"]),
-    (
-        ["weight_sync.sender=gather", "weight_sync.overlap=false", "weight_sync.mode=delta"],
-        ["weight_sync.mode=delta", "weight_sync.sender=sharded"],
-    ),
     (["algorithm.kl_coef=0.1"], ["algorithm.kl_coef=0.1", "placement.roles.ref=actor"]),
     (["placement.roles.ref=actor"], ["placement.roles.ref", "algorithm.kl_coef"]),
     (

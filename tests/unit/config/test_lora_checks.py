@@ -15,7 +15,6 @@ FAULTS = [
     (["model.lora_rank=513"], ["model.lora_rank=513", "at most 512", "merged"]),
     (["model.lora_target_modules=q_proj,lm_head"], ["q_proj,lm_head", "head", "leave it out"]),
     (["weight_sync.mode=delta"], ["weight_sync.mode=delta", "use weight_sync.mode=full"]),
-    (["weight_sync.receive_ahead=true"], ["weight_sync.receive_ahead=true", "set it to false"]),
     (["rollout.engine_kwargs.load_format=dummy"], ["load_format=dummy", "auto or hf or"]),
     (["rollout.engine_kwargs.max_loras=2"], ["engine_kwargs.max_loras=2", "remove it"]),
     (["rollout.engine_kwargs.enable_lora=false"], ["enable_lora=false", "remove it"]),
@@ -50,7 +49,6 @@ def test_gpus_compute_in_bfloat16():
 def test_valid_combinations():
     validate(good(*ADAPTER), 0)
     validate(good(*ADAPTER, "weight_sync.overlap=true", "model.lora_rank=512"), 0)
-    validate(good(*ADAPTER, "weight_sync.overlap=false", "weight_sync.sender=gather"), 0)
     validate(good(*ADAPTER, *SHARED, "pipeline.staleness=0"), 0)
     validate(good("model.lora_rank=8", "weight_sync.mode=delta"), 0)
 

@@ -10,7 +10,7 @@ import json
 import random
 from typing import Any
 
-from one_step_off.endpoint.answers import Answer
+from one_step_off.endpoint.http_messages import Answer
 from one_step_off.engines.vllm.chat import requests
 
 TOOL_SCHEMA = {

@@ -15,11 +15,10 @@ import numpy as np
 from agent_loop.episode import Episode
 from agent_loop.trajectory import Generated, Limits
 from one_step_off.data.samples import Prompt
-from one_step_off.endpoint.answers import Answer, json_answer
+from one_step_off.endpoint.episodes import make_service_key
 from one_step_off.endpoint.gateway import Gateway
-from one_step_off.endpoint.guarded_server import HttpLimits
-from one_step_off.endpoint.inherited_socket import InheritedSocket
-from one_step_off.endpoint.keys import make_service_key
+from one_step_off.endpoint.http_messages import Answer, json_answer
+from one_step_off.endpoint.http_server import HttpLimits, InheritedSocket
 from one_step_off.endpoint.replica_server import EndpointAccess, ReplicaServer
 
 CHAT = "/v1/chat/completions"

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from agent_loop.episode import Episode
 from agent_loop.trajectory import Generated
 from one_step_off.config.schema import Config
-from one_step_off.endpoint import events
-from one_step_off.endpoint.answers import Answer
+from one_step_off.endpoint import http_messages
+from one_step_off.endpoint.http_messages import Answer
 from one_step_off.engines.vllm.chat import requests
 from one_step_off.engines.vllm.chat.parsers import whole_characters
 from one_step_off.models import tiny_qwen
@@ -264,7 +264,7 @@ def assert_delivered(serving: Any, ids: list[int], path: str) -> Any:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_each_text_is_delivered(serving: Any, path: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(events, "PIECE_CHARS", 3)
+    monkeypatch.setattr(http_messages, "PIECE_CHARS", 3)
     for text in TEXTS:
         said = assert_delivered(serving, ids_of(serving, text, []), path)
         if path == requests.MESSAGES:
@@ -426,7 +426,7 @@ def random_texts(seed: int) -> list[str]:
 def test_the_real_packages_take_each_text_and_send_it_back(
     serving: Any, name: str, stream: bool, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(events, "PIECE_CHARS", 5)
+    monkeypatch.setattr(http_messages, "PIECE_CHARS", 5)
 
     async def check(running: Endpoint, text: str) -> None:
         more = [random.Random(text).randrange(10**6) for _ in range(10)]

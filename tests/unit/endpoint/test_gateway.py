@@ -11,7 +11,7 @@ import pytest
 
 from agent_loop.trajectory import Limits
 from one_step_off.endpoint import gateway as gateway_module
-from one_step_off.endpoint.answers import Answer
+from one_step_off.endpoint.http_messages import Answer
 from tests.unit.endpoint.stand_ins import CHAT, Endpoint, Serving, endpoint
 
 NEXT = "/v1/episodes/next"
@@ -315,7 +315,7 @@ def test_work_that_could_not_be_sent_goes_to_another_agent(monkeypatch):
     asyncio.run(check())
 
 
-def test_work_is_given_to_nobody_without_the_fleet_key():
+def test_no_agent_gets_work_without_the_service_key():
     async def check() -> None:
         async with endpoint() as running:
             episode, offering = await offered(running, 0)

@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest
 
-from one_step_off.endpoint.guarded_server import MIB, HttpLimits
+from one_step_off.endpoint.http_server import MIB, HttpLimits
 from tests.unit.endpoint.stand_ins import CHAT, Endpoint, endpoint
 
 SHORT = HttpLimits(
     connections=40,
-    stranger_s=0.5,
+    authenticate_s=0.5,
     keep_alive_s=5.0,
     body_bytes=4 * MIB,
     all_bodies_bytes=16 * MIB,
@@ -262,14 +262,14 @@ def test_a_client_that_does_not_read_holds_neither_the_episode_nor_memory():
             async with asyncio.timeout(5.0):
                 while own.answers.busy:
                     await asyncio.sleep(0.01)
-            assert episode.turns == 0, "nobody has received it"
+            assert episode.turns == 0, "no client has received it"
             writer.transport.abort()
             await assert_served(running)
 
     asyncio.run(check())
 
 
-def test_strangers_cannot_keep_agents_out():
+def test_unauthenticated_clients_cannot_keep_agents_out():
     """More connections than the server takes, all of which say nothing."""
 
     async def check() -> None:
@@ -325,7 +325,7 @@ def test_thousands_of_connections(flood: int, most: int):
         pytest.skip(f"this process may open {most_files} files")
 
     async def check() -> None:
-        limits = HttpLimits(connections=most, stranger_s=60.0)
+        limits = HttpLimits(connections=most, authenticate_s=60.0)
         async with hostile_endpoint(limits) as running:
             episode = running.open()
             writers = []

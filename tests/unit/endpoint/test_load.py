@@ -15,7 +15,7 @@ import pytest
 
 from agent_loop.episode import Episode
 from one_step_off.config.schema import Config
-from one_step_off.endpoint.guarded_server import MIB, HttpLimits
+from one_step_off.endpoint.http_server import MIB, HttpLimits
 from one_step_off.engines.vllm.chat import conversation, requests
 from one_step_off.engines.vllm.chat.conversation import ConversationRecord
 from one_step_off.models import tiny_qwen
@@ -23,7 +23,7 @@ from tests.unit.endpoint.scripted_policy import ScriptedPolicy, make_serving
 from tests.unit.endpoint.stand_ins import Endpoint, endpoint
 from tests.unit.endpoint.test_hostile_clients import head
 
-LIMITS = HttpLimits(connections=40, stranger_s=0.5, keep_alive_s=2.0, body_s=0.5, write_s=1.0)
+LIMITS = HttpLimits(connections=40, authenticate_s=0.5, keep_alive_s=2.0, body_s=0.5, write_s=1.0)
 QUESTION = [{"role": "user", "content": "What is 3 * 4?"}]
 LONG = "So 12 * 13. " * (16 * MIB // 12)
 MAX_WAIT_S = 2.0
@@ -99,7 +99,7 @@ def test_connections_of_one_key_with_requests_are_bounded() -> None:
 
 def test_what_an_agent_holds_is_cut_off_when_its_episode_ends() -> None:
     async def check() -> None:
-        async with served(HttpLimits(stranger_s=1.0)) as running:
+        async with served(HttpLimits(authenticate_s=1.0)) as running:
             running.engine.gate.clear()
             server, episode, other = running.replicas[0], running.open(), running.open()
             waiting = asyncio.create_task(running.post(episode.key))

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 
 from one_step_off.endpoint import replica_server
-from one_step_off.endpoint.answers import Answer, json_answer
-from one_step_off.endpoint.idempotency_cache import MAX_KEPT, Attempt, IdempotencyCache, KeptAnswer
+from one_step_off.endpoint.episodes import MAX_CACHED, Attempt, CachedAnswer, IdempotencyCache
+from one_step_off.endpoint.http_messages import Answer, json_answer
 from tests.unit.endpoint.stand_ins import CHAT, Endpoint, endpoint
 
 RETRY = {"x_stainless_retry_count": "1"}
@@ -73,7 +73,7 @@ def test_a_turn_goes_on_when_its_client_has_gone_and_is_given_to_it_later(ends_w
                 async with asyncio.timeout(5):
                     while not episode.turns_done:
                         await asyncio.sleep(0.002)
-                assert episode.turns == 0, "nobody has seen it"
+                assert episode.turns == 0, "no client has seen it"
                 again = await running.post(episode.key)
             else:
                 asking = asyncio.create_task(running.post(episode.key))
@@ -116,7 +116,7 @@ def test_few_answers_are_kept():
             episode = running.open()
             for number in range(30):
                 await running.post(episode.key, {"messages": [], "number": number})
-            assert len(running.replicas[0].episodes.of(episode).answers._answers) == MAX_KEPT
+            assert len(running.replicas[0].episodes.of(episode).answers._answers) == MAX_CACHED
             old = {"messages": [], "number": 0}
             assert (await running.post(episode.key, old, **RETRY))[1]["turn"] == 31
 
@@ -206,8 +206,8 @@ def test_a_lost_answer_is_found_beside_retries_of_refused_requests():
     async def check() -> None:
         answers = IdempotencyCache()
 
-        def add(attempt: Attempt) -> KeptAnswer:
-            kept = KeptAnswer(attempt.digest, asyncio.create_task(made(0)), 0, True)
+        def add(attempt: Attempt) -> CachedAnswer:
+            kept = CachedAnswer(attempt.digest, asyncio.create_task(made(0)), 0, True)
             kept.retries = attempt.retries
             answers.add(kept)
             return kept

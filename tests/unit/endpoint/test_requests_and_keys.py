@@ -1,4 +1,4 @@
-"""What an agent with a key may do, and what nobody may do without one."""
+"""What an agent with a key may do, and what no client may do without one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import pytest
 
 from agent_loop.trajectory import Limits
-from one_step_off.endpoint.keys import EpisodeKeys, make_service_key
+from one_step_off.endpoint.episodes import EpisodeKeys, make_service_key
 from one_step_off.rewards.reward import Reward
 from tests.unit.endpoint.stand_ins import CHAT, LIMITS, PROMPT, endpoint
 
@@ -117,7 +117,7 @@ def test_when_the_run_returns_to_its_checkpoint_all_episodes_end():
 
 
 def test_the_reasons_of_closed_episodes_take_bounded_memory(monkeypatch):
-    monkeypatch.setattr("one_step_off.endpoint.open_episodes.MAX_CLOSED", 3)
+    monkeypatch.setattr("one_step_off.endpoint.episodes.MAX_CLOSED", 3)
 
     async def check() -> None:
         async with endpoint() as running:

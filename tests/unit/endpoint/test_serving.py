@@ -14,7 +14,7 @@ from agent_loop.base import Limits
 from agent_loop.episode import Episode
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
-from one_step_off.endpoint.answers import Answer
+from one_step_off.endpoint.http_messages import Answer
 from one_step_off.engines.vllm.chat import requests
 from one_step_off.engines.vllm.chat.parsers import check_parsers
 from one_step_off.models import tiny_qwen

@@ -18,14 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
-from agent_loop.base import AgentLoop
+from agent_loop.base import AgentLoop, uses_endpoint
 from one_step_off.cluster.errors import ProcessDied
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.endpoint import supervisor as supervisor_module
-from one_step_off.endpoint.inherited_socket import InheritedSocket, borrow_port
+from one_step_off.endpoint.http_server import InheritedSocket, borrow_port
 from one_step_off.endpoint.supervisor import GatewaySupervisor
-from one_step_off.endpoint.usage import uses_endpoint
 from tests.unit.stand_ins import ActorMethod, StandInActor
 
 spawned: list[tuple] = []
@@ -79,7 +78,7 @@ def test_a_run_has_an_endpoint_if_it_or_one_of_its_loops_asks_for_it(
     assert uses_endpoint(cfg, loops) is needed
 
 
-def test_the_file_of_the_run_holds_the_fleet_key_and_only_its_user_may_read_it(make):
+def test_the_file_of_the_run_holds_the_service_key_and_only_its_user_may_read_it(make):
     supervisor = make()
     assert stat.S_IMODE(supervisor.file.stat().st_mode) == 0o600
     content = json.loads(supervisor.file.read_text())
@@ -88,12 +87,12 @@ def test_the_file_of_the_run_holds_the_fleet_key_and_only_its_user_may_read_it(m
         "service_key": supervisor.access.service_key,
     }
     line = supervisor.describe()
-    assert line.startswith(f"endpoint: {content['base_url']} (key per episode; fleet key in ")
+    assert line.startswith(f"endpoint: {content['base_url']} (key per episode; service key in ")
     assert content["service_key"] not in line
 
 
-def test_the_next_attempt_has_the_same_port_and_the_same_fleet_key(make, monkeypatch):
-    monkeypatch.setattr("one_step_off.endpoint.inherited_socket.FORMER_ENDS_S", 0.1)
+def test_the_next_attempt_has_the_same_port_and_the_same_service_key(make, monkeypatch):
+    monkeypatch.setattr("one_step_off.endpoint.http_server.FORMER_ENDS_S", 0.1)
     first = make()
     first.port.close()
     second = make()

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.packages import is_installed
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.engines import engine as seam
@@ -78,13 +77,16 @@ def test_a_module_without_that_class_is_refused(folder: Path) -> None:
         find_engine("my_engine_2:engine")
 
 
-def test_vllm_has_every_method_of_the_interface() -> None:
-    vllm_engine: Any = find_engine("vllm")
-    methods = [name for name, member in vars(Engine).items() if callable(member)]
-    methods += [name for name, member in vars(seam.ServesAgents).items() if callable(member)]
-    public = {name for name in methods if not name.startswith("_")}
-    assert len(public) > 12
-    assert public <= set(dir(vllm_engine))
+def public_methods(interface: Any) -> set[str]:
+    methods = {name for name, member in vars(interface).items() if callable(member)}
+    return {name for name in methods if not name.startswith("_")}
+
+
+def test_the_engines_have_every_method_of_the_interface() -> None:
+    methods = public_methods(Engine)
+    assert len(methods) > 10
+    assert methods <= set(dir(find_engine("transformers")))
+    assert methods | public_methods(seam.ServesAgents) <= set(dir(find_engine("vllm")))
 
 
 # ---- what it refuses -----------------------------------------------------------------------------
@@ -149,18 +151,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        OWN,
-        pytest.param(
-            "transformers",
-            marks=pytest.mark.skipif(
-                not is_installed("one_step_off.engines.transformers"), reason="not there yet"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("spec", [OWN, "transformers"])
 def test_another_engine_needs_no_vllm(spec: str, models: Any, folder: Path) -> None:
     argv = [f"config={ROOT}/config/gsm8k_tiny_cpu.yaml", f"rollout.engine={spec}"]
     argv += [f"model.path={models()}", f"trainer.output_dir={folder}/run"]
@@ -178,25 +169,26 @@ def test_another_engine_needs_no_vllm(spec: str, models: Any, folder: Path) -> N
     assert re.fullmatch(r"versions \[3(, 3)*\]", versions), done.stdout
 
 
-# ---- the page's engine ---------------------------------------------------------------------------
+# ---- a replica with the page's engine, or with the reference engine ------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(params=[OWN, "transformers"])
 def connected(
-    models: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+    models: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> tuple[ReplicaWithSender, Any]:
-    """A replica with the page's engine, the sender that brings it weights, and the model whose
-    weights these are. The engine has loaded others."""
+    """A replica with that engine, the sender that brings it weights, and the model whose weights
+    these are. The engine has loaded others."""
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr("gc.freeze", lambda: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     sent = AutoModelForCausalLM.from_pretrained(models(seed=1), dtype=torch.float32).eval()
     weights = {name: tensor.detach() for name, tensor in sent.named_parameters()}
-    return ReplicaWithSender(config(models, folder), "cpu", weights), sent
+    cfg = config(models, folder, **{"rollout.engine": request.param})
+    return ReplicaWithSender(cfg, "cpu", weights), sent
 
 
-def test_a_users_engine_follows_the_weights_of_the_trainer(connected: Any) -> None:
+def test_an_engine_follows_the_weights_of_the_trainer(connected: Any) -> None:
     replica, sent = connected
     ids = np.arange(3, 23, dtype=np.int32)
     assert np.abs(replica.score([ids])[0] - log_probs_of(sent, ids)).max() > 0.01
@@ -210,7 +202,7 @@ def test_a_users_engine_follows_the_weights_of_the_trainer(connected: Any) -> No
     assert np.abs(replica.score([ids])[0] - log_probs_of(sent, ids)).max() > 0.01
 
 
-def test_a_users_engine_makes_samples_with_version_and_log_probs(connected: Any) -> None:
+def test_an_engine_makes_samples_with_version_and_log_probs(connected: Any) -> None:
     fed, sent = connected
     replica = fed.replica
     replica.rewards = RewardQueue([FakeScorer()], 0)

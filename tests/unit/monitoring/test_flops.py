@@ -9,7 +9,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample, generated_tokens
 from one_step_off.data.token_work import generation_work, pass_work
 from one_step_off.monitoring.flops import Meter, ModelShape, peak_flops
-from one_step_off.rollout.replacements import notes_of_replaced
+from one_step_off.rollout.dynamic_sampling import notes_of_replaced
 from tests.unit.data.episode_helpers import cut
 
 

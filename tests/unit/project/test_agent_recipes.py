@@ -12,7 +12,12 @@ ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "examples" / "agents").glob("*.py"))
 ENVIRONMENTS = sorted((ROOT / "examples" / "environments").glob("*.py"))
 ADAPTERS = sorted((ROOT / "agent_loop" / "adapters").glob("*_agent.py"))
-PAGES = ("agent_recipes.md", "environments_by_name.md")
+PAGES = (
+    "agent_recipes.md",
+    "agent_recipes_frameworks.md",
+    "environments_by_name.md",
+    "environments_openenv.md",
+)
 MAX_LINES = 30
 OURS = {"one_step_off", "agent_loop", "benchmarks", "tests"}
 PACKAGES_OF_ADAPTERS = {"aiohttp", "verifiers"}

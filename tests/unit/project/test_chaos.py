@@ -23,7 +23,7 @@ from one_step_off.cluster import process_cleanup as leftovers
 from tests.chaos import watch
 from tests.chaos.command import complaints
 from tests.chaos.kills import Kill, table
-from tests.chaos.points import ONLY_WITH, POINTS, names_of
+from tests.chaos.points import POINTS
 
 INJECT = Path(__file__).parents[2] / "chaos/inject"
 
@@ -38,17 +38,6 @@ def test_every_point_is_a_function_of_the_product():
             found = vars(found)[name]
         assert callable(found), point
     assert len({(p.kind, p.name) for p in POINTS}) == len(POINTS)
-
-
-def test_points_that_only_some_runs_pass_are_chosen_in_these_alone():
-    """Elsewhere they would never be reached, and the kill would wait for nothing."""
-    assert set(ONLY_WITH) <= {point.name for point in POINTS}
-    for name, argument in ONLY_WITH.items():
-        kinds = [point.kind for point in POINTS if point.name == name]
-        for kind in kinds:
-            assert name not in names_of(kind, ["trainer.total_steps=3"])
-            assert name in names_of(kind, ["trainer.total_steps=3", argument])
-    assert "generating" in names_of("engine", [])
 
 
 def scorer(folder: Path) -> subprocess.Popen:

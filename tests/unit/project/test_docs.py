@@ -35,6 +35,11 @@ SCRIPTS = {
 }
 
 
+def page_id(page: Path) -> str:
+    """The name of a page in the names of tests."""
+    return str(page.relative_to(ROOT).with_suffix(""))
+
+
 def fences(page: Path) -> Iterator[tuple[str, str]]:
     """(language, text) of each fenced block."""
     for match in re.finditer(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S):
@@ -47,7 +52,7 @@ def blocks(language: str) -> list[Any]:
     for page in PAGES:
         for number, (block_language, text) in enumerate(fences(page)):
             if block_language == language:
-                parameters.append(pytest.param(text, id=f"{page.name}-{number}"))
+                parameters.append(pytest.param(text, id=f"{page_id(page)}-{number}"))
     return parameters
 
 
@@ -159,7 +164,7 @@ def overrides(words: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_commands(page: Path, working_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = re.sub(r"\\\n +", " ", page.read_text())
     command_in_indented_block = r"^ {4}((?:[A-Z_]+=\S* )*(?:bash|sbatch|python) .*)$"
@@ -202,7 +207,7 @@ def is_key(name: str) -> bool:
     return section in SECTIONS and is_name and not is_file and name not in NOT_KEYS
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_keys_in_the_text_exist(page: Path) -> None:
     for code in code_spans(page):
         name, equals, _ = code.partition("=")
@@ -231,7 +236,7 @@ def run_with(*overrides: str) -> Config:
     return load_config([*fixed, "placement.device=cuda", *overrides])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_paths_in_the_text_exist(page: Path) -> None:
     own_path = r"\b((?:shell|config|docs|docker|one_step_off|agent_loop)/[\w./-]+\w)"
     for code in code_spans(page):
@@ -286,9 +291,13 @@ def docs_module(name: str) -> Any:
 
 def test_the_reference_is_current() -> None:
     module = docs_module("make_reference")
-    assert module.PAGE.read_text() == module.page(), "run: python docs/make_reference.py"
-    for key in KEYS:
-        assert f"| `{key}` |" in module.page()
+    generated = module.pages()
+    for path, text in generated.items():
+        assert path.read_text() == text, "run: python docs/make_reference.py"
+    on_disk = {module.REFERENCE / "config.md", *(module.REFERENCE / "config").glob("*.md")}
+    assert on_disk == set(generated), "run: python docs/make_reference.py"
+    for key, entry in KEYS.items():
+        assert f"| `{key}` |" in generated[module.REFERENCE / "config" / f"{entry.section}.md"]
 
 
 def test_the_tables_of_other_trainers_keys_are_current() -> None:
@@ -310,15 +319,18 @@ def test_no_key_of_another_trainer_is_said_to_be_the_same_unless_it_is() -> None
             assert ours_too == row.here.startswith("the same"), key
 
 
-def test_every_page_is_in_the_navigation() -> None:
-    entries = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    listed = []
+def pages_of(entries: list[dict[str, Any]]) -> Iterator[str]:
+    """The pages of a part of the navigation."""
     for entry in entries:
         for page_or_section in entry.values():
             if isinstance(page_or_section, str):
-                listed.append(page_or_section)
+                yield page_or_section
             else:
-                listed += [page for pages in page_or_section for page in pages.values()]
+                yield from pages_of(page_or_section)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = list(pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     pages = (ROOT / "docs").rglob("*.md")
     assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in pages)
 
@@ -332,10 +344,11 @@ PLACEHOLDERS = {
 
 
 def described_metrics() -> list[re.Pattern[str]]:
-    """The first column of the tables of docs/reference/metrics.md. Words in capitals stand for
+    """The first column of the tables of docs/reference/metrics*.md. Words in capitals stand for
     names.
     """
-    page = (ROOT / "docs/reference/metrics.md").read_text()
+    pages = sorted((ROOT / "docs/reference").glob("metrics*.md"))
+    page = "\n".join(path.read_text() for path in pages)
     first_columns = re.findall(r"^\|((?: `[^`|]+`,?)+) \|", page, re.M)
     names = re.findall(r"`([^`]+)`", " ".join(first_columns))
 
@@ -354,13 +367,58 @@ def test_every_metric_of_a_row_and_of_a_summary_is_described() -> None:
         for name in [*row, *summary]
         if not any(pattern.fullmatch(name) for pattern in patterns)
     ]
-    assert not missing, "describe them in docs/reference/metrics.md"
+    assert not missing, "describe them in docs/reference/metrics*.md"
 
 
-def test_links_of_readme_and_contributing() -> None:
-    for page in PAGES[:2]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (ROOT / target).exists(), f"{page.name}: {target}"
+def links(page: Path) -> Iterator[Path]:
+    """The files that a page links to, without those on other hosts."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]*)?\)", text):
+        yield (page.parent / target).resolve()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_to_files(page: Path) -> None:
+    missing = [str(target) for target in links(page) if not target.exists()]
+    assert not missing
+
+
+def test_every_page_is_reached_from_the_start() -> None:
+    reached = set()
+    to_visit = [ROOT / "docs/index.md"]
+    while to_visit:
+        page = to_visit.pop()
+        reached.add(page)
+        pages = [target for target in links(page) if target.suffix == ".md" and target.exists()]
+        to_visit += [target for target in pages if target not in reached]
+    unreached = set((ROOT / "docs").rglob("*.md")) - reached
+    assert not unreached
+
+
+MAX_LINES = 200  # of a page, which answers one question
+
+
+@pytest.mark.parametrize("page", PAGES[2:], ids=page_id)
+def test_pages_are_short(page: Path) -> None:
+    n_lines = len(page.read_text().splitlines())
+    assert n_lines <= MAX_LINES, f"{page}: {n_lines} lines; split it by its questions"
+
+
+@pytest.mark.parametrize("page", PAGES[2:], ids=page_id)
+def test_pages_begin_with_their_question(page: Path) -> None:
+    paragraphs = [text for text in page.read_text().split("\n\n") if not text.startswith("<!--")]
+    assert paragraphs[0].startswith("# ")
+    says_it_in_its_title = page.parent.name == "how_to" or page == ROOT / "docs/index.md"
+    assert says_it_in_its_title or "?" in paragraphs[1]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_modules_in_the_text_exist(page: Path) -> None:
+    """Also in fenced blocks and plain text, which `test_paths_in_the_text_exist` leaves out."""
+    own_module = r"(?<![\w/.-])((?:one_step_off|agent_loop|benchmarks|tests)/[\w/]+\.py)\b"
+    modules = re.findall(own_module, page.read_text())
+    missing = [module for module in modules if not (ROOT / module).exists()]
+    assert not missing
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -377,8 +435,47 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "actor.lr" in (tmp_path / "site" / "reference" / "config" / "index.html").read_text()
 
 
-def test_the_architecture_names_every_module() -> None:
+def test_the_architecture_names_files_of_its_packages() -> None:
+    page = (ROOT / "docs/concepts/architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.M)
+    assert len(rows) > 12
+    missing = []
+    for package, text in rows:
+        folder = ROOT if package == "agent_loop" else ROOT / "one_step_off"
+        for name in re.findall(r"`(\w+\.py)`", text):
+            if not list((folder / package).rglob(name)):
+                missing.append(f"{package}: {name}")
+    assert not missing
+
+
+def test_the_core_is_read_in_a_day() -> None:
+    page = (ROOT / "docs/concepts/the_core_in_a_day.md").read_text()
+    files = [ROOT / path for path in re.findall(r"^\| \d+ \| `([\w/]+\.py)` \|", page, re.M)]
+    assert 8 <= len(files) <= 12
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 6000
+
+
+def test_the_core_names_what_its_files_define() -> None:
+    """Each class and function beside a file in a table of the page is defined in that file."""
+    rows = re.findall(
+        r"^\|.*`[\w/]+\.py`.*\|$", (ROOT / "docs/concepts/the_core_in_a_day.md").read_text(), re.M
+    )
+    assert len(rows) > 25
+    missing = []
+    for row in rows:
+        (path,) = re.findall(r"`([\w/]+\.py)`", row)
+        text = (ROOT / path).read_text()
+        for name in re.findall(r"`(?:\w+\.)?(\w+)`", row):
+            definition = rf"^\s*(?:(?:async )?def|class) {name}\b|^{name}\b.* ="
+            if not re.search(definition, text, re.M):
+                missing.append(f"{name} in {path}")
+    assert not missing
+
+
+def test_the_tables_of_modules_are_current() -> None:
     module = docs_module("make_module_tables")
-    page = module.PAGE.read_text()
-    assert module.with_tables(page) == page, "run: python docs/make_module_tables.py"
-    assert "`replica_group.py`" in page and "`tool_loop.py`" in page
+    generated = module.pages()
+    for path, text in generated.items():
+        assert path.read_text() == text, "run: python docs/make_module_tables.py"
+    everything = "\n".join(generated.values())
+    assert "`replica_group.py`" in everything and "`tool_loop.py`" in everything

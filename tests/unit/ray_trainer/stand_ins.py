@@ -161,7 +161,6 @@ class FakeSync:
     def __init__(self, world: World) -> None:
         self.world = world
         self.versions = VersionTable()
-        self.delivered: int | None = None  # whose canary has not passed yet
 
     def score_canary(self):
         return self.world.version
@@ -174,20 +173,6 @@ class FakeSync:
         self.world.released = version
 
     async def __call__(self, stamp, expected=None):
-        metrics = await self.deliver(stamp, expected)
-        self.delivered = None
-        self.world.released = stamp[1]
-        return metrics
-
-    async def verified(self):
-        if self.delivered is None:
-            return {}
-        version, self.delivered = self.delivered, None
-        await self.world.phase("canary", version)
-        await self.release(version)
-        return {"time/canary_overlapped_s": 0.0}
-
-    async def deliver(self, stamp, expected=None):
         world = self.world
         assert expected in (None, stamp[1]), "the trainer's half of the canary is of other weights"
         assert world.generating == 0, "a sync while the engine generates"
@@ -198,7 +183,7 @@ class FakeSync:
         current = (world.attempt, world.version)
         assert stamp == current, "the weights changed while they were being sent"
         world.engine_version = stamp[1]
-        self.delivered = stamp[1]
+        world.released = stamp[1]
         return {"time/sync_s": 0.0}
 
 

@@ -91,48 +91,6 @@ def test_an_update_begins_beside_the_sync_of_its_own_weights(tmp_path, overlap):
         assert trained.versions == {max(0, trained.step - 1)}
 
 
-@pytest.mark.parametrize("sender", ["sharded", "gather"])
-def test_without_overlap_an_update_begins_beside_the_canary(tmp_path, sender):
-    """With canary_overlap, after the transfer; the weights change after the acceptance. A gathering
-    sender takes turns with the trainer."""
-    world = world_of_equal_phases(0.003)
-    pipeline = build(tmp_path, world, 6, 1)
-    weight_sync = pipeline.cfg.weight_sync
-    weight_sync.overlap, weight_sync.canary_overlap, weight_sync.sender = "false", True, sender
-    pipeline.sync_overlap = SyncOverlap(pipeline.cfg)
-    asyncio.run(pipeline.fit())
-    assert world.begun("canary") == [1, 2, 3, 4, 5], (
-        "after the first and the last sync it is waited for at once"
-    )
-    for step in range(1, 6):
-        train_begins = world.events.index(("begin", "train", step))
-        canary_ends = world.events.index(("end", "canary", step))
-        next_sync = world.events.index(("begin", "sync", step + 1))
-        assert world.events.index(("end", "sync", step)) < train_begins
-        assert (train_begins < canary_ends) == (sender == "sharded")
-        assert canary_ends < next_sync
-
-
-def test_weights_change_only_after_their_canary(tmp_path):
-    """It takes longer than training here."""
-    world = world_of_equal_phases(0.003)
-    pipeline = build(tmp_path, world, 4, 1)
-    pipeline.cfg.weight_sync.overlap, pipeline.cfg.weight_sync.canary_overlap = "false", True
-    pipeline.sync_overlap = SyncOverlap(pipeline.cfg)
-
-    class SlowCanary(FakeSync):
-        async def verified(self):
-            if self.delivered is not None:
-                await asyncio.sleep(0.02)
-                assert world.version == self.delivered, "changed without the acceptance"
-            return await super().verified()
-
-    pipeline.roles.sync = SlowCanary(world)
-    asyncio.run(pipeline.fit())
-    assert world.begun("canary") == [1, 2, 3]
-    assert [trained.step for trained in world.trained] == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(("generate_s", "overlapped"), [(0.0, 1.0), (1e3, 0.0)])
 def test_auto_overlaps_where_training_is_longer(tmp_path, monkeypatch, generate_s, overlapped):
     """Step 0 has no sync of its own. The phases of steps 1 to 3 decide for step 4."""

@@ -155,7 +155,7 @@ def test_the_last_step_is_what_the_rows_say(try_run, tmp_path, capsys):
 
 def test_a_job_that_may_be_requeued_is_given_as_the_docs_say(tmp_path):
     """Requeued before its first checkpoint it begins again; after one it resumes from it."""
-    text = (ROOT / "docs/tutorials/many_gpus.md").read_text() + (
+    text = (ROOT / "docs/tutorials/slurm.md").read_text() + (
         ROOT / "shell" / "slurm_qwen_gsm8k.sh"
     ).read_text()
     commands = [line.strip("# ") for line in text.splitlines() if "sbatch --requeue shell/" in line]

@@ -21,7 +21,7 @@ from one_step_off.runtime.validation import validate
 from one_step_off.training import lora
 from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
 from one_step_off.weight_sync import base_weights
-from one_step_off.weight_sync.base_model import BaseModel
+from one_step_off.weight_sync.base_weights import BaseModel
 from tests.unit.training.fsdp_helpers import (
     Recorder,
     assert_gradients_equal,

@@ -11,8 +11,7 @@ import torch
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.sender import WeightSender
-from one_step_off.weight_sync.sender_group_ends import GroupLeader, GroupMember
-from one_step_off.weight_sync.sender_groups import form_groups
+from one_step_off.weight_sync.sender_groups import GroupLeader, GroupMember, form_groups
 from one_step_off.weight_sync.weight_piece import WeightPiece
 from tests.unit.weight_sync.weight_stream import CPU, HOST, Job, Weights, copy_into, run_together
 
@@ -34,7 +33,7 @@ class GroupedStream:
     ) -> None:
         """`sender_attributes`: full_every and keep_sent of every leader."""
         self.pieces = pieces
-        self.groups = form_groups(pieces, "sharded", max_senders)
+        self.groups = form_groups(pieces, max_senders)
         self.plan = BucketPlan.build([group.pieces for group in self.groups], bucket_bytes)
         self.senders: list[WeightSender] = []
         self.members: dict[int, GroupMember] = {}

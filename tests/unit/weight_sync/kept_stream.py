@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from one_step_off.weight_sync.routes import ShardsOfReceivers
-from one_step_off.weight_sync.shard_blocks import Block, KeptBlocks
-from tests.unit.weight_sync.weight_stream import Job, Weights, WeightStream, run_together
+from one_step_off.weight_sync.shard_blocks import Block, ShardBlocks
+from tests.unit.weight_sync.weight_stream import Job, Weights, WeightStream
 
 SHAPES = {
     "embed": (40, 6),
@@ -32,7 +32,7 @@ def rows(shape: tuple[int, ...], start: int, stop: int, dim: int = 0) -> Block:
     return Block(tuple(starts), tuple(stops))
 
 
-def kept_by_rank(rank: int, ranks: int, shapes: dict[str, tuple] = SHAPES) -> KeptBlocks:
+def kept_by_rank(rank: int, ranks: int, shapes: dict[str, tuple] = SHAPES) -> ShardBlocks:
     """What one tensor-parallel rank keeps: rows of embed and q, columns of o, rows of k that two
     neighbors share if there are more than two ranks, one expert, and nothing of `unused`."""
     share = {name: shape[0] // ranks for name, shape in shapes.items() if shape}
@@ -74,15 +74,15 @@ class BoundViews:
 class StandInLayout:
     """A model that holds whole tensors, NaN where its worker keeps nothing."""
 
-    def __init__(self, kept: KeptBlocks, shapes: dict[str, tuple], dtype: torch.dtype) -> None:
+    def __init__(self, kept: ShardBlocks, shapes: dict[str, tuple], dtype: torch.dtype) -> None:
         self.kept = kept
         self.tensors: Weights = {
             name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in shapes.items()
         }
 
-    def bind(self, cells: list[tuple[str, Block, torch.Tensor]]) -> BoundViews:
+    def bind(self, shards: list[tuple[str, Block, torch.Tensor]]) -> BoundViews:
         pairs = []
-        for name, block, view in cells:
+        for name, block, view in shards:
             assert any(own.contains(block) for own in self.kept[name]), (name, block)
             pairs.append((block.slice_of(self.tensors[name]), view))
         return BoundViews(pairs)
@@ -148,15 +148,3 @@ class KeptStream(WeightStream):
 
         results, _ = self.sync(weights, version, change_jobs=change)
         return results
-
-    def send_ahead(self, weights: Weights, version: int, limit_bytes: int) -> list[Any]:
-        """The part of a sync that comes while the models are in use: results of senders, then of
-        receivers."""
-        jobs: list[Job] = []
-        for index, sender in enumerate(self.senders):
-            jobs.append(
-                lambda s=sender, i=index: s.send_ahead(self.rows(weights, i), version, limit_bytes)
-            )
-        for receiver in self.receivers:
-            jobs.append(lambda r=receiver: r.receive_ahead(version, limit_bytes))
-        return run_together(jobs)

@@ -11,7 +11,7 @@ import torch
 
 from one_step_off.cluster.errors import SyncError
 from one_step_off.weight_sync import base_weights
-from one_step_off.weight_sync.base_model import BaseModel, ask_trainers
+from one_step_off.weight_sync.base_weights import BaseModel, ask_trainers
 from one_step_off.weight_sync.replica_layouts import ReplicaLayouts
 from one_step_off.weight_sync.weight_piece import FrozenBlock, WeightPiece
 

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.cluster.errors import SyncError
-from one_step_off.weight_sync.bucket_plan import Bucket, BucketPlan, Slot, checksum, weighted_sums
+from one_step_off.weight_sync.bucket_plan import (
+    Bucket,
+    BucketPlan,
+    BucketSlot,
+    checksum,
+    weighted_sums,
+)
 from one_step_off.weight_sync.weight_piece import WeightPiece
 from tests.unit.weight_sync.weight_stream import row_pieces
 
@@ -20,7 +26,7 @@ ANY_SHAPES = st.dictionaries(
 )
 
 
-def all_slots(plan: BucketPlan, sender: int | None = None) -> list[Slot]:
+def all_slots(plan: BucketPlan, sender: int | None = None) -> list[BucketSlot]:
     """In the order in which they travel; of one sender or of all."""
     slots = [slot for bucket in plan.buckets for slot in bucket.slots]
     return [slot for slot in slots if sender is None or slot.sender == sender]

@@ -15,7 +15,7 @@ from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync import sync_calls
-from one_step_off.weight_sync.canary_beside import canary_limit_s
+from one_step_off.weight_sync.canary import canary_limit_s
 from one_step_off.weight_sync.coordinator import WeightSync
 from tests.unit.stand_ins import TRAINER_CONTROL, ActorMethod, RecordedEvents, StandInActor
 
@@ -117,8 +117,7 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("canary_overlap", [False, True])
-def test_a_canary_may_wait_behind_the_requests_that_a_sync_has_paused(canary_overlap):
+def test_a_canary_may_wait_behind_the_requests_that_a_sync_has_paused():
     """A full engine scores it when some of them have ended, which is no sign of a fault."""
     sync = connected_sync(SCORES, [SCORES])
     sync.cfg.in_flight = "recompute"
@@ -127,14 +126,7 @@ def test_a_canary_may_wait_behind_the_requests_that_a_sync_has_paused(canary_ove
     replica = supervisor.replicas[0]
     replica.score = ActorMethod(lambda sequences: SCORES, delay=0.5)
 
-    async def main():
-        if canary_overlap:
-            await sync.deliver((0, 3))
-            await sync.verified()
-        else:
-            await sync((0, 3))
-
-    asyncio.run(main())
+    asyncio.run(sync((0, 3)))
     assert supervisor.replicas == [replica]
     assert supervisor.health[0].state is ReplicaState.HEALTHY
     cfg = sync.actor.cfg
@@ -243,27 +235,18 @@ def test_a_replica_that_dies_after_its_canary_is_not_taken_for_healthy():
     assert states == [ReplicaState.DEAD, ReplicaState.HEALTHY]
 
 
-@pytest.mark.parametrize(
-    ("ahead", "limit_mb", "has_groups", "needed"),
-    [
-        (True, 9, True, "10"),
-        (True, 10, True, None),
-        (True, 0, True, None),
-        (True, 9, False, None),
-        (False, 9, True, None),
-    ],
-)
-def test_a_bound_that_turns_early_transfers_off_is_reported(ahead, limit_mb, has_groups, needed):
-    """Sender groups send the whole model ahead or nothing."""
+def test_what_a_replica_returns_during_a_sync_waits_for_its_canary():
+    """With partial rollouts it continues its prompts before the others have their weights."""
     sync = connected_sync(SCORES, [SCORES])
-    sync.cfg.receive_ahead = ahead
-    sync.cfg.receive_ahead_mb = limit_mb
-    sync.total_bytes = (10 << 20) - 5
-    sync.members = [(sync.actor.ranks[0], 0)] if has_groups else []
-    warning = sync.ahead.warning()
-    if needed is None:
-        assert warning is None
-        return
-    assert warning.startswith("warning: weight_sync.receive_ahead_mb=9: nothing is received ahead")
-    assert f"set it to 0 or to at least {needed}, or set weight_sync.max_senders=0" in warning
-    assert "\n" not in warning
+    supervisor: Any = sync.rollout
+
+    async def main() -> None:
+        supervisor.mark_stale()
+        held = asyncio.create_task(supervisor.wait_until_verified(0))
+        await asyncio.sleep(0.01)
+        assert not held.done()
+        supervisor.mark_synced(0, supervisor.replicas[0])
+        await held
+        await supervisor.wait_until_verified(0)  # nothing is held back any more
+
+    asyncio.run(main())

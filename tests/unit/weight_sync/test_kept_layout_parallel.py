@@ -9,7 +9,12 @@ import random
 import pytest
 import torch
 
-from one_step_off.weight_sync.shard_blocks import Block, KeptBlocks, plain_shards, shards_from_plain
+from one_step_off.weight_sync.shard_blocks import (
+    Block,
+    ShardBlocks,
+    plain_shards,
+    shards_from_plain,
+)
 from tests.unit.weight_sync.parallel_models import Case, Worker, run_workers
 
 Weights = dict[str, torch.Tensor]
@@ -23,7 +28,7 @@ def shapes_of(tensors: Weights) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
-def random_cells(kept: KeptBlocks, rng: random.Random) -> list[tuple[str, Block]]:
+def random_cells(kept: ShardBlocks, rng: random.Random) -> list[tuple[str, Block]]:
     """All that is kept, cut at random borders."""
     cells = []
     for name, blocks in kept.items():
@@ -342,7 +347,7 @@ def test_a_layer_that_cannot_be_packed_fails_the_sync_and_not_the_next_one(layer
     assert error == f"{layer_name} could not be packed for its CPU kernel: MemoryError: no memory"
 
 
-def assert_union_is_whole(workers: list[KeptBlocks], tensors: Weights) -> None:
+def assert_union_is_whole(workers: list[ShardBlocks], tensors: Weights) -> None:
     for name, tensor in tensors.items():
         seen = torch.zeros(tensor.shape, dtype=torch.bool)
         for kept in workers:

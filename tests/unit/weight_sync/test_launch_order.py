@@ -374,7 +374,7 @@ def real_threads(stream: WeightStream, recorded: list) -> list[Thread]:
         is_sender = endpoint in stream.senders
         device = f"trainer{endpoint.index}" if is_sender else f"receiver{endpoint.index}"
         sender_of = {}
-        for number, group in enumerate(endpoint.transports):
+        for number, group in enumerate(endpoint.ends):
             sender_of[id(group)] = endpoint.index if is_sender else number
         finished = dict.fromkeys(sender_of.values(), 0)
         actions = []

@@ -137,6 +137,12 @@ def test_an_abort_ends_the_wait_for_members(store):
     assert time.monotonic() - begin < 5
 
 
+def open_alone(sender: WeightSender, store: dist.Store, deadline: float) -> None:
+    """A stream without receivers."""
+    stream = sender._stream(0, 1, store, (), 0)
+    sender._open_end(deadline, sender.transport.open_sender, stream)
+
+
 def test_a_creation_that_blocks_is_abandoned_in_time_and_aborted_when_it_ends(monkeypatch):
     plan = BucketPlan.build(row_pieces(SHAPES, 1), 64)
     sender = WeightSender(plan, 0, CPU, HOST, 5.0)
@@ -146,7 +152,7 @@ def test_a_creation_that_blocks_is_abandoned_in_time_and_aborted_when_it_ends(mo
     may_connect.clear()
     begin = time.monotonic()
     with pytest.raises(TimeoutError):
-        sender._join_group(sender.store, 0, 1, begin + 1.0)
+        open_alone(sender, sender.store, begin + 1.0)
     assert time.monotonic() - begin < 3
     assert not created[0].aborts
     may_connect.set()
@@ -163,7 +169,7 @@ def test_the_memory_of_communicators_is_counted(monkeypatch):
     sender.device = CUDA
     for epoch in range(3):
         store = dist.PrefixStore(str(epoch), sender.store)
-        sender._join_group(store, 0, 1, time.monotonic() + 5.0)
+        open_alone(sender, store, time.monotonic() + 5.0)
     assert sender._report()["communicator_bytes"] == 500.0
     sender.close()
     assert sender.communicator_bytes == 0

@@ -157,9 +157,7 @@ def test_what_takes_turns_never_overlaps(overlap):
     synchronous.pipeline.staleness = 0
     one_pool = make_config(overlap)
     one_pool.placement.roles = {"rollout": "all", "actor": "all"}
-    gathering = make_config(overlap)
-    gathering.weight_sync.sender = "gather"
-    for cfg in (synchronous, one_pool, gathering):
+    for cfg in (synchronous, one_pool):
         assert settings_of_run([TRAINING_LONGER] * 9, cfg) == [False] * 9
 
 

@@ -53,7 +53,7 @@ def test_two_ranks_share_the_norms_and_get_their_own_slices():
     assert routes.rounds == [[0], [1, 2]]
     names_of_set: dict[int, set] = {0: set(), 1: set(), 2: set()}
     for message in itertools.chain(*routes.messages):
-        names_of_set[message.receivers].update(cell.slot.piece.name for cell in message.cells)
+        names_of_set[message.receivers].update(shard.slot.piece.name for shard in message.shards)
     assert names_of_set[ALL_RECEIVERS] == {"norm", "scale"}
     assert names_of_set[1] == {"embed", "q", "k", "o", "expert.0"}
     assert names_of_set[2] == {"embed", "q", "k", "o", "expert.1"}
@@ -78,8 +78,8 @@ def test_a_receiver_gets_each_number_that_it_keeps_once(ranks, senders):
     for receiver in range(ranks):
         counts = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         for message in itertools.chain(*routes.messages_of_receiver(receiver)):
-            for cell in message.cells:
-                cell.block.slice_of(counts[cell.slot.piece.name]).add_(1)
+            for shard in message.shards:
+                shard.block.slice_of(counts[shard.slot.piece.name]).add_(1)
         for name, shape in SHAPES.items():
             expected = torch.zeros(shape)
             for block in kept[receiver][name]:
@@ -124,8 +124,8 @@ def test_any_boxes_of_any_receivers_arrive_as_they_are(data):
                 slot.view(part).copy_(source)
             sent = message.cut(part, torch.ones(message.nbytes, dtype=torch.uint8))
             for receiver in routes.sets[message.receivers]:
-                for cell, view in zip(message.cells, message.views(sent), strict=True):
-                    target = cell.block.slice_of(held[receiver][cell.slot.piece.name])
+                for shard, view in zip(message.shards, message.views(sent), strict=True):
+                    target = shard.block.slice_of(held[receiver][shard.slot.piece.name])
                     assert target.isnan().all(), "twice"
                     target.copy_(view)
     for own, found in zip(kept, held, strict=True):

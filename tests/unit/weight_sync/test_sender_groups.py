@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from one_step_off.cluster.errors import GIVEN_UP, SyncError
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
-from one_step_off.weight_sync.sender_groups import form_groups, message_bytes, sections_of_rank
+from one_step_off.weight_sync.sender_groups import form_groups, message_bytes, shards_of_rank
 from tests.unit.weight_sync.grouped_stream import (
     GroupedStream,
     hsdp_pieces,
@@ -51,7 +51,7 @@ def pieces(request) -> Pieces:
 @settings(max_examples=60, deadline=None)
 def test_groups_are_neighbors_of_almost_equal_size_that_own_everything_once(ranks, max_senders):
     pieces = row_pieces(MATRICES, ranks)
-    groups = form_groups(pieces, "sharded", max_senders)
+    groups = form_groups(pieces, max_senders)
     owners = [rank for rank in range(ranks) if pieces[rank]]
     assert [rank for group in groups for rank in group.ranks] == owners
     assert len(groups) == min(max_senders, len(owners))
@@ -66,42 +66,33 @@ def test_groups_are_neighbors_of_almost_equal_size_that_own_everything_once(rank
 
 @pytest.mark.parametrize("all_send", [True, False], ids=["0", "as many as ranks"])
 def test_as_many_senders_as_ranks_change_nothing(pieces, all_send):
-    groups = form_groups(pieces, "sharded", 0 if all_send else len(pieces))
+    groups = form_groups(pieces, 0 if all_send else len(pieces))
     assert [group.pieces for group in groups] == [owned for owned in pieces if owned]
     assert not [group for group in groups if group.members]
 
 
-def test_with_gather_rank_0_sends_whole_tensors(pieces):
-    (group,) = form_groups(pieces, "gather", 8)
-    assert group.ranks == (0,)
-    assert {piece.name for piece in group.pieces} == {
-        piece.name for owned in pieces for piece in owned
-    }
-    assert all(piece.block_shape == piece.shape for piece in group.pieces)
-
-
 def test_the_plan_of_grouped_ranks_does_not_grow_with_them():
     def slots(ranks: int) -> int:
-        groups = form_groups(row_pieces({"w": (4096, 4)}, ranks), "sharded", 4)
+        groups = form_groups(row_pieces({"w": (4096, 4)}, ranks), 4)
         plan = BucketPlan.build([group.pieces for group in groups], 1 << 20)
         return sum(len(bucket.slots) for bucket in plan.buckets)
 
     assert slots(4) == slots(1024) == 4
 
 
-def test_members_sections_cover_the_leaders_part_once(pieces):
-    groups = form_groups(pieces, "sharded", 2)
+def test_members_shards_cover_the_leaders_part_once(pieces):
+    groups = form_groups(pieces, 2)
     plan = BucketPlan.build([group.pieces for group in groups], 128)
     for sender, group in enumerate(groups):
         covered = [
             torch.zeros(bucket.part_bytes[sender], dtype=torch.uint8) for bucket in plan.buckets
         ]
         for rank in group.ranks:
-            sections_of_bucket = sections_of_rank(plan, sender, pieces[rank])
-            for part, sections in zip(covered, sections_of_bucket, strict=True):
-                for section in sections:
-                    section.place_in(part).view(torch.int16).add_(1)
-                assert message_bytes(sections) <= len(part) + 16 * len(sections)
+            shards_of_bucket = shards_of_rank(plan, sender, pieces[rank])
+            for part, shards in zip(covered, shards_of_bucket, strict=True):
+                for shard in shards:
+                    shard.place_in(part).view(torch.int16).add_(1)
+                assert message_bytes(shards) <= len(part) + 16 * len(shards)
         for bucket, part in zip(plan.buckets, covered, strict=True):
             for slot in bucket.slots_of(sender):
                 assert (slot.view(part).view(torch.int16) == 1).all()

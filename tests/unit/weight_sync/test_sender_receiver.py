@@ -65,7 +65,7 @@ class CorruptingWork:
 
 def test_corruption_on_the_wire_is_detected(monkeypatch):
     stream = WeightStream(SHAPES, 2, 1)
-    group_of_sender_0 = stream.receivers[0].transports[0]
+    group_of_sender_0 = stream.receivers[0].ends[0]
     start_receive = DedicatedGroup.start_receive
     received_buckets: list[torch.Tensor] = []
     corrupting: list[CorruptingWork] = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from one_step_off.cluster.errors import SyncError
-from one_step_off.weight_sync.shared_memory import SharedBuffer, SharedMemorySender
+from one_step_off.weight_sync.transports.same_device import SharedBuffer, SharedMemorySender
 from tests.unit.weight_sync.weight_stream import (
     SHAPES,
     WeightStream,
@@ -34,7 +34,7 @@ def test_bits_arrive_in_shared_memory(receivers, same_device):
     stream = WeightStream(SHAPES, len(same_device), receivers, same_device=same_device)
     for sender, neighbors in zip(stream.senders, same_device, strict=True):
         if neighbors:
-            assert sender.transports[0].receivers == neighbors
+            assert sender.ends[0].receivers == neighbors
     for version in range(3):
         weights = random_weights(SHAPES)
         results, received = stream.sync(weights, version)
@@ -45,7 +45,7 @@ def test_bits_arrive_in_shared_memory(receivers, same_device):
 def test_a_receiver_reads_the_senders_own_buffer():
     stream = WeightStream(SHAPES, 1, 1, same_device=[[0]])
     sent_buffer = stream.senders[0].buffers[1]
-    mapped_buffer = stream.receivers[0].transports[0].buffers[1]
+    mapped_buffer = stream.receivers[0].ends[0].buffers[1]
     sent_buffer[3] = 77
     assert mapped_buffer[3] == 77
     assert mapped_buffer.data_ptr() != sent_buffer.data_ptr()
@@ -87,13 +87,13 @@ def test_a_missing_peer_ends_in_a_named_error(missing_job):
 
 READER = """
 import torch
-from one_step_off.weight_sync.shared_memory import SharedMemoryReceiver
+from one_step_off.weight_sync.transports.same_device import SharedMemoryReceiver
 store = torch.distributed.TCPStore("127.0.0.1", {port})
 receiver = SharedMemoryReceiver(store, 0, torch.device("cuda", 0), 60.0)
 for expected in (1, 2):
     buffer = torch.empty(1 << 20, dtype=torch.uint8, device="meta")
     assert (receiver.finish_receive(buffer) == expected).all()
-    receiver.release()
+    receiver.free()
 """
 
 

@@ -175,7 +175,7 @@ def test_only_the_replica_that_failed_is_restarted_and_the_run_completes(
             await team.rollout.replicas[replica].set_fault.remote(fault)
             begin = time.monotonic()
             await asyncio.wait_for(team.pipeline(tmp_path).fit(), RUN_TIMEOUT_S)
-            assert team.respawned == [replica], team.messages
+            assert team.respawned == [replica], team.events.lines
             assert time.monotonic() - begin < limit_s
 
     asyncio.run(main())
@@ -202,7 +202,7 @@ def test_the_only_replica_is_left_out_after_it_failed_in_three_syncs(cluster, tm
                 await asyncio.wait_for(team.pipeline(tmp_path).fit(), RUN_TIMEOUT_S)
             assert team.rollout.restarts == 2
             assert team.rollout.active == []
-            assert "rollout 0 is excluded from now on" in " ".join(team.messages)
+            assert "rollout 0 is excluded from now on" in " ".join(team.events.lines)
 
     asyncio.run(main())
 
@@ -218,7 +218,7 @@ def test_one_of_two_replicas_is_left_out_after_it_failed_in_three_syncs(cluster,
                 await asyncio.wait_for(team.pipeline(tmp_path / f"{run}").fit(), RUN_TIMEOUT_S)
             assert team.rollout.restarts == 2
             assert team.rollout.active == [1]
-            assert "rollout 0 is excluded from now on" in " ".join(team.messages)
+            assert "rollout 0 is excluded from now on" in " ".join(team.events.lines)
 
     asyncio.run(main())
 

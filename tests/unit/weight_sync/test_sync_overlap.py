@@ -64,11 +64,11 @@ def connect_rank(worker: Any, rank: int, inbox, outbox) -> None:
     outbox.put((rank, [dataclasses.astuple(piece) for piece in worker.weight_plan()]))
     pieces = to_pieces(inbox.get())
     sync_cfg = worker.cfg.weight_sync
-    groups = form_groups(pieces, sync_cfg.sender, sync_cfg.max_senders)
+    groups = form_groups(pieces, sync_cfg.max_senders)
     address = worker.open_sender(groups, pieces, BUCKET_BYTES, HOST, TIMEOUT_S)
     outbox.put((rank, address))
     leader_address = inbox.get()
-    if hasattr(worker, "sender"):  # with "gather" only rank 0 sends
+    if hasattr(worker, "sender"):
         worker.connect_sync(1, RECEIVERS, [])
     if worker.member is not None:
         worker.join_leader(1, leader_address)
@@ -151,19 +151,18 @@ def start_receivers(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("sender", "max_senders", "syncs"),
+    ("max_senders", "syncs"),
     [
-        pytest.param("sharded", 2, 10, id="10 beside updates"),
-        pytest.param("sharded", 2, 200, id="200 beside updates", marks=pytest.mark.slow),
-        pytest.param("sharded", 1, 40, id="40 by one leader", marks=pytest.mark.slow),
-        pytest.param("gather", 1, 5, id="5 gathered by rank 0", marks=pytest.mark.slow),
+        pytest.param(2, 10, id="10 beside updates"),
+        pytest.param(2, 200, id="200 beside updates", marks=pytest.mark.slow),
+        pytest.param(1, 40, id="40 by one leader", marks=pytest.mark.slow),
     ],
 )
-def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, max_senders, syncs):
+def test_syncs_with_random_delays_on_every_rank(tmp_path, max_senders, syncs):
     path = tiny_qwen.build("qwen2", str(tmp_path / "model"), dtype="float32")
-    cfg = config(path, actor__lr=1e-3, weight_sync__timeout_s=TIMEOUT_S, weight_sync__sender=sender)
+    cfg = config(path, actor__lr=1e-3, weight_sync__timeout_s=TIMEOUT_S)
     cfg.weight_sync.max_senders = max_senders
-    cfg.weight_sync.overlap = "true" if sender == "sharded" else "false"
+    cfg.weight_sync.overlap = "true"
     context = mp.get_context("spawn")
     port = free_port()
     outbox = context.Queue()
@@ -182,7 +181,7 @@ def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, max_senders, s
 
     plans = answers()
     pieces = to_pieces(plans)
-    groups = form_groups(pieces, sender, max_senders)
+    groups = form_groups(pieces, max_senders)
     plan = BucketPlan.build([group.pieces for group in groups], BUCKET_BYTES)
     assert len(plan.buckets) > 3
     for inbox in inboxes:
@@ -227,7 +226,7 @@ def test_an_update_whose_weights_were_never_sent_ends_in_a_named_error(tmp_path)
     cfg = config(path, trainer__step_timeout_s=2.0)
     worker = start(cfg, port=free_port(), cls=WORKERS["actor"])
     try:
-        groups = form_groups([worker.weight_plan()], "sharded", 1)
+        groups = form_groups([worker.weight_plan()], 1)
         worker.open_sender(groups, [], 1 << 20, HOST, 2.0)
         with pytest.raises(
             SyncError, match=r"trainer rank 0: version 0 was not sent and accepted in 2 s"

@@ -11,6 +11,8 @@ import torch
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.sender import WeightSender
+from one_step_off.weight_sync.transports.collective import Collective
+from one_step_off.weight_sync.transports.transport import Transport
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 CPU = torch.device("cpu")
@@ -96,18 +98,21 @@ class WeightStream:
         timeout_s: float = 10.0,
         dtype: str = "float32",
         same_device: list[list[int]] | None = None,
+        new_transport: Callable[[], Transport] = Collective,
     ) -> None:
         self.timeout_s = timeout_s
+        self.new_transport = new_transport
         self.pieces = row_pieces(shapes, senders, dtype)
         self.plan = BucketPlan.build(self.pieces, bucket_bytes)
         self.senders = [
-            WeightSender(self.plan, index, CPU, HOST, timeout_s) for index in range(senders)
+            WeightSender(self.plan, index, CPU, HOST, timeout_s, new_transport())
+            for index in range(senders)
         ]
         self.receivers = [self.new_receiver(index) for index in range(receivers)]
         self.connect(1, same_device)
 
     def new_receiver(self, index: int) -> WeightReceiver:
-        return WeightReceiver(self.plan, index, CPU, HOST, self.timeout_s)
+        return WeightReceiver(self.plan, index, CPU, HOST, self.timeout_s, self.new_transport())
 
     def connect(self, epoch: int, same_device: list[list[int]] | None = None) -> None:
         """Create the groups of an epoch."""

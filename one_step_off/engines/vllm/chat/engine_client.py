@@ -15,9 +15,8 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from agent_loop.chat_template import TurnEncoder
 from agent_loop.episode import Turn
-from one_step_off.endpoint.waiting import in_thread
-from one_step_off.engines.vllm.chat.call import CURRENT_CALL
-from one_step_off.engines.vllm.chat.conversation import RequestRefused
+from one_step_off.endpoint.http_server import in_thread
+from one_step_off.engines.vllm.chat.conversation import CURRENT_CALL, RequestRefused
 from one_step_off.engines.vllm.chat.requests import CHANGES_DISTRIBUTION
 
 MAX_CONTEXT = 1 << 30

@@ -1,12 +1,22 @@
-"""Which of vLLM's parsers read tool calls and thoughts in the policy's turns."""
+"""Which of vLLM's parsers read tool calls and thoughts in the policy's turns.
+
+Hermes calls are read as `agent_loop.tool_loop` reads them. vLLM looks for the closing tag of a call
+before it reads the JSON, so a tag inside of an argument ends the call, or begins another one. Its
+parsers of thoughts take tags inside of an argument for their own.
+
+vLLM is slow to import, so functions import it where they need it: the driver checks the names of
+parsers.
+"""
 
 import contextlib
 import json
 import logging
+import secrets
 from typing import Any
 
 from pydantic_core import from_json
 
+from agent_loop.tool_loop import THOUGHTS_BEGIN, THOUGHTS_END, scan_hermes
 from one_step_off.config.errors import key_error
 from one_step_off.config.schema import Config
 from one_step_off.config.text import did_you_mean
@@ -31,6 +41,9 @@ HERMES_PARSERS = ("hermes", "qwen3_json")
 
 OWN_HERMES = "hermes_by_json"
 
+_HIDDEN_TAGS = {tag: secrets.token_hex(16) for tag in (THOUGHTS_BEGIN, THOUGHTS_END)}
+"""Tags of thoughts, and what stands for them inside of calls: random, so that no turn has it."""
+
 
 def check_parsers(cfg: Config) -> None:
     """Check `agent.tool_parser` and `agent.reasoning_parser`.
@@ -38,7 +51,6 @@ def check_parsers(cfg: Config) -> None:
     Raises:
         ConfigError: vLLM has no such parser.
     """
-    # vLLM is slow to import, so only where a parser is named.
     if cfg.agent.tool_parser not in ("auto", "none"):
         from vllm.tool_parsers import ToolParserManager
 
@@ -62,9 +74,7 @@ def tool_parser_name(cfg: Config, tokenizer: Any) -> str | None:
         return name
     from vllm.tool_parsers import ToolParserManager
 
-    ToolParserManager.register_lazy_module(
-        OWN_HERMES, "one_step_off.engines.vllm.chat.hermes_parser", "HermesParser"
-    )
+    ToolParserManager.register_module(OWN_HERMES, module=hermes_parser())
     return OWN_HERMES
 
 
@@ -78,8 +88,6 @@ def reasoning_parser_name(cfg: Config, tool_parser: str | None) -> str:
     if not name or tool_parser != OWN_HERMES:
         return name
     from vllm.reasoning import ReasoningParserManager
-
-    from one_step_off.engines.vllm.chat.hermes_parser import outside_calls
 
     own = f"{name}_outside_calls"
     parser_class = outside_calls(ReasoningParserManager.get_reasoning_parser(name))
@@ -99,6 +107,72 @@ def parser_of_template(chat_template: str) -> str:
         if mark in chat_template:
             return parser
     return DEFAULT_TOOL_PARSER
+
+
+def hermes_parser() -> type:
+    """vLLM's parser of Hermes calls with this project's reading of calls. A turn with a broken call
+    is text, as in vLLM."""
+    from vllm.entrypoints.generate.base.protocol import (
+        ExtractedToolCallInformation,
+        FunctionCall,
+        ToolCall,
+    )
+    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+
+    class HermesParser(Hermes2ProToolParser):
+        def extract_tool_calls(
+            self, model_output: str, request: Any
+        ) -> ExtractedToolCallInformation:
+            found = scan_hermes(model_output).found
+            if not found or any(not name for _, (name, _) in found):
+                return ExtractedToolCallInformation(
+                    tools_called=False, tool_calls=[], content=model_output
+                )
+            calls = []
+            for _, (name, arguments) in found:
+                text = json.dumps(arguments, ensure_ascii=False)
+                calls.append(ToolCall(function=FunctionCall(name=name, arguments=text)))
+            content = model_output[: found[0][0]] or None
+            return ExtractedToolCallInformation(
+                tools_called=True, tool_calls=calls, content=content
+            )
+
+    return HermesParser
+
+
+def outside_calls(parser_class: type) -> type:
+    """A parser of thoughts that takes no tag inside of a call's JSON for the end of thoughts."""
+
+    class OutsideCalls(parser_class):
+        def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, ...]:
+            hidden = _hide_tags(model_output)
+            has_tags = any(tag in hidden for tag in _HIDDEN_TAGS)
+            if hidden != model_output and not has_tags:  # no thoughts, and calls with tags
+                return None, model_output
+            return tuple(map(_show_tags, super().extract_reasoning(hidden, request)))
+
+    return OutsideCalls
+
+
+def _hide_tags(text: str) -> str:
+    """The text with marks for the tags of thoughts inside of calls."""
+    pieces = []
+    shown = 0
+    for begin, end in scan_hermes(text).json:
+        inner = text[begin:end]
+        for tag, mark in _HIDDEN_TAGS.items():
+            inner = inner.replace(tag, mark)
+        pieces += [text[shown:begin], inner]
+        shown = end
+    return "".join([*pieces, text[shown:]])
+
+
+def _show_tags(text: str | None) -> str | None:
+    if text is None:
+        return None
+    for tag, mark in _HIDDEN_TAGS.items():
+        text = text.replace(mark, tag)
+    return text
 
 
 def careful_parser(parser: Any, only_objects: bool = False) -> Any:

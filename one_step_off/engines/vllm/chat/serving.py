@@ -44,13 +44,13 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from agent_loop.episode import LIMITS, Episode, EpisodeOver
 from one_step_off.config.schema import Config
 from one_step_off.data.messages import openai_messages
-from one_step_off.endpoint import events
-from one_step_off.endpoint.answers import Answer, error_answer, json_answer
-from one_step_off.endpoint.refusals import episode_over
-from one_step_off.endpoint.waiting import in_thread
+from one_step_off.endpoint import http_messages
+from one_step_off.endpoint.http_messages import Answer, episode_over, error_answer, json_answer
+from one_step_off.endpoint.http_server import in_thread
 from one_step_off.engines.vllm.chat import requests
-from one_step_off.engines.vllm.chat.call import CURRENT_CALL, Call
 from one_step_off.engines.vllm.chat.conversation import (
+    CURRENT_CALL,
+    Call,
     ConversationRecord,
     RequestRefused,
     checked_messages,
@@ -81,11 +81,11 @@ REQUESTS: dict[str, type[BaseModel]] = {
     requests.GENERATE: GenerateRequest,
 }
 STREAMS: dict[str, Callable[[dict[str, Any], bool], list[bytes]]] = {
-    requests.CHAT: events.chat_events,
-    requests.COMPLETIONS: events.completion_events,
-    requests.RESPONSES: events.response_events,
-    requests.MESSAGES: events.message_events,
-    requests.GENERATE: events.token_events,
+    requests.CHAT: http_messages.chat_events,
+    requests.COMPLETIONS: http_messages.completion_events,
+    requests.RESPONSES: http_messages.response_events,
+    requests.MESSAGES: http_messages.message_events,
+    requests.GENERATE: http_messages.token_events,
 }
 
 MAX_CONTEXTS = 8

@@ -18,9 +18,10 @@ from agent_loop.chat_template import TurnEncoder
 from agent_loop.episode import Turn
 from one_step_off.config.errors import ConfigError
 from one_step_off.data.messages import knows_developer
-from one_step_off.endpoint.waiting import in_thread
-from one_step_off.engines.vllm.chat.call import CURRENT_CALL, Call
+from one_step_off.endpoint.http_server import in_thread
 from one_step_off.engines.vllm.chat.conversation import (
+    CURRENT_CALL,
+    Call,
     RequestRefused,
     checked_messages,
     plain_messages,

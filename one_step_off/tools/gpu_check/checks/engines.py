@@ -21,8 +21,7 @@ from one_step_off.config.schema import Config
 from one_step_off.engines.engine import GenerationRequest
 from one_step_off.tools.gpu_check.check import CheckFailed, Context, Figures
 from one_step_off.tools.gpu_check.checkpoints import dtype_of, random_checkpoint
-from one_step_off.tools.gpu_check.checks import workers
-from one_step_off.tools.gpu_check.peers import HOST, all_results, run_peers
+from one_step_off.tools.gpu_check.peers import HOST, all_results, policy_worker, run_peers, set_up
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.canary import Canary
 from one_step_off.weight_sync.replica_layouts import plain_shards_of_receivers
@@ -447,6 +446,6 @@ def _engine_scores(cfg: Config, device: str, sequences: list[np.ndarray], path: 
 
 
 def _worker_scores(cfg: Config, device: str, sequences: list[np.ndarray]) -> Scores:
-    worker = workers.policy_worker(cfg, device)
-    workers.set_up(worker)
+    worker = policy_worker(cfg, device)
+    set_up(worker)
     return worker.score(sequences)

@@ -9,8 +9,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.tools.gpu_check.check import CheckFailed, Context, Figures
 from one_step_off.tools.gpu_check.checkpoints import dtype_of, random_checkpoint
-from one_step_off.tools.gpu_check.checks import workers
-from one_step_off.tools.gpu_check.peers import all_results, run_peers
+from one_step_off.tools.gpu_check.peers import all_results, policy_worker, run_peers, set_up
 
 PROMPTS = 4
 SAMPLES_PER_PROMPT = 4
@@ -53,8 +52,8 @@ def _work(context: Context, packed: str) -> dict[str, Any]:
     """One worker: log-probs of the batch, then two updates, of which the second is timed."""
     cfg = _config(context)
     cfg.actor.packing = packed
-    worker = workers.policy_worker(cfg, context.device)
-    workers.set_up(worker)
+    worker = policy_worker(cfg, context.device)
+    set_up(worker)
     batch = _batch(cfg)
     shares = worker.log_prob(batch)
     metrics = worker.update(batch)

@@ -1,0 +1,1 @@
+"""The reference engine: transformers' `generate` in the replica's own process."""
