@@ -1,8 +1,7 @@
-"""Devices that generation and training share in the simulation: one GPU, or the cores of a CPU."""
+"""A GPU that generation and training share in the simulation."""
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from one_step_off.cluster.remote_calls import now
 
@@ -10,36 +9,7 @@ SLOWDOWN = 2.0
 """While both work on one GPU, each takes this many times as long: the driver gives processes equal
 slices of the device's time."""
 
-TRAINER_GAIN = 0.8
-"""Of the time that perfect division among more cores would save, what training saves. Measured:
-docs/concepts/placement.md."""
-
-ROLLOUT_GAIN = 0.5
-"""The same of generation, whose work per token is partly Python's, on one core."""
-
 SMALLEST_REST_S = 1e-9
-
-
-@dataclass(frozen=True)
-class Pace:
-    """By what the times of one side are multiplied while the other waits, and while both work."""
-
-    alone: float = 1.0
-    together: float = SLOWDOWN
-
-
-ONE_GPU = Pace()
-"""Of both sides on one GPU."""
-
-
-def pace_with_idle_cores(own: int, other: int, gain: float) -> Pace:
-    """The pace of a side that may use the other's cores while the other waits.
-
-    Args:
-        own: cores of the side; other: of the other side.
-        gain: share of the perfect gain in speed that the further cores bring, 0 to 1.
-    """
-    return Pace(alone=1 / (1 + gain * other / own), together=1.0)
 
 
 class SharedDevice:
@@ -51,9 +21,7 @@ class SharedDevice:
             again; they must run before and after the replicas' speed changes.
     """
 
-    def __init__(self, rollout: Pace = ONE_GPU, trainer: Pace = ONE_GPU) -> None:
-        self.rollout = rollout
-        self.trainer = trainer
+    def __init__(self) -> None:
         self.training = False
         self.advance_replicas: list[Callable[[], None]] = []
         self._generating: set[object] = set()
@@ -62,7 +30,7 @@ class SharedDevice:
     @property
     def replica_slowdown(self) -> float:
         """By what the replicas' times are multiplied now."""
-        return self.rollout.together if self.training else self.rollout.alone
+        return SLOWDOWN if self.training else 1.0
 
     def set_generating(self, replica: object, generating: bool) -> None:
         """A replica begins or ends its work."""
@@ -75,11 +43,11 @@ class SharedDevice:
             self._generating_changed.set()
 
     async def train(self, seconds: float) -> None:
-        """Train for `seconds` of pace 1."""
+        """Train for as long as takes `seconds` alone."""
         self._set_training(True)
         rest = seconds
         while rest > SMALLEST_REST_S:
-            slowdown = self.trainer.together if self._generating else self.trainer.alone
+            slowdown = SLOWDOWN if self._generating else 1.0
             begin = now()
             self._generating_changed.clear()
             await self._wait_for_change(rest * slowdown)
@@ -99,12 +67,3 @@ class SharedDevice:
     def _advance(self) -> None:
         for advance in self.advance_replicas:
             advance()
-
-
-def divided_cores(replicas: int, ranks: int) -> SharedDevice:
-    """The cores of a CPU, equally many for each replica and each rank; a side also works on the
-    other's while the other waits."""
-    return SharedDevice(
-        pace_with_idle_cores(replicas, ranks, ROLLOUT_GAIN),
-        pace_with_idle_cores(ranks, replicas, TRAINER_GAIN),
-    )
