@@ -1,5 +1,5 @@
-"""Whole runs with `rollout.engine=transformers`, and no vLLM in any process: real Ray, gloo and
-trainers on a tiny random model."""
+"""Whole runs with `rollout.engine=transformers`: real Ray, gloo and trainers on a tiny random
+model."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ def test_two_replicas_serve_agent_loops_with_the_log_probs_of_the_trainer(models
         assert row["staleness/max"] == min(1, row["step"])
         assert row["canary/logprob_diff_max"] < 1e-4
         assert row["agent/turns/mean"] > 1.5
-    log = "".join(path.read_text() for path in (tmp_path / "logs").glob("rollout*"))
-    assert "vllm" not in log.lower()
 
 
 @pytest.mark.slow
