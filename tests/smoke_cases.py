@@ -449,6 +449,12 @@ WITHOUT = [
         MAIN,
         keys={"teacher.path": "outputs/gsm8k_tiny_cpu/hf_model"},
     ),
+    CommandWithoutCase(
+        "tests/unit/runtime/test_check.py makes the checks",
+        MAIN,
+        keys={"model.path": "tiny:qwen3"},
+        flags=("--check",),
+    ),
     CommandWithoutCase(PRETRAINED, "benchmarks.staleness", flags=("--model",)),
     CommandWithoutCase(
         "takes minutes; tests/unit/benchmarks has its parts",
