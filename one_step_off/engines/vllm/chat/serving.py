@@ -210,7 +210,6 @@ class Serving:
         self.chat = _Chat(client, models, "assistant", **shared, **common, **parsers)
         self.messages = _Messages(client, models, "assistant", **shared, **common, **parsers)
         self.responses = _Responses(client, models, **shared, **common, **parsers)
-        self.responses.model_config = bounded  # its own check has no renderer
         self.completions = OpenAIServingCompletion(client, models, **shared)
         self.tokens = ServingTokens(client, models, **shared)
         self.routes: dict[str, Callable[[Any], Awaitable[Any]]] = {
