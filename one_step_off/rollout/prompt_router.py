@@ -22,7 +22,7 @@ OnGroup = Callable[[list[Sample]], None]
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
+class GenerationCall:
     """What is common to all prompts of one generation call.
 
     Attributes:
@@ -69,7 +69,7 @@ class PromptRouter:
         return self.supervisor.loads
 
     async def generate(
-        self, prompts: list[Prompt], request: GenerationRequest, failures: int = 0
+        self, prompts: list[Prompt], request: GenerationCall, failures: int = 0
     ) -> list[Sample]:
         """All samples of these prompts, in any order.
 
@@ -106,7 +106,7 @@ class PromptRouter:
         return [sample for call in calls for sample in call.result()]
 
     def _assign(
-        self, healthy: list[int], waiting: deque[Prompt], request: GenerationRequest
+        self, healthy: list[int], waiting: deque[Prompt], request: GenerationCall
     ) -> list[tuple[int, list[Prompt]]]:
         """Take prompts out of `waiting`; returns the calls to make, as (replica, its prompts).
 
@@ -146,7 +146,7 @@ class PromptRouter:
         i: int,
         load: ReplicaLoad,
         prompts: list[Prompt],
-        request: GenerationRequest,
+        request: GenerationCall,
         failures: int,
     ) -> list[Sample]:
         """The samples of these prompts from replica `i`, or from others if it fails."""

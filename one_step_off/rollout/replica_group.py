@@ -12,7 +12,7 @@ from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.schema import Config
 from one_step_off.data.episodes import in_batch_order
 from one_step_off.data.samples import Prompt, Sample
-from one_step_off.rollout.prompt_router import GenerationRequest, OnGroup, PromptRouter
+from one_step_off.rollout.prompt_router import GenerationCall, OnGroup, PromptRouter
 from one_step_off.rollout.replica_supervisor import ReplicaSupervisor
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.rollout.timeline import ReplicaTimeline
@@ -114,7 +114,7 @@ class RolloutGroup:
                 that of all steps that a prompt may take.
             Exception: what a replica raised that is still there.
         """
-        request = GenerationRequest(purpose, sampling, on_group)
+        request = GenerationCall(purpose, sampling, on_group)
         steps = 1
         if sampling is self.train_sampling:
             steps = max(1, self.cfg.pipeline.staleness)
