@@ -100,10 +100,8 @@ class Attempt:
     def __init__(self, prepared: Any, attempt: int, kept: Any, events: Any) -> None:
         self.keeps_engines = kept is not None
         self.endpoint = None
-        ahead = SimpleNamespace(warning=lambda: "warning: of the sync")
         self.roles = SimpleNamespace(
             rollout=SimpleNamespace(replicas=[], active=[], has_answered=True),
-            sync=SimpleNamespace(ahead=ahead),
         )
         self.engines = kept or SimpleNamespace(end=self.end_engines, name=f"of {attempt}")
         self.started.append(kept.name if kept else None)
@@ -165,8 +163,6 @@ DIED = ProcessDied("actor 0: its process died")
 def test_the_next_attempt_begins_with_the_engines(monkeypatch, tmp_path):
     raised, started, tracker = run(monkeypatch, tmp_path, [(3, DIED), (4, DIED), (9, None)])
     assert raised is None
-    out: Any = tracker.console.console.file
-    assert out.getvalue().count("warning: of the sync") == 1, "with the start of the engines"
     assert started == [None, "of 0", "of 0"]
     assert tracker.usage["restarts/engines_kept"] == 2.0
     assert Attempt.ended == [], "the last attempt ends them, as its own"
