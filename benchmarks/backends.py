@@ -32,7 +32,7 @@ from benchmarks.common.report import markdown_table, spread, with_range, write_r
 from one_step_off.cluster.ray_cluster import start_ray
 from one_step_off.config.schema import Config
 from one_step_off.models import tiny_qwen
-from one_step_off.ray_trainer import WorkerGroups
+from one_step_off.ray_trainer import RunGroups
 from one_step_off.runtime.prepare import prepare
 from one_step_off.runtime.processes import RunProcesses
 
@@ -119,7 +119,7 @@ async def no_canary(*_: Any) -> dict[str, float]:
     return {}
 
 
-async def measure_sync_memory(roles: WorkerGroups) -> tuple[int, int]:
+async def measure_sync_memory(roles: RunGroups) -> tuple[int, int]:
     """Connect the weight sync and run it once.
 
     Returns:

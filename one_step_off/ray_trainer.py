@@ -56,8 +56,9 @@ NO_SYNC = {"time/wait_trainer_s": 0.0, "time/sync_s": 0.0, "sync/bytes": 0.0}
 
 
 @dataclass
-class WorkerGroups:
-    """The groups of processes that take part in a run. None: the run has no such role."""
+class RunGroups:
+    """What the pipeline calls: the group of each role, and the weight sync. None: the run has no
+    such role."""
 
     actor: WorkerGroup
     rollout: RolloutGroup
@@ -99,7 +100,7 @@ class Pipeline:
     def __init__(
         self,
         cfg: Config,
-        roles: WorkerGroups,
+        roles: RunGroups,
         stream: Any,
         val: list[Prompt] | None,
         tracker: Tracker,

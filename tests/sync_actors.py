@@ -24,7 +24,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.ray_trainer import Pipeline, WorkerGroups
+from one_step_off.ray_trainer import Pipeline, RunGroups
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync.bucket_plan import BucketPlan
@@ -325,7 +325,7 @@ class Team:
         canary = [np.arange(4, dtype=np.int32)]
         replicas_of_rank = [list(range(replicas)) if same_device else [] for _ in workers]
         self.sync = WeightSync(actor, self.rollout.supervisor, canary, HOST, replicas_of_rank)
-        self.roles = WorkerGroups(actor, self.rollout, self.sync)
+        self.roles = RunGroups(actor, self.rollout, self.sync)
         self.groups = {"actor": actor}
 
     def _spawn_replica(self, index: int) -> Any:

@@ -41,7 +41,7 @@ class Log:
                 file.write(data)
         except OSError as e:  # a full disk must not end the agents
             with contextlib.suppress(OSError):  # the replica's log may be on that disk
-                print(f"agent_host.py: {self.path}: {e}", file=sys.__stderr__, flush=True)
+                print(f"agent_loop.host: {self.path}: {e}", file=sys.__stderr__, flush=True)
 
     def close(self) -> str:
         """Write the end, if anything was left out. Returns the last lines."""

@@ -15,7 +15,7 @@ from one_step_off.data.samples import Prompt, Sample
 from one_step_off.monitoring.flops import Meter, ModelShape
 from one_step_off.monitoring.loggers import open_loggers
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.ray_trainer import Pipeline, WorkerGroups
+from one_step_off.ray_trainer import Pipeline, RunGroups
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training.trainer_group import WorkerGroup
@@ -103,7 +103,7 @@ def connected_sync(cell: Cell, actor: WorkerGroup, rollout: RolloutGroup) -> Wei
 
 def make_roles(
     cell: Cell, cfg: Config, ready: dict[Any, list[Sample]], log: list[LoggedCall]
-) -> WorkerGroups:
+) -> RunGroups:
     """Groups of stand-ins. `log` receives their calls."""
     first_step = list(ready.values())[: cell.prompts]
     values = [sample.log_probs for group in first_step for sample in group]
@@ -115,7 +115,7 @@ def make_roles(
     replicas = [Replica(cell, ready, log) for _ in range(cell.replicas)]
     rollout = RolloutGroup(replicas, cfg, False)
     actor = train_group("actor")
-    roles = WorkerGroups(actor, rollout, connected_sync(cell, actor, rollout))
+    roles = RunGroups(actor, rollout, connected_sync(cell, actor, rollout))
     if cell.full:
         roles.ref = train_group("ref")
         roles.critic = train_group("critic")

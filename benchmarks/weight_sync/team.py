@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.weight_sync import trainer
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.remote_calls import call_all
-from one_step_off.ray_trainer import WorkerGroups
+from one_step_off.ray_trainer import RunGroups
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync.bucket_plan import BucketPlan
@@ -34,9 +34,7 @@ class Team:
     rollout: RolloutGroup
     sync: WeightSync
 
-    def __init__(
-        self, roles: WorkerGroups, device: str, canary: list[np.ndarray], host: str
-    ) -> None:
+    def __init__(self, roles: RunGroups, device: str, canary: list[np.ndarray], host: str) -> None:
         self.actor = roles.actor
         self.rollout = roles.rollout
         self.sync = roles.sync

@@ -49,15 +49,16 @@ class SyncError(RuntimeError):
 
     Raised by both endpoints (wrong plan, version or checksum, a broken peer, a time limit), by the
     canary, and by a trainer's update whose weights never reached the replicas. The caller must not
-    use the replica that received it; if all processes are alive, the error ends the run, since the
-    same bytes would be sent again.
+    use the replica that received it; in a sync of all replicas whose processes are all alive, the
+    error ends the run, since the same bytes would be sent again.
     """
 
 
 class CanaryFailed(SyncError):
     """Engine and trainer gave other log-probs for the same tokens after a sync.
 
-    It ends the run, even where a process turns out to be gone: a restart could hide wrong weights.
+    In a sync of all replicas it ends the run, even where a process turns out to be gone: a restart
+    could hide wrong weights. A restarted replica that differs is restarted again, then excluded.
     """
 
 

@@ -1,1 +1,1 @@
-"""What generates: the `Engine` seam, and the engines behind it."""
+"""What generates: the `Engine` seam and the registry `ENGINES` in engine.py, and the engines."""

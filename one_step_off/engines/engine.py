@@ -148,7 +148,7 @@ class Worker(Protocol):
 
         Args:
             shapes: of the adapter's matrices, as for `learn_shards`.
-            blocks: of `base_model.BaseModel`.
+            blocks: of `base_weights.BaseModel`.
 
         Raises:
             SyncError: it is another model.

@@ -46,18 +46,18 @@ class ReceivingWorker:
         timeout_s = groups.pop("timeout_s")
         kept = _shards_of_receivers(groups.pop("kept", None))
         transport = groups.pop("transport", ("auto", ""))
-        former = self.receiver
-        if former is not None and former.plan.digest != plan.digest:
+        receiver = self.receiver
+        if receiver is not None and receiver.plan.digest != plan.digest:
             # The trainers were restarted, and divide the model otherwise.
-            former.close()
-            former.wire_thread.stop()
-            former = None
-        if former is None:  # one for all epochs: it has a thread and buffers
-            transport_class = load_transport(*transport)
-            former = WeightReceiver(plan, index, device, host, timeout_s, transport_class)
-        self.receiver = former
-        former.index = index
-        former.connect(**groups, kept=kept)
+            receiver.close()
+            receiver.wire_thread.stop()
+            receiver = None
+        if receiver is None:  # one for all epochs: it has a thread and buffers
+            streams = load_transport(*transport)
+            receiver = WeightReceiver(plan, index, device, host, timeout_s, streams)
+        self.receiver = receiver
+        receiver.index = index
+        receiver.connect(**groups, kept=kept)
 
 
 def _weight_pieces(fields_of_pieces: list) -> list[WeightPiece]:

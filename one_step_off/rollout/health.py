@@ -19,8 +19,7 @@ class ReplicaState(Enum):
     STALE = auto()
     """It runs, but holds no verified weights: it takes part in syncs, and gets no prompts."""
     HEALTHY = auto()
-    """It gets prompts: its weights have passed the canary, or what it returns is held back until
-    they have."""
+    """It gets prompts: its weights have passed the canary."""
     SUSPECT = auto()
     """It did not answer its last heartbeat: no new prompts."""
     DEAD = auto()

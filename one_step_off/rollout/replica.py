@@ -153,7 +153,7 @@ class RolloutReplica(UsageProbe, PlacedActor):
         return await self.engine.call_workers(method, *args)
 
     async def kv_cache_bytes(self) -> int:
-        """The size of each worker's KV cache."""
+        """The size of the smallest KV cache of its workers."""
         return min(await self.call_workers("kv_cache_bytes"))
 
     @_part_of_sync
@@ -198,7 +198,8 @@ class RolloutReplica(UsageProbe, PlacedActor):
 
     @_part_of_sync
     async def sync(self, stamp: PolicyVersion, sharded_only: bool = False) -> list[dict[str, Any]]:
-        """Receive the weights `stamp`: pause, stream, verify, resume with empty caches.
+        """Receive the weights `stamp`: pause, stream, verify, resume; the caches are cleared
+        unless `weight_sync.in_flight` is keep.
 
         By `weight_sync.in_flight` there are no unfinished requests, or they resume then. Their KV
         cache is computed again or kept.
@@ -209,7 +210,7 @@ class RolloutReplica(UsageProbe, PlacedActor):
 
         Returns:
             Per worker the seconds per phase (pause, wait, load, verify, ...), bytes, and what
-            `Receiver.receive` reports besides.
+            `WeightReceiver.receive` reports besides.
 
         Raises:
             SyncError: the engine stays paused, and generates nothing until another sync has

@@ -1,8 +1,8 @@
 """The attempts of a run: after a failed process the next one resumes from the newest checkpoint.
 
-`run_with_restarts` is the entry. Each attempt has new processes and a number of its own, the
-attempt: weight versions count trainer steps, so after a restart the same version may name other
-weights."""
+`run_with_restarts` is the entry. Each attempt has new trainers, new engines unless the
+one before has handed over its own, and a number: weight versions count trainer steps, so after a
+restart the same version may name other weights."""
 
 import contextlib
 import time

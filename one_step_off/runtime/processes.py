@@ -29,7 +29,7 @@ from one_step_off.config.teachers import DEFAULT_TEACHER, config_of_teacher, tea
 from one_step_off.data.run_data import RunData
 from one_step_off.data.teacher_rows import teacher_lookup
 from one_step_off.engines.vllm.teacher_engine import TeacherEngine
-from one_step_off.ray_trainer import WorkerGroups
+from one_step_off.ray_trainer import RunGroups
 from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.runtime.persistent_actors import PersistentActors, kill_all
 from one_step_off.runtime.prepare import RunInputs
@@ -174,7 +174,7 @@ class RunProcesses:
             reward_tokenizer=load_section_tokenizer(self.cfg, role),
         )
 
-    def _create_roles(self) -> WorkerGroups:
+    def _create_roles(self) -> RunGroups:
         actor = self.groups["actor"]
         rollout = self.engines.rollout
         canary = self.prepared.canary
@@ -197,7 +197,7 @@ class RunProcesses:
             models["reward_model"] = RemoteRewardModel(
                 self.cfg, self.prepared.data.find, self.events
             )
-        return WorkerGroups(actor, rollout, sync, **models)
+        return RunGroups(actor, rollout, sync, **models)
 
     def _replicas_on_device_of_rank(self) -> list[list[int]]:
         """Per rank of the actor the replicas on its device: in its process slot, or on CPUs

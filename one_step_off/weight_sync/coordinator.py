@@ -9,11 +9,11 @@ every process, on a thread that is never busy, whether it is alive, and decides:
 - replicas are gone or hang: they are restarted in the background, the groups are created again
   without them, and the others receive the whole sync again, no matter in which state the broken
   sync left them;
-- all processes are alive: the failure itself is raised, since the sync is not exact (checksum,
-  plan, canary).
+- all processes are alive: the failure itself is raised. Where the sync is not exact (checksum,
+  plan, canary) it ends the run; a time limit of the driver ends the attempt.
 
 A restarted replica gets the weights that were sent last, from the senders' copies, and serves when
-its canary has passed.
+its canary has passed. Where that fails it is restarted again, and excluded after three times.
 """
 
 import asyncio
@@ -177,7 +177,9 @@ class WeightSync:
 
         Raises:
             SyncError: the sync is not exact; names the process, phase, bucket and version.
-            ProcessDied: a trainer is gone or hangs.
+            TrainerDied: a trainer is gone or hangs.
+            ProcessDied: a failed replica cannot be restarted beside other roles of its pool.
+            PhaseTimeout: the driver's time limit, with all processes alive.
             NoReplica: all replicas are gone or hang.
         """
         metrics = await self._sync(stamp, expected)

@@ -35,7 +35,7 @@ class Trainers(Protocol):
 
 
 class Replicas(Protocol):
-    """The part of `RolloutGroup` that a sync uses."""
+    """The part of `ReplicaSupervisor` that a sync uses."""
 
     replicas: list[Any]
     """Ray actor handles, by replica number."""

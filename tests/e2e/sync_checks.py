@@ -14,7 +14,7 @@ import torch
 from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Prompt, Sample
-from one_step_off.ray_trainer import WorkerGroups
+from one_step_off.ray_trainer import RunGroups
 from one_step_off.rollout.sampling import Sampling
 from tests.conftest import tiny_config
 
@@ -87,7 +87,7 @@ def run_with_ray(cfg: Config, check: Callable[[], Coroutine[Any, Any, None]]) ->
         ray.shutdown()
 
 
-async def start_roles(cfg: Config, events: RunEvents | None = None) -> WorkerGroups:
+async def start_roles(cfg: Config, events: RunEvents | None = None) -> RunGroups:
     """Start the processes of a run, and connect its weight sync. Nothing is synced yet.
 
     Args:
@@ -152,7 +152,7 @@ def check_syncs_to_another_model(
     return metrics
 
 
-async def assert_engines_equal_transformers(roles: WorkerGroups, model: str) -> None:
+async def assert_engines_equal_transformers(roles: RunGroups, model: str) -> None:
     """Every replica answers as the model at this path does by transformers."""
     prompts = make_prompts()
     replica_count = len(roles.rollout.replicas)

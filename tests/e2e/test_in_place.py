@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from one_step_off.config.schema import Config
-from one_step_off.ray_trainer import WorkerGroups
+from one_step_off.ray_trainer import RunGroups
 from tests.conftest import tiny_config
 from tests.e2e.sync_checks import (
     GREEDY,
@@ -55,7 +55,7 @@ class EngineState:
     fingerprint: Any
 
 
-async def engine_state(roles: WorkerGroups, is_packed: bool) -> EngineState:
+async def engine_state(roles: RunGroups, is_packed: bool) -> EngineState:
     """Ask for one prompt at a time: the size of a batch may move the last bit."""
     token_ids = []
     log_probs = []
@@ -97,7 +97,7 @@ def delta_config(models: Any, folder: Path, is_packed: bool, dtype: str) -> Conf
     return tiny_config(trainer_model, str(folder), **settings)
 
 
-async def sync_perturbed_weights(roles: WorkerGroups, version: int) -> dict[str, float]:
+async def sync_perturbed_weights(roles: RunGroups, version: int) -> dict[str, float]:
     """Move the weights of all ranks, and sync them. Returns the metrics of the sync."""
     await asyncio.gather(*(rank.__ray_call__.remote(perturb) for rank in roles.actor.ranks))
     return await roles.sync((0, version))
@@ -117,7 +117,7 @@ def assert_full_syncs(syncs: list[dict[str, float]]) -> None:
 
 
 async def assert_a_full_sync_changes_nothing(
-    roles: WorkerGroups, version: int, full_bytes: float, is_packed: bool
+    roles: RunGroups, version: int, full_bytes: float, is_packed: bool
 ) -> None:
     """Send all weights of this version again: the engine loads them layer by layer."""
     before = await engine_state(roles, is_packed)

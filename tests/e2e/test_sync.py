@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from one_step_off.config.schema import Config
-from one_step_off.ray_trainer import WorkerGroups
+from one_step_off.ray_trainer import RunGroups
 from one_step_off.rollout.sampling import Sampling
 from tests.conftest import tiny_config
 from tests.e2e.sync_checks import (
@@ -196,14 +196,14 @@ def config_of_two_replicas(models: Any, folder: Path, extension: str | None) -> 
     return tiny_config(trainer_model, str(folder), **settings)
 
 
-async def kill_replica_1_in_the_next_sync(roles: WorkerGroups) -> None:
+async def kill_replica_1_in_the_next_sync(roles: RunGroups) -> None:
     """Let the trainer rank kill replica 1 when it packs the third bucket."""
     replica = roles.rollout.replicas[1]
     pid = await replica.__ray_call__.remote(lambda replica: os.getpid())
     await roles.actor.ranks[0].__ray_call__.remote(kill_at_third_bucket, pid)
 
 
-async def assert_sync_without_replica_1(roles: WorkerGroups, messages: list[str]) -> None:
+async def assert_sync_without_replica_1(roles: RunGroups, messages: list[str]) -> None:
     """A sync in which replica 1 is killed ends soon, with replica 0 alone and one message."""
     await kill_replica_1_in_the_next_sync(roles)
     begin = time.monotonic()

@@ -72,7 +72,8 @@ class WeightSyncConfig:
     )
 
 
-TRANSPORTS = ("auto", "collective", "shared_folder")
+TRANSPORT_NAMES = ("auto", "collective", "shared_folder")
+"""The keys of `weight_sync/transports/transport.py:TRANSPORTS`, which this layer cannot import."""
 
 
 def check_weight_sync(settings: WeightSyncConfig, device: str, is_one_device: bool) -> None:
@@ -87,9 +88,9 @@ def check_weight_sync(settings: WeightSyncConfig, device: str, is_one_device: bo
     """
     transport = settings.transport
     key = "weight_sync.transport"
-    if transport not in TRANSPORTS and ":" not in transport:
-        otherwise = f"use module:Class or one of {', '.join(TRANSPORTS)}"
-        fix = did_you_mean(transport, TRANSPORTS, otherwise)
+    if transport not in TRANSPORT_NAMES and ":" not in transport:
+        otherwise = f"use module:Class or one of {', '.join(TRANSPORT_NAMES)}"
+        fix = did_you_mean(transport, TRANSPORT_NAMES, otherwise)
         raise ConfigError(f"{key}={transport!r}: unknown; {fix}")
     if ":" in transport:
         import_object(key, transport)

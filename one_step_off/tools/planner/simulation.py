@@ -24,7 +24,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import PolicyVersion, Prompt, Sample
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.ray_trainer import Pipeline, WorkerGroups
+from one_step_off.ray_trainer import Pipeline, RunGroups
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.tools.planner.shared_device import (
@@ -262,7 +262,7 @@ async def _run(
     stream = PromptStream(prompts, work.prompts, False, seed, steps)
     with tempfile.TemporaryDirectory() as folder:
         tracker = Tracker(folder, steps, io.StringIO())
-        await Pipeline(cfg, WorkerGroups(actor, group, sync), stream, None, tracker).fit()
+        await Pipeline(cfg, RunGroups(actor, group, sync), stream, None, tracker).fit()
         return tracker.summary()
 
 

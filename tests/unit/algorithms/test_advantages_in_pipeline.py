@@ -7,7 +7,7 @@ from one_step_off.algorithms.batch_advantages import fill_advantages
 from one_step_off.algorithms.core_algos import KLController
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample
-from one_step_off.ray_trainer import Pipeline, Resumed, WorkerGroups
+from one_step_off.ray_trainer import Pipeline, Resumed, RunGroups
 
 
 def make_sample(
@@ -91,5 +91,5 @@ def test_a_checkpoint_restores_the_adapted_kl_coefficient(kl_target, coefficient
     cfg.algorithm.kl_coef = 0.1
     cfg.algorithm.kl_target = kl_target
     resumed = Resumed(3, kl_coef=0.25)
-    pipeline = Pipeline(cfg, WorkerGroups(None, None, None), None, None, None, resumed=resumed)
+    pipeline = Pipeline(cfg, RunGroups(None, None, None), None, None, None, resumed=resumed)
     assert pipeline.kl_controller.value == coefficient

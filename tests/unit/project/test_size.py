@@ -29,3 +29,10 @@ def test_a_file_is_short_and_so_are_its_functions(path: Path) -> None:
     assert len(source.splitlines()) <= MAX_FILE_LINES
     for name, length in function_lengths(source):
         assert length <= MAX_FUNCTION_LINES, f"{name} has {length} lines"
+
+
+def test_no_file_has_a_marker_of_a_merge_conflict() -> None:
+    texts = [*FILES, *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("*.cfg")]
+    for path in texts:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert not line.startswith(("<" * 7 + " ", ">" * 7 + " ")), path

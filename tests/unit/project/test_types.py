@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[3]
 pytest.importorskip("ty")
 
 ROLES = """
-from one_step_off.ray_trainer import WorkerGroups
+from one_step_off.ray_trainer import RunGroups
 
 
-def work(roles: WorkerGroups):
+def work(roles: RunGroups):
     {}
 """
 LAYOUT = """

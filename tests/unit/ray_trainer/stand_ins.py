@@ -17,7 +17,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Batch, Prompt, PromptId, Sample
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.ray_trainer import Pipeline, WorkerGroups
+from one_step_off.ray_trainer import Pipeline, RunGroups
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.weight_sync.versions import VersionTable
 
@@ -225,7 +225,7 @@ def build(
     cfg.trainer.test_freq = test_freq
     prompts = [Prompt((0, row), np.arange(2, dtype=np.int32), "q", "1") for row in range(rows)]
     stream = PromptStream(prompts, 3, True, 0, steps)
-    roles: Any = WorkerGroups(FakeActor(world), FakeRollout(world), FakeSync(world))
+    roles: Any = RunGroups(FakeActor(world), FakeRollout(world), FakeSync(world))
     tracker = Tracker(str(folder), steps, out=io.StringIO())
     return Pipeline(cfg, roles, stream, prompts[:2], tracker)
 

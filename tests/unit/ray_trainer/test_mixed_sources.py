@@ -20,7 +20,7 @@ from one_step_off.config.sections.data import Curriculum, DifficultyFilter
 from one_step_off.data.mixture import DrawRules, MixedStream, PromptSource
 from one_step_off.data.samples import Prompt, PromptId, Sample
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.ray_trainer import Pipeline, Resumed, WorkerGroups
+from one_step_off.ray_trainer import Pipeline, Resumed, RunGroups
 from one_step_off.rollout.replica_supervisor import NoReplica
 from tests.unit.ray_trainer.stand_ins import FakeActor, FakeRollout, FakeSync, World, read_rows
 from tests.unit.rollout.test_prompt_pool import make_sample as versioned_sample
@@ -137,7 +137,7 @@ def build(
         cfg.weight_sync.in_flight = "recompute"
         cfg.rollout.oversample = 2.0
     cfg.algorithm.max_gen_batches = 3 if kind == "dynamic" else 1
-    roles: Any = WorkerGroups(SlowActor(world), rollout, FakeSync(world))
+    roles: Any = RunGroups(SlowActor(world), rollout, FakeSync(world))
     tracker = Tracker(str(folder), STEPS, out=io.StringIO())
     return Pipeline(cfg, roles, stream or make_stream(), None, tracker, KeepsAll(folder), resumed)
 

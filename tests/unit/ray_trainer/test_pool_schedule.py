@@ -21,7 +21,7 @@ from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.data.staleness import StalenessError
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.ray_trainer import Pipeline, Resumed, Stopped, WorkerGroups
+from one_step_off.ray_trainer import Pipeline, Resumed, RunGroups, Stopped
 from one_step_off.rollout.replica_supervisor import NoReplica
 from tests.unit.ray_trainer.stand_ins import (
     FakeActor,
@@ -124,7 +124,7 @@ def build(
     cfg.weight_sync.in_flight = "recompute"
     cfg.rollout.oversample = oversample
     cfg.data.train_batch_size = 3
-    roles: Any = WorkerGroups(FakeActor(world), InterruptedRollout(world), FakeSync(world))
+    roles: Any = RunGroups(FakeActor(world), InterruptedRollout(world), FakeSync(world))
     tracker = Tracker(str(folder), steps, out=io.StringIO())
     stream = stream or make_stream(steps)
     return Pipeline(cfg, roles, stream, PROMPTS[:2], tracker, checkpointer, resumed, attempt)
