@@ -28,7 +28,7 @@ Shapes = dict[str, list[int]]
 
 
 def empty_models(cfg: Config) -> dict[str, Any]:
-    """The models of the roles that learn, without weights, by role; {} where the models' code
+    """The models of the trainable roles, without weights, by role; {} where the models' code
     fails."""
     from one_step_off.models import hf_model  # torch and transformers: slow to import
 
@@ -40,7 +40,7 @@ def empty_models(cfg: Config) -> dict[str, Any]:
 
 
 def parameter_shapes(cfg: Config) -> Shapes:
-    """Shape of every parameter of the roles that learn; {} if they are not known."""
+    """Shape of every parameter of the trainable roles; {} if they are not known."""
     shapes: Shapes = {}
     for role, model in empty_models(cfg).items():
         for name, parameter in model.named_parameters():

@@ -6,8 +6,8 @@
         train()               # its lines neither wait nor fail
 
 A command whose product is its output waits for its reader, as `view | less` needs. A run does not:
-a thread writes for it, so that a terminal that was stopped with Ctrl-S, or a pipe that nobody
-reads, never holds up the loop of training.
+a thread writes for it, so that a terminal that was stopped with Ctrl-S, or a pipe without a
+reader that reads, never holds up the loop of training.
 """
 
 import codecs
@@ -46,7 +46,7 @@ class ConsoleFailed(Exception):
     """stdout did not take the output of a command.
 
     Attributes:
-        reader_is_gone: whether nobody reads it any more, as in `--help | head -1`.
+        reader_is_gone: whether its reader has gone, as in `--help | head -1`.
     """
 
     def __init__(self, name: str, error: Exception) -> None:
@@ -101,7 +101,7 @@ class ConsoleStream(UnfailingStream):
             process ends. None: a stand-in of a notebook or test, which gets text.
         writer: writes for a run; None: each write waits.
         failure: why a run's text was not taken for the first time; "": all was.
-        on_failure: see `OnFailure`; None: nobody is told.
+        on_failure: see `OnFailure`; None: nothing receives it.
         is_redrawn: whether a bar is shown, so that a text that is not taken is worth nothing later.
     """
 

@@ -23,7 +23,7 @@ _NUMBER = re.compile(
 _NUMBER_LIKE = re.compile(r"[-+$]*[0-9][0-9.,_' ]*%?")
 _WITH_EXPONENT = re.compile(rf"(?<![\w.,]){_DECIMAL}{_EXPONENT}(?!\w)")
 
-# Digits of a float that nobody typed, such as those of 0.1 + 0.2, begin behind these.
+# Digits of a float that was computed, such as those of 0.1 + 0.2, begin behind these.
 _TYPED_DIGITS = 15
 _SHORT_DIGITS = 12
 

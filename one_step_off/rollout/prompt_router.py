@@ -160,7 +160,7 @@ class PromptRouter:
                 i, request.purpose, "rollout", prompts, request.sampling
             )
             self.timeline.record(request.purpose, i, begin)
-            # Nobody may see samples of weights that are not verified.
+            # Samples of weights that are not verified must not leave this class.
             await self.supervisor.wait_until_verified(i)
         except ReplicaFailed as e:
             if failures + 1 >= MAX_ATTEMPTS:

@@ -42,7 +42,7 @@ class RewardQueue:
         return await future
 
     def drop_waiting(self) -> None:
-        """Score nothing of what waits: nobody asks for it any more."""
+        """Score nothing of what waits: its callers have gone."""
         for _, future in self.waiting:
             future.cancel()
         self.waiting.clear()

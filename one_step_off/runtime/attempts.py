@@ -301,7 +301,7 @@ def _watched_groups(processes: Any) -> dict[str, list[Any]]:
 async def load_weights(
     prepared: RunInputs, resume_point: ResumePoint | None, processes: Any, tracker: Tracker
 ) -> None:
-    """Load a checkpoint into the roles that learn, if there is one."""
+    """Load a checkpoint into the trainable roles, if there is one."""
     if resume_point is None:
         return
     await processes.load_state(str(resume_point.path.resolve()))
@@ -315,7 +315,7 @@ async def load_weights(
 async def load_checkpoint(
     prepared: RunInputs, resume_point: ResumePoint | None, processes: Any, tracker: Tracker
 ) -> Any:
-    """Load a checkpoint into the roles that learn. Returns what the pipeline resumes with, or None
+    """Load a checkpoint into the trainable roles. Returns what the pipeline resumes with, or None
     without one."""
     from one_step_off.ray_trainer import Resumed
 

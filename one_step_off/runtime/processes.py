@@ -69,7 +69,7 @@ class RunProcesses:
 
         Args:
             attempt: the number of the attempt; engines sample with other seeds in each.
-            trainers_only: create only the roles that learn, and no engines.
+            trainers_only: create only the trainable roles, and no engines.
             kept: the pools and engines of the attempt before; None: they are created.
             events: receives what the groups, the replicas and the weight sync report.
 
@@ -292,7 +292,7 @@ class RunProcesses:
 
     async def hand_over_engines(self) -> PersistentActors | None:
         """The engines, for the next attempt: where everything had started, trainers have failed,
-        and engines can be kept. With them go the roles that do not learn and have not failed. From
+        and engines can be kept. With them go the frozen roles and have not failed. From
         then on `end` ends the others alone."""
         if not self.has_started or not self.engines.can_be_kept:
             return None

@@ -231,7 +231,8 @@ def _in_use(cfg: Config, owner: str) -> ConfigError:
 
 
 def _release(lock: int, path: Path) -> None:
-    # Removed before the lock is free: whoever opened it meanwhile sees that it is another file.
+    # Removed before the lock is free: a process that opened it meanwhile sees that it is
+    # another file.
     with contextlib.suppress(OSError):
         if _is_at(lock, path):
             path.unlink()

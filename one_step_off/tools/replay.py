@@ -57,7 +57,7 @@ def _newest_checkpoint_until(cfg: Config, step: int) -> Path | None:
 
 
 async def _replay_on_trainers(batch: Batch, prepared: RunInputs, tracker: Tracker) -> None:
-    """Start the roles that learn, repeat the update, and end them."""
+    """Start the trainable roles, repeat the update, and end them."""
     from one_step_off.runtime.processes import RunProcesses
 
     processes: RunProcesses | None = None

@@ -24,7 +24,7 @@ from one_step_off.training.written_files import FileFacts
 from one_step_off.weight_sync.weight_piece import FrozenBlock, WeightPiece
 
 TRAINED_ROLES = ("actor", "critic")
-"""The roles that learn. They have an optimizer and take part in checkpoints."""
+"""The trainable roles. They have an optimizer and take part in checkpoints."""
 
 Share = dict[int, np.ndarray]
 """Position in the batch -> array of that sample."""

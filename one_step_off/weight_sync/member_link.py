@@ -152,7 +152,7 @@ class MemberLinks:
     def accept(self, epoch: int, deadline: float, check: Callable[[], None]) -> None:
         """Wait until every member has connected.
 
-        Connections of other epochs and of strangers are closed.
+        Connections of other epochs and unauthenticated ones are closed.
 
         Args:
             epoch: that the members join.

@@ -149,7 +149,7 @@ class Routes:
         """Each receiver gets what it keeps.
 
         Raises:
-            SyncError: a receiver keeps something that nobody sends.
+            SyncError: a receiver keeps something that no rank sends.
         """
         _check_all_is_sent(plan, kept)
         routes = Routes(plan, len(kept.kind_of_receiver))
@@ -320,7 +320,7 @@ class _Cutter:
         self.cuts: dict[tuple[int, int, int, int], list[_Cut]] = {}
 
     def cut(self, slot: BucketSlot) -> list[_Cut]:
-        """The blocks of a slot, without those that nobody keeps."""
+        """The blocks of a slot, without those that no receiver keeps."""
         piece = slot.piece
         pattern = self.pattern_of_tensor.get(piece.name)
         if pattern is None:
@@ -380,4 +380,4 @@ def _check_all_is_sent(plan: BucketPlan, kept: ShardsOfReceivers) -> None:
     for blocks in kept.blocks:
         missing = [name for name, own in blocks.items() if own and name not in sent]
         if missing:
-            raise SyncError(f"weight plan: a receiver keeps {missing[0]}, which nobody sends")
+            raise SyncError(f"weight plan: a receiver keeps {missing[0]}, which no rank sends")

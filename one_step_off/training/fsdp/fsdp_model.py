@@ -174,7 +174,7 @@ def _shard(
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
         "offload_policy": offload_policy,
     }
-    recomputes = getattr(role_config, "activation_checkpointing", False)  # of roles that learn
+    recomputes = getattr(role_config, "activation_checkpointing", False)  # of trainable roles
     for layer in _decoder_layers(model):
         # Wrapping the method, not the module, keeps parameter names as the checkpoint has them, and
         # FSDP's hooks outside.

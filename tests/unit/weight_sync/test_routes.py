@@ -90,7 +90,7 @@ def test_a_receiver_gets_each_number_that_it_keeps_once(ranks, senders):
 def test_what_a_receiver_keeps_and_nobody_sends_is_an_error():
     plan = BucketPlan.build(row_pieces({"a": (4, 2)}, 1, "bfloat16"), 100)
     kept = {"a": (Block.whole((4, 2)),), "b": (Block.whole((3,)),)}
-    with pytest.raises(SyncError, match="keeps b, which nobody sends"):
+    with pytest.raises(SyncError, match="keeps b, which no rank sends"):
         Routes.of_shard_blocks(plan, ShardsOfReceivers.by_kind([kept]))
 
 
