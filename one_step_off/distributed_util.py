@@ -86,7 +86,7 @@ def bind_rendezvous_to_its_host() -> None:
     creates the store.
 
     A process calls this once, before it creates its default process group: the trainer's workers in
-    `ModelWorker.setup`, vLLM's workers when they import `weight_sync.vllm_receiver`.
+    `ModelWorker.setup`, vLLM's workers when they import `engines/vllm/worker_extension.py`.
     """
     # By name: `torch.distributed.rendezvous` as an attribute is the function, not the module.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")

@@ -27,6 +27,9 @@ ARRAY_TYPES = {
 
 JSON_FIELDS = tuple(field.name for field in fields(Sample) if field.name not in ARRAY_TYPES)
 
+FILE_NAMES = {"attempt": "incarnation"}
+"""Field of a `Sample` -> its name in files, where that is another one: the field was renamed."""
+
 
 def write_samples(samples: list[Sample], folder: Path) -> None:
     """Write `samples.npz` (all samples' arrays, one after the other, and their lengths) and
@@ -42,7 +45,7 @@ def write_samples(samples: list[Sample], folder: Path) -> None:
 
 
 def _row(sample: Sample) -> dict[str, Any]:
-    return {name: getattr(sample, name) for name in JSON_FIELDS}
+    return {FILE_NAMES.get(name, name): getattr(sample, name) for name in JSON_FIELDS}
 
 
 def check_samples(samples: list[Sample]) -> None:
@@ -66,6 +69,8 @@ def read_samples(folder: Path) -> list[Sample]:
                 row[name] = part
     for row in rows:
         row["prompt_id"] = tuple(row["prompt_id"])
+        for field, name in FILE_NAMES.items():
+            row[field] = row.pop(name)
     return [Sample(**row) for row in rows]
 
 

@@ -18,6 +18,7 @@ from one_step_off.training.worker_interface import TRAINED_ROLES
 
 FIXED_KEYS = (
     "pipeline.staleness",
+    "pipeline.batch_source",
     "weight_sync.in_flight",
     "rollout.n",
     "trainer.seed",
@@ -177,6 +178,8 @@ def _value_before_it_was_named(key: str) -> Any:
     """The value of a key in a checkpoint that is older than the key."""
     if key.endswith(".optimizer"):
         return ADAMW
+    if key == "pipeline.batch_source":
+        return "auto"
     if key.endswith(".block_size"):
         return BLOCK_SIZE
     return 0 if key == "trainer.sft_steps" else "none"

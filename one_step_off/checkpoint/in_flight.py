@@ -58,10 +58,6 @@ def restored_in_flight(
         samples: of its files; [] where it has none.
         find_prompt: returns the prompt of an id.
     """
-    if "batches" in state:
-        rows, pool_rows = state["batches"], state["pool"]
-    else:
-        rows, pool_rows = _rows_of_one_batch(state, len(samples)), _rows_of_prompts(state)
     remaining = iter(samples)
 
     def take(count: int) -> list[Sample]:
@@ -75,10 +71,10 @@ def restored_in_flight(
             attempt=row["incarnation"],
             generate_s=row["generate_s"],
         )
-        for row in rows
+        for row in state["batches"]
     ]
     pool = []
-    for row in pool_rows:
+    for row in state["pool"]:
         prompt_id = tuple(row["prompt"])
         pool.append(
             PooledPrompt(
@@ -93,29 +89,3 @@ def restored_in_flight(
     # The versions up to this step of the run that wrote the checkpoint led to its weights.
     past[state["incarnation"]] = state["step"]
     return InFlight(batches, pool, past)
-
-
-def _rows_of_one_batch(state: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """The batch of a checkpoint of an earlier release: its samples were made with the weights of
-    the step before."""
-    if not count:
-        return []
-    step = state["step"]
-    return [
-        {
-            "step": step,
-            "version": max(0, step - 1),
-            "incarnation": state["incarnation"],
-            "generate_s": state["generate_s"],
-            "samples": count,
-        }
-    ]
-
-
-def _rows_of_prompts(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The unfinished prompts of a checkpoint of an earlier release."""
-    step = state["step"]
-    return [
-        {"prompt": prompt, "turn": step, "version": step, "notes": {}, "samples": 0}
-        for prompt in state.get("carried", ())
-    ]

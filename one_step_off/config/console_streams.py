@@ -6,8 +6,8 @@
         train()               # its lines neither wait nor fail
 
 A command whose product is its output waits for its reader, as `view | less` needs. A run does not:
-a thread writes for it, so that a terminal that was stopped with Ctrl-S, or a pipe without a
-reader that reads, never holds up the loop of training.
+a thread writes for it, so that a terminal that was stopped with Ctrl-S, or a pipe that is not
+read, never holds up the loop of training.
 """
 
 import codecs

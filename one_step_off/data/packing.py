@@ -85,7 +85,7 @@ class BatchOutline:
         prompt_ids: int64 [B, 2], (epoch, row).
         prompt_lengths, response_lengths: int64 [B], in tokens.
         trained: int64 [B], trained tokens.
-        stamp: the batch's expected one. The driver has checked all tokens against it.
+        stamp: the batch's expected one; `BatchSource.batch` has checked all tokens against it.
     """
 
     prompt_ids: np.ndarray

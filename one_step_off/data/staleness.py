@@ -25,14 +25,14 @@ def assert_staleness(batch: Batch, max_age: int | None = None) -> None:
     it.
 
     Args:
-        max_age: by how many versions the expected one itself may be older than the step; None: not
-            checked.
+        max_age: by how many versions the oldest one that the batch allows may be older than the
+            step; None: not checked.
 
     Raises:
         StalenessError: names the step, the sample, the token and both stamps.
     """
     if max_age is not None:
-        _assert_age(batch.step, batch.expected_stamp[1], max_age)
+        _assert_age(batch.step, batch.expected_stamp[1] - batch.max_version_lag, max_age)
     for samples in chunks(batch.samples):
         # A whole chunk at once, because calls on thousands of small arrays are slow.
         if _first_stale_token(batch, samples) is None:

@@ -165,7 +165,7 @@ def _read_former(path: Path) -> dict[str, Any]:
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             return {}
         content = json.loads(path.read_text())
-        key = content["service_key"]
+        key = content.get("service_key") or content["fleet_key"]  # its name before
         port = int(content["base_url"].rpartition(":")[2])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}

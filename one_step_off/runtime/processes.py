@@ -292,8 +292,8 @@ class RunProcesses:
 
     async def hand_over_engines(self) -> PersistentActors | None:
         """The engines, for the next attempt: where everything had started, trainers have failed,
-        and engines can be kept. With them go the frozen roles and have not failed. From
-        then on `end` ends the others alone."""
+        and engines can be kept. With them go the frozen roles that have not failed.
+        From then on `end` ends the others alone."""
         if not self.has_started or not self.engines.can_be_kept:
             return None
         failed = await not_alive(ranks_by_name(self.groups))

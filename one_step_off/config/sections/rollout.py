@@ -72,7 +72,7 @@ class RolloutConfig:
     """Generation."""
 
     engine: str = config_key(
-        "vllm", "vllm, transformers (slow; any platform), or your own as module:Class"
+        "vllm", "vllm, transformers (slow; without vLLM), or your own as module:Class"
     )
     n: int = config_key(8, "trajectories per prompt (the group size)", low=1)
     temperature: float = config_key(

@@ -33,6 +33,10 @@ JOIN_STEPS = 16
 GATHER_S = 0.003
 """Seconds without a new request after which a call begins: requests come in groups."""
 
+MAX_CONTEXT_TOKENS = 32_768
+"""Tokens of all contexts of a call, which are computed in one forward pass: jobs, the heartbeat
+among them, wait for its end."""
+
 PADDING = 0
 """A token id. It stands before shorter contexts, where attention does not look."""
 
@@ -171,7 +175,9 @@ class GenerationThread:
         Returns:
             Done when nothing is generated any more.
         """
-        paused = self.draining or Future()
+        paused = self.draining
+        if paused is None or paused.done():  # done: its caller was cancelled
+            paused = Future()
         self.draining = paused
         if self.paused or not wait:
             self._set_paused()
@@ -181,6 +187,7 @@ class GenerationThread:
         """On the thread: go on, with weights of this version."""
         self.version = version
         self.paused = False
+        self.draining = None
         self.requests += self.held
         self.held = []
 
@@ -241,13 +248,21 @@ class GenerationThread:
 
     def _drop_answered(self) -> None:
         """Forget the requests that were answered or cancelled."""
-        for request in [*self.requests, *self.held]:
-            if not request.is_open:
-                self.unfinished.discard(request)
-        self.requests = [request for request in self.requests if request.is_open]
-        self.held = [request for request in self.held if request.is_open]
+        self.requests = self._open_ones(self.requests)
+        self.held = self._open_ones(self.held)
         if self.draining is not None and not self.requests:
             self._set_paused()
+
+    def _open_ones(self, requests: list[RunningRequest]) -> list[RunningRequest]:
+        """Those that are neither answered nor cancelled; the others are not `unfinished` any more.
+        Each is asked once, because its caller may cancel it at any moment."""
+        open_ones = []
+        for request in requests:
+            if request.is_open:
+                open_ones.append(request)
+            else:
+                self.unfinished.discard(request)
+        return open_ones
 
     def _set_paused(self) -> None:
         self.paused = True
@@ -257,13 +272,21 @@ class GenerationThread:
         self.draining = None
 
     def _next_rows(self) -> list[RunningRequest]:
-        """The requests of the next call: by arrival, as many as the cache holds, at least one."""
+        """The requests of the next call: by arrival, as many as the cache and one forward pass
+        hold, at least one."""
         rows: list[RunningRequest] = []
         longest = 0
+        longest_context = 0
         for request in self.requests:
+            count = len(rows) + 1
             longest = max(longest, request.final_length)
-            cached_tokens = longest * (len(rows) + 1)
-            is_full = len(rows) == self.max_sequences or cached_tokens > self.max_cached_tokens
+            context = len(request.context) + len(request.tokens)
+            longest_context = max(longest_context, context)
+            is_full = (
+                count > self.max_sequences
+                or longest * count > self.max_cached_tokens
+                or longest_context * count > MAX_CONTEXT_TOKENS
+            )
             if rows and is_full:
                 break
             rows.append(request)
@@ -335,8 +358,9 @@ class GenerationThread:
         if self.draining is not None:
             with suppress(InvalidStateError):
                 self.draining.set_exception(error)
-        while self.unfinished:
-            self.unfinished.pop().fail(error)
+        for request in list(self.unfinished):
+            self.unfinished.discard(request)
+            request.fail(error)
         self._refuse_jobs()
 
     def _refuse_jobs(self) -> None:

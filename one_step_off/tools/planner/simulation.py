@@ -86,7 +86,6 @@ class SimulatedReplica:
         self._ends = asyncio.Event()  # set for a moment when sequences end
         self._is_running = asyncio.Event()
         self._is_running.set()
-        self._slowdown = 1.0  # by a canary that is scored beside the sequences
 
     def pause(self) -> None:
         """Stop decoding, for a sync. Sequences keep their position."""
@@ -103,12 +102,6 @@ class SimulatedReplica:
         self.stamp = stamp
         self._is_running.set()
         self._position_time = now()
-        self._advance()
-
-    def set_slowdown(self, slowdown: float) -> None:
-        """From now on every token takes this many times as long."""
-        self._advance()
-        self._slowdown = slowdown
         self._advance()
 
     async def _rollout(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
@@ -163,7 +156,6 @@ class SimulatedReplica:
     def _token_seconds(self) -> float:
         """Seconds in which all running sequences advance by a token."""
         alone = self.work.decode_s + self.work.sequence_s * len(self._running)
-        alone *= self._slowdown
         return alone * self.device.replica_slowdown if self.device else alone
 
     def _advance(self) -> None:

@@ -10,8 +10,8 @@ The manifest is written last. Every file gets its name when it is complete and o
 receiver never reads a part of one. A message is deleted when all receivers have it. What a failed
 sync leaves stays until the next groups are created.
 
-A process that dies is noticed at the time limit, or before by the driver, which then sets the abort
-signal: a file system, unlike a connection, does not tell.
+A process that dies is noticed by the driver, and by its peers at the time limit: a file system,
+unlike a connection, does not tell. The abort signal is set by a sender that lives.
 """
 
 import json
@@ -48,7 +48,7 @@ class SharedFolder(Transport):
         """A store in a file. What an earlier process of this sender left is deleted."""
         own = self.folder / f"sender_{sender}"
         shutil.rmtree(own, ignore_errors=True)
-        own.mkdir(parents=True)
+        own.mkdir(parents=True, exist_ok=True)
         path = str(own / f"store-{secrets.token_hex(8)}")
         return _file_store(path, timeout_s), (path, 0)
 
@@ -139,7 +139,8 @@ class FolderSender:
             ) from None
 
     def close(self) -> None:
-        """Nothing is open."""
+        """No connection to break."""
+        self.abort_signal.close()
 
 
 class FolderReceiver:

@@ -19,6 +19,7 @@ What every transport keeps:
 - An end is used by one thread at a time. `close` may come from another one, at any moment.
 """
 
+import hashlib
 import os
 import time
 from abc import ABC, abstractmethod
@@ -167,9 +168,14 @@ class Transport(ABC):
 
 
 def transport_settings(cfg: Config) -> tuple[str, str]:
-    """The arguments of `load_transport`, as plain data."""
-    folder = cfg.weight_sync.folder or os.path.join(cfg.trainer.output_dir, FOLDER)
-    return cfg.weight_sync.transport, os.path.abspath(folder)
+    """The arguments of `load_transport`, as plain data. In a folder that was given each run has its
+    own one: another run must not delete its files."""
+    output_dir = os.path.abspath(cfg.trainer.output_dir)
+    folder = os.path.join(output_dir, FOLDER)
+    if cfg.weight_sync.folder:
+        name = hashlib.sha256(output_dir.encode()).hexdigest()[:12]
+        folder = os.path.join(os.path.abspath(cfg.weight_sync.folder), name)
+    return cfg.weight_sync.transport, folder
 
 
 def load_transport(spec: str, folder: str) -> Transport:

@@ -53,6 +53,22 @@ def test_samples_come_back_bit_for_bit(tmp_path_factory, shapes, seed):
         assert all(getattr(a, name) == getattr(b, name) for name in files.JSON_FIELDS)
 
 
+def test_the_names_in_a_file_of_samples_stay(tmp_path):
+    """A checkpoint outlives the names of the code."""
+    sample = random_sample(np.random.default_rng(0), 0, 3, 4)
+    checkpoint.write_samples([sample], tmp_path)
+    row = json.loads((tmp_path / "samples.jsonl").read_text())
+    assert sorted(row) == [
+        "extra",
+        "finish_reason",
+        "incarnation",
+        "index",
+        "prompt_id",
+        "response",
+        "reward",
+    ]
+
+
 def test_the_last_k_stay_and_auto_finds_the_newest(tmp_path):
     cfg = run_config(tmp_path, keep_checkpoints=2)
     assert checkpoint.find(cfg) is None
@@ -164,6 +180,7 @@ def test_a_checkpoint_knows_whether_it_began_with_a_warm_up(tmp_path, monkeypatc
 
 OTHERS = {
     "pipeline.staleness": 3,
+    "pipeline.batch_source": "my_batches:LongestFirst",
     "weight_sync.in_flight": "keep",
     "rollout.n": 99,
     "trainer.seed": 99,

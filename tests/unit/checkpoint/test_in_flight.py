@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
-import pytest
-
 from one_step_off.checkpoint.in_flight import restored_in_flight, samples_and_state
 from one_step_off.rollout.batch_sources import FinishedBatch, InFlight
 from one_step_off.rollout.prompt_pool import PooledPrompt
@@ -45,14 +42,3 @@ def test_nothing_in_flight_has_no_samples():
     assert samples is None
     found = restored_in_flight(state | {"step": 3, "incarnation": 0}, [], find)
     assert found == InFlight(past={0: 3})
-
-
-@pytest.mark.parametrize("step", [0, 4])
-def test_a_checkpoint_of_an_earlier_release_has_one_batch_or_names_of_prompts(step):
-    state = {"step": step, "incarnation": 2, "generate_s": 1.5, "carried": [[1, 3], [1, 4]]}
-    samples = [make_sample(make_prompt(0), i, [max(0, step - 1)]) for i in range(2)]
-    found = restored_in_flight(state, samples, find)
-    assert found.batches == [FinishedBatch(step, samples, max(0, step - 1), 2, 1.5)]
-    assert [entry.prompt.id for entry in found.pool] == [(1, 3), (1, 4)]
-    assert all(entry.samples is None for entry in found.pool)
-    np.testing.assert_equal(found.past, {2: step})

@@ -204,6 +204,38 @@ def test_a_cancelled_request_is_given_up_during_a_pause(config):
     run(main)
 
 
+def test_all_requests_that_are_cancelled_at_once_are_given_up(config):
+    async def main() -> None:
+        async with running(config()) as engine:
+            await engine.pause(wait=False, clear_cache=True)
+            calls = [asyncio.create_task(engine.generate(asks(seed=i))) for i in range(512)]
+            await asyncio.sleep(0.1)
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            while engine.has_unfinished_requests():
+                await asyncio.sleep(0.01)
+
+    run(main)
+
+
+def test_a_pause_whose_caller_was_cancelled_holds_nothing_back(config):
+    async def main() -> None:
+        async with running(config()) as engine:
+            first = asyncio.create_task(engine.generate(asks(max_tokens=200)))
+            await wait_for_tokens(engine, 1)
+            pause = asyncio.create_task(engine.pause(wait=True, clear_cache=True))
+            await asyncio.sleep(0.01)
+            pause.cancel()
+            await asyncio.gather(pause, return_exceptions=True)
+            await engine.pause(wait=False, clear_cache=True)
+            await engine.resume(VERSION)
+            await engine.generate(asks())
+            await first
+
+    run(main)
+
+
 def test_requests_join_those_under_way(config):
     async def main():
         async with running(config(**NEVER_ENDS)) as engine:

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.weight_sync import launch_order
 from one_step_off.weight_sync.transports import shared_folder
 from one_step_off.weight_sync.transports.shared_folder import FolderSender, SharedFolder
-from one_step_off.weight_sync.transports.transport import load_transport
+from one_step_off.weight_sync.transports.transport import load_transport, transport_settings
 from tests.unit.weight_sync.kept_stream import SHAPES as KEPT_SHAPES
 from tests.unit.weight_sync.kept_stream import KeptStream
 from tests.unit.weight_sync.weight_stream import (
@@ -97,6 +98,18 @@ def test_a_transport_that_does_not_exist_is_one_line(users_transport, spec):
     with pytest.raises(ConfigError, match="weight_sync.transport=") as raised:
         load_transport(spec, "")
     assert "\n" not in str(raised.value)
+
+
+def test_two_runs_in_one_folder_have_their_own(tmp_path):
+    folders = set()
+    for name in ("a", "b"):
+        cfg = Config()
+        cfg.weight_sync.folder = str(tmp_path)
+        cfg.trainer.output_dir = str(tmp_path / name)
+        _, folder = transport_settings(cfg)
+        assert Path(folder).parent == tmp_path
+        folders.add(folder)
+    assert len(folders) == 2
 
 
 def test_a_new_epoch_has_a_folder_of_its_own(tmp_path):
