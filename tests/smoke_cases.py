@@ -119,6 +119,8 @@ PROGRAM = [
         writes=("val_only",),
     ),
     run("distill_config", "config=config/distill_tiny_cpu.yaml", *SMALL),
+    run("reference_engine", TINY, *SMALL, "rollout.engine=transformers"),
+    run("vllm_scheduler", TINY, *SMALL, "rollout.engine_kwargs={scheduler_cls: null}"),
     run(
         "kept_caches",
         *(TINY, *SMALL, "pipeline.staleness=4", "weight_sync.in_flight=keep"),
