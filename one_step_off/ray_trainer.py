@@ -125,7 +125,7 @@ class Pipeline:
         self.resumed = resumed
         self.attempt = attempt
         self.start = resumed.step if resumed else 0
-        self.one_step_ahead = bool(cfg.pipeline.staleness)
+        self.runs_ahead = bool(cfg.pipeline.staleness)
         self.sync_overlap = SyncOverlap(cfg)
         self.batches = batch_source(cfg, roles.rollout, stream, resumed, attempt, tracker)
         self.kl_controller = make_kl_controller(cfg, resumed.kl_coef if resumed else None)
@@ -186,7 +186,7 @@ class Pipeline:
         overlapped = self.sync_overlap.begin_step()
         batch = None
         # Wait for the rollouts of this step, made with v(step - 1) or older weights.
-        if self.one_step_ahead and not self._sync_goes_first(step):
+        if self.runs_ahead and not self._sync_goes_first(step):
             batch, batch_metrics = await self.batches.batch(step)
         # Checkpoint when due: the trainer's v(step) and these samples are both complete here.
         await self._checkpoint_if_due(step)
@@ -304,7 +304,7 @@ class Pipeline:
         await self._sync(self.start)
         if self.cfg.trainer.val_before_train and not self.resumed:
             self._start_evaluation(0)
-        if self.one_step_ahead and self.start < total_steps:
+        if self.runs_ahead and self.start < total_steps:
             self.batches.launch(self.start, self.versions.synced, self.background)
 
     async def _sync_and_launch(self, step: int) -> dict[str, Any]:

@@ -13,8 +13,9 @@ T = TypeVar("T")
 LIVENESS_TIMEOUT_S = 5.0
 """Seconds for a process to answer on the thread that is never busy."""
 
-MAX_ATTEMPTS = 3
-"""Attempts to restart a failed replica, and to have the same prompts answered by another one."""
+MAX_TRIES = 3
+"""To restart a failed replica, to sync with one that fails, and to have the same prompts answered
+by another one."""
 
 DEATH_ERRORS = ("ActorDiedError", "ActorUnavailableError")
 """Names of Ray's exceptions for a process that is gone. By name: the classes differ between Ray's

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from one_step_off.cluster.errors import ProcessDied
-from one_step_off.cluster.remote_calls import MAX_ATTEMPTS
+from one_step_off.cluster.remote_calls import MAX_TRIES
 from one_step_off.data.samples import Prompt, PromptId, Sample
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_supervisor import ReplicaFailed, ReplicaLoad, ReplicaSupervisor
@@ -163,9 +163,9 @@ class PromptRouter:
             # Samples of weights that are not verified must not leave this class.
             await self.supervisor.wait_until_verified(i)
         except ReplicaFailed as e:
-            if failures + 1 >= MAX_ATTEMPTS:
+            if failures + 1 >= MAX_TRIES:
                 raise ProcessDied(
-                    f"{e}: {MAX_ATTEMPTS} replicas in a row failed with the same prompts"
+                    f"{e}: {MAX_TRIES} replicas in a row failed with the same prompts"
                 ) from e
             return await self.generate(prompts, request, failures + 1)
         load.returned += len(prompts) * request.sampling.size

@@ -15,7 +15,7 @@ from typing import Any
 
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, TrainerDied
 from one_step_off.cluster.remote_calls import (
-    MAX_ATTEMPTS,
+    MAX_TRIES,
     name_failures,
     not_alive,
     observed,
@@ -312,9 +312,9 @@ class ReplicaSupervisor:
 
     async def _restart(self, i: int) -> None:
         """Start a new process in the replica's place and bring it the last weights. Raises the last
-        attempt's error."""
+        try's error."""
         begin = time.monotonic()
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        for number in range(1, MAX_TRIES + 1):
             try:
                 await self._try_restart(i)
                 del self.restart_tasks[i]
@@ -324,7 +324,7 @@ class ReplicaSupervisor:
             except TrainerDied:  # no restart of this replica helps; `watch` raises it
                 raise
             except Exception as e:  # whatever it is, the other replicas keep working
-                last = attempt == MAX_ATTEMPTS
+                last = number == MAX_TRIES
                 consequence = "; it is excluded from now on" if last else ""
                 self.events.log(f"restart of rollout {i} failed: {e}{consequence}")
                 self.health[i].transition_to(ReplicaState.DEAD)
@@ -332,7 +332,7 @@ class ReplicaSupervisor:
                     raise
 
     async def _try_restart(self, i: int) -> None:
-        """One attempt of a restart. Raises its failure."""
+        """One try of a restart. Raises its failure."""
         name = f"rollout {i}, start"
         self.replicas[i] = self.respawn(i)
         answer = self.replicas[i].start.remote(self.child_processes[i])

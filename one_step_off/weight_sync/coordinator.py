@@ -198,7 +198,7 @@ class WeightSync:
         self.rollout.mark_stale()
         metrics: dict[str, Any] = {}
         # Bounded: in each round without metrics at least one replica fails, and each may do so
-        # MAX_ATTEMPTS times.
+        # MAX_TRIES times.
         while not metrics:
             # A replica that comes back now may have these weights already, from `restore`.
             await self.rollout.wait_for_any_replica()

@@ -172,7 +172,7 @@ class WeightReceiver(StreamPeer):
             members = list(routes.sets[number])
             if number == ALL_RECEIVERS:
                 members = [receiver for receiver in members if receiver not in same_device]
-            stream = self._stream(sender, epoch, store, tuple(members), number)
+            stream = self._describe_stream(sender, epoch, store, tuple(members), number)
             if self.index in members:
                 open_end = self.transport.open_receiver
             elif number == ALL_RECEIVERS:

@@ -205,7 +205,7 @@ class WeightSender(StreamPeer):
         try:
             if not self.ends:
                 raise SyncError(f"{self.name} is in no group; it must connect first")
-            with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            with torch.cuda.stream(self.cuda_stream) if self.cuda_stream else nullcontext():
                 yield
         except BaseException as error:
             self.deltas_since_full = None  # what receivers hold is unknown
@@ -241,7 +241,7 @@ class WeightSender(StreamPeer):
                 self._open_buffers(store, same_device)
                 receivers = [r for r in receivers if r not in same_device]
             if receivers:
-                stream = self._stream(self.index, epoch, store, tuple(receivers), number)
+                stream = self._describe_stream(self.index, epoch, store, tuple(receivers), number)
                 end = self._open_end(deadline, self.transport.open_sender, stream)
                 self.ends_of_set[number].append(end)
 
@@ -466,8 +466,8 @@ class WeightSender(StreamPeer):
     def _broadcast(self, *messages: Messages) -> float:
         """On the wire's thread: send messages to sets of receivers, one after another. Returns the
         seconds it took."""
-        if self.stream:
-            self.stream.synchronize()  # what packed them
+        if self.cuda_stream:
+            self.cuda_stream.synchronize()  # what packed them
         begin = time.perf_counter()
         for message_of_set in messages:
             self._send_messages(message_of_set, self.ends_of_set)

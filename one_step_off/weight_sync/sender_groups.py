@@ -271,10 +271,10 @@ class GroupMember:
         on_gpu = device.type == "cuda"
         self.host_buffer = torch.zeros(largest, dtype=torch.uint8, pin_memory=on_gpu)
         self.buffer = self.host_buffer
-        self.stream: torch.cuda.Stream | None = None
+        self.cuda_stream: torch.cuda.Stream | None = None
         if on_gpu:
             self.buffer = torch.zeros(largest, dtype=torch.uint8, device=device)
-            self.stream = torch.cuda.Stream(device)
+            self.cuda_stream = torch.cuda.Stream(device)
         self.link: member_link.Link | None = None
         self.lock = threading.Lock()
         self.aborted: dict[int, str] = {}  # epoch -> reason
@@ -326,7 +326,7 @@ class GroupMember:
         try:
             if link is None:
                 raise SyncError(f"{self.name} has no link to its leader; it must connect first")
-            with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+            with torch.cuda.stream(self.cuda_stream) if self.cuda_stream else nullcontext():
                 self._send_buckets(link, iter(tensors), version, held_version, record)
         except Exception as error:
             named = self._named(error)
@@ -387,9 +387,9 @@ class GroupMember:
         for shard in shards:
             shard.own.zero_padding(buffer)
         message = self.host_buffer[:size]
-        if self.stream:
+        if self.cuda_stream:
             message.copy_(buffer, non_blocking=True)
-            self.stream.synchronize()
+            self.cuda_stream.synchronize()
         return message
 
     def _give_up(self, link: member_link.Link | None, reason: str) -> None:

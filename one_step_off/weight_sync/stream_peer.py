@@ -100,11 +100,11 @@ class StreamPeer:
         self.transport = transport or Collective()
         self.ends: list[Any] = []  # SendEnd or ReceiveEnd of each stream
         self.abort_signals: list[AbortSignal] = []  # one per sender's store that this endpoint uses
-        self.stream: torch.cuda.Stream | None = None
+        self.cuda_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             # What is queued on the compute stream must not hold up the wire, nor the other way
             # round.
-            self.stream = torch.cuda.Stream(device)
+            self.cuda_stream = torch.cuda.Stream(device)
         self.wire_thread = self._start_wire_thread()
         self.communicator_bytes = 0  # of the device's memory, that the groups take
         self._begin_sync()
@@ -203,7 +203,7 @@ class StreamPeer:
                 future.add_done_callback(discard)
             raise
 
-    def _stream(
+    def _describe_stream(
         self, sender: int, epoch: int, store: dist.Store, receivers: tuple[int, ...], number: int
     ) -> Stream:
         """What both ends of a stream know, but for its time limit. `number`: of the set of
@@ -254,7 +254,9 @@ class StreamPeer:
                 bucket_number = self.bucket_number
             raise SyncError(self._failure_message(name, bucket_number, error)) from error
         finally:
-            if self.stream:  # otherwise the time of what was launched would count in a later phase
+            if (
+                self.cuda_stream
+            ):  # otherwise the time of what was launched would count in a later phase
                 torch.cuda.current_stream().synchronize()
             self.record.add_phase(name, time.perf_counter() - start)
 

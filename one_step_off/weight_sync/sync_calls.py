@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, TrainerDied
-from one_step_off.cluster.remote_calls import MAX_ATTEMPTS, name_failures, not_alive, observed
+from one_step_off.cluster.remote_calls import MAX_TRIES, name_failures, not_alive, observed
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import PolicyVersion
 
@@ -295,16 +295,16 @@ class FailedSyncs:
     def restart_replica(
         self, number: int, reason: str, what: str, is_restore: bool = False
     ) -> None:
-        """Restart a failed replica, or give it up after MAX_ATTEMPTS syncs of all replicas in a
+        """Restart a failed replica, or give it up after MAX_TRIES syncs of all replicas in a
         row."""
         failures = self.in_a_row.get(number, 0)
         if not is_restore:
             failures += 1
         self.in_a_row[number] = failures
-        if failures >= MAX_ATTEMPTS:
+        if failures >= MAX_TRIES:
             self.rollout.exclude(
                 number,
-                f"it failed in {MAX_ATTEMPTS} weight syncs in a row; the last time: {reason}",
+                f"it failed in {MAX_TRIES} weight syncs in a row; the last time: {reason}",
             )
         else:
             self.rollout.mark_failed(number, f"in the {what}: {reason}")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from one_step_off.cluster.errors import ProcessDied, TrainerDied
-from one_step_off.cluster.remote_calls import MAX_ATTEMPTS
+from one_step_off.cluster.remote_calls import MAX_TRIES
 from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.schema import Config
 from one_step_off.rollout import replica_supervisor
@@ -165,7 +165,7 @@ def test_a_replica_that_dies_in_the_first_sync_of_every_restart_is_excluded():
         samples, _ = await generate(group)
         assert len(samples) == 24
         await asyncio.wait([supervisor.restart_tasks[1]])
-        assert restarted == [1] * MAX_ATTEMPTS
+        assert restarted == [1] * MAX_TRIES
         assert group.active == [0]
         assert await supervisor.wait_for_healthy() == [0]
 

@@ -139,7 +139,7 @@ def test_an_abort_ends_the_wait_for_members(store):
 
 def open_alone(sender: WeightSender, store: dist.Store, deadline: float) -> None:
     """A stream without receivers."""
-    stream = sender._stream(0, 1, store, (), 0)
+    stream = sender._describe_stream(0, 1, store, (), 0)
     sender._open_end(deadline, sender.transport.open_sender, stream)
 
 
