@@ -61,9 +61,8 @@ class GatewaySupervisor:
         self.port = InheritedSocket(host, cfg.agent.endpoint_port, former.get("port", 0))
         service_key = former.get("service_key") or make_service_key()
         reachable = host
-        if _is_any_address(
-            host
-        ):  # for agents elsewhere, which the loopback would send to themselves
+        # For agents elsewhere, which the loopback would send to themselves.
+        if _is_any_address(host):
             reachable = address_in_network() if one_machine else reachable_host("")
         self.base_url = f"http://{url_host(reachable)}:{self.port.port}"
         _write_file(self.file, {"base_url": self.base_url, "service_key": service_key})

@@ -254,9 +254,8 @@ class StreamPeer:
                 bucket_number = self.bucket_number
             raise SyncError(self._failure_message(name, bucket_number, error)) from error
         finally:
-            if (
-                self.cuda_stream
-            ):  # otherwise the time of what was launched would count in a later phase
+            # Otherwise the time of what was launched would count in a later phase.
+            if self.cuda_stream:
                 torch.cuda.current_stream().synchronize()
             self.record.add_phase(name, time.perf_counter() - start)
 
