@@ -48,7 +48,7 @@ class PersistentActors:
         attempt: of the attempt that uses them; engines that start get other seeds in each.
         rollout: the replicas, as the latest attempt sees them.
         sync_epoch: of the latest attempt's weight sync.
-        frozen_groups: frozen roles, which the latest attempt has handed over with these.
+        frozen_groups: those of the frozen roles, which the latest attempt has handed over too.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 """`rollout.engine=transformers`: the reference engine. It is simple, slow and right, starts in
-seconds, and runs on any platform."""
+seconds, and needs no vLLM."""
 
 import asyncio
 import dataclasses
