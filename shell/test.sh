@@ -3,6 +3,9 @@
 #
 # The tests run on CPUs with vLLM's CPU build, even on a machine with GPUs. Tests that need a GPU are skipped then; they
 # run in the other venv: EXTRA=gpu shell/test.sh -m gpu (MEGATRON=1 too, for those with Transformer Engine)
+#
+# TEST_WORKERS=N: test files that run at the same time (default: 2, and 0 on GPUs, which two tests cannot share). With 0 the
+# tests run in pytest's own process, as --pdb needs it.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,4 +18,7 @@ bin="$(shell/setup.sh --print-venv)/bin"
 "$bin/ruff" format --check .
 "$bin/lint-imports" --no-cache --no-logo
 "$bin/ty" check --python "$bin/python" --output-format concise
-exec "$bin/python" -m pytest "$@"
+[[ "$EXTRA" == gpu ]] && workers=0 || workers=2
+# A file's tests stay together, since they share engines and models. In the order of the files, the long ones (tests/e2e)
+# begin first.
+exec "$bin/python" -m pytest -n "${TEST_WORKERS:-$workers}" --dist loadfile --no-loadscope-reorder "$@"

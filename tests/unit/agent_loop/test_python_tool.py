@@ -85,6 +85,7 @@ ME = os.getpid()
         ("open('/tmp/one_step_off_escaped', 'w')", "PermissionError"),
         ("import os; os.chown('.', 5, 5)", "PermissionError"),
     ],
+    ids=lambda value: value.replace(str(ME), "ME"),  # the same in every worker of pytest-xdist
 )  # fmt: skip
 @X86_64_ONLY
 def test_forbidden_code_is_refused(code, refused):
