@@ -30,9 +30,6 @@ RESERVED_SETTINGS = {
 }
 """What a class of the user's own receives from elsewhere."""
 
-BACK_END_NAMES = ("fsdp", "megatron")
-"""The back ends of this program; see `training/back_ends.py`."""
-
 LOSS_AGGREGATIONS = "token-mean token-sum sequence-mean seq-mean-token-sum seq-sum-norm"
 
 
