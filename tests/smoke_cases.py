@@ -324,7 +324,6 @@ BENCHMARKS = [
         *("--models", "tiny", "--arms", "Megatron, 2 ranks, TP=2", "--repeats", "1"),
         needs="megatron.core",
     ),
-    benchmark("estimators", "--repeats", "1"),
     benchmark(
         "distillation",
         *("--seeds", "0", "--arms", "grpo", "top_k", "--test-freq", "2"),
