@@ -305,17 +305,6 @@ BENCHMARKS = [
         program="weight_sync",
         writes=("exposed.json", "exposed.md"),
     ),
-    SmokeCase("sync_model", "benchmarks.sync_model", prints="| sync, s |"),
-    SmokeCase(
-        "sync_model_cells", "benchmarks.sync_model", ("--cells",), prints="microseconds per block"
-    ),
-    SmokeCase(
-        "sync_model_check",
-        "benchmarks.sync_model",
-        ("--check", "outputs/weight_sync/result.json", "outputs/weight_sync/result.json"),
-        prints="model / measured",
-        after=("weight_sync",),
-    ),
     benchmark(
         "update_phase", "--runs", "1", "--warmup", "0", *SMALL, "critic.ppo_mini_batch_size=4"
     ),
@@ -352,7 +341,7 @@ NOT_IN_CI = (
     *("learning", "overhead_ray", "planner", "plan_runs", "external_tools", "throughput_headline"),
     *("after_sft", "script_sft", "sft_tiny_cpu", "kept_caches", "distillation", "distill_config"),
     *("script_tools", "script_megatron", "agent_loop", "external_agent", "puzzles_partial"),
-    *("mixed_sources", "val_only", "sync_model_check", "plain"),
+    *("mixed_sources", "val_only", "plain"),
 )
 """Cases that run on demand (marker "slow"): each takes about a minute, and other tests cover most
 of their code."""
@@ -457,11 +446,6 @@ WITHOUT = [
         flags=("--check",),
     ),
     CommandWithoutCase(PRETRAINED, "benchmarks.staleness", flags=("--model",)),
-    CommandWithoutCase(
-        "takes minutes; tests/unit/benchmarks has its parts",
-        "benchmarks.sync_model",
-        flags=("--all-send",),
-    ),
     CommandWithoutCase(CLUSTER, "shell/run_megatron_nodes.sh"),
     CommandWithoutCase(CLUSTER, "shell/slurm_qwen_gsm8k.sh"),
     CommandWithoutCase(CLUSTER, "shell/run_dapo_7b_4x12.sh"),
