@@ -351,7 +351,7 @@ def template_fields(columns: dict[str, Any]) -> dict[str, Any]:
             raise BadRow(f"column {name!r}: only text can be trained on")
     try:
         return {
-            "tools": normalized_tools(columns.get("tools"), "tools"),
+            "tools": normalized_tools(columns.get("tools")),
             "chat_template_kwargs": normalized_settings(
                 columns.get("chat_template_kwargs"), "chat_template_kwargs"
             ),

@@ -5,7 +5,7 @@ trainers: what stands before the first answer is the prompt.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -139,7 +139,19 @@ class _Loader:
                 is_cut = length > self.max_length
                 cut += is_cut
                 unended += not is_cut and int(kept.ids[-1]) not in self.stop_ids
-                rows.append(_row(epoch, index, text, chat, kept))
+                rows.append(
+                    SupervisedRow(
+                        id=(epoch, index),
+                        ids=kept.ids,
+                        text=text,
+                        ground_truth="",
+                        where=chat.where,
+                        messages=chat.messages,
+                        tools=chat.tools,
+                        chat_template_kwargs=chat.chat_template_kwargs,
+                        is_answer=kept.is_answer,
+                    )
+                )
         if not rows:
             counts, *skipped_rows = report.lines()
             example = f";{skipped_rows[0]}" if skipped_rows else ""
@@ -264,14 +276,6 @@ class _Loader:
                 "model will not learn to stop; use a tokenizer whose eos_token ends the turns of "
                 "its chat template"
             )
-
-
-def _row(epoch: int, index: int, text: str, chat: Chat, tokens: MaskedTokens) -> SupervisedRow:
-    row = SupervisedRow(
-        (epoch, index), tokens.ids, text, "", where=chat.where, messages=chat.messages
-    )
-    row = replace(row, tools=chat.tools, chat_template_kwargs=chat.chat_template_kwargs)
-    return replace(row, is_answer=tokens.is_answer)
 
 
 FORMATS = "messages, prompt+completion, question+answer or problem+solution"

@@ -144,7 +144,8 @@ class TransformersEngine:
         """See `Engine.generate`."""
         from one_step_off.engines.transformers.generation_thread import RunningRequest
 
-        self._raise_if_errored()
+        if self.thread.error is not None:
+            raise RuntimeError(str(self.thread.error))
         seed = request.seed
         if seed is None:
             seed = int(self.random.integers(1 << 63))
@@ -207,10 +208,6 @@ class TransformersEngine:
     async def _on_thread(self, function: Any, *args: Any) -> Any:
         """The result of a call between two forward passes. Raises RuntimeError: the engine died."""
         return await asyncio.wrap_future(self.thread.submit(function, *args))
-
-    def _raise_if_errored(self) -> None:
-        if self.thread.error is not None:
-            raise RuntimeError(str(self.thread.error))
 
 
 def _load_model(cfg: Config, device: str) -> Any:
