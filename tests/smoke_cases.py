@@ -264,7 +264,6 @@ BENCHMARKS = [
     ),
     benchmark("planner", "--arms", "--batch", "4", *CALIBRATING),
     SmokeCase("planner_published", "benchmarks.planner", ("--published",), prints="| verl |"),
-    SmokeCase("planner_paper", "benchmarks.planner", ("--paper",), prints="16,384 GPUs"),
     benchmark(
         "long_tail",
         *"--most 16 --over= --runs 1".split(),
