@@ -10,7 +10,7 @@ return trajectory
 
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from one_step_off.data.samples import Prompt
 __all__ = [
     "LOOPS",
     "AgentLoop",
-    "Endpoint",
     "Episode",
     "Generate",
     "Generated",
@@ -50,34 +49,6 @@ CURRENT_PROMPT: ContextVar[Prompt | None] = ContextVar("CURRENT_PROMPT", default
 loop serves many rows at once, and `encode_messages` does not receive it."""
 
 
-class Endpoint(Protocol):
-    """The run's HTTP endpoint, as the agent loops of one replica see it.
-
-    Attributes:
-        base_url: where agents reach it, without "/v1".
-        local_url: where agents on the replica's machine reach it at less cost, without "/v1".
-    """
-
-    base_url: str
-
-    @property
-    def local_url(self) -> str: ...
-
-    def open(self, prompt: Prompt, generate: Generate, limits: Limits) -> Episode:
-        """A new episode, whose key is valid from now on."""
-        ...
-
-    def close(self, episode: Episode, reason: str = "ended") -> None:
-        """End an episode: requests with its key are refused, those in progress too. `reason`: see
-        `EpisodeOver`."""
-        ...
-
-    async def offer(self, episode: Episode) -> None:
-        """Give this episode to the next agent that asks for work. Returns when the agent, or its
-        time limit, has ended it."""
-        ...
-
-
 class AgentLoop:
     """Base of all loops: override `run`. Keyword-only arguments of `__init__` are settings
     (`agent.loop_kwargs`).
@@ -90,13 +61,14 @@ class AgentLoop:
         observation_role: the role of the messages between turns; "" where there are none. A chat
             template that cannot write such messages is refused at the start.
         needs_endpoint: whether its agents are outside of the replica, and use `endpoint`.
-        endpoint: the run's endpoint; None where the run has none, and outside of replicas.
+        endpoint: the replica's `endpoint.replica_server.ReplicaServer`; None where the run has no
+            endpoint, and outside of replicas.
     """
 
     tools: list[dict[str, Any]] | None = None
     observation_role = ""
     needs_endpoint = False
-    endpoint: Endpoint | None = None
+    endpoint: Any = None
 
     def __init__(self, cfg: Config, tokenizer: Any) -> None:
         """
@@ -162,7 +134,7 @@ class AgentLoop:
 class Loops:
     """The loops of a run by name, each made once."""
 
-    def __init__(self, cfg: Config, tokenizer: Any, endpoint: Endpoint | None = None) -> None:
+    def __init__(self, cfg: Config, tokenizer: Any, endpoint: Any = None) -> None:
         self.cfg = cfg
         self.tokenizer = tokenizer
         self.endpoint = endpoint

@@ -40,6 +40,8 @@ from collections.abc import Callable
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 MAX_LINE = 1 << 20
+MAX_MEMORY_MIB = 512  # of address space
+MAX_FILE_MIB = 16
 """Bytes of a call's answer."""
 
 # Names and numbers of the system calls that are refused: network, other processes, what outlives
@@ -193,14 +195,12 @@ def _restrict_files(folder: "str | None") -> None:
     os.close(ruleset)
 
 
-def confine(folder: "str | None", cpu_s: int, memory_mb: int = 512, file_mb: int = 16) -> None:
+def confine(folder: "str | None", cpu_s: int) -> None:
     """Limit this process for good.
 
     Args:
         folder: in which it may write.
         cpu_s: seconds of CPU time.
-        memory_mb: MiB of address space.
-        file_mb: MiB of each file.
 
     Raises:
         OSError: this machine cannot do it.
@@ -211,8 +211,8 @@ def confine(folder: "str | None", cpu_s: int, memory_mb: int = 512, file_mb: int
         )
     limits = {
         resource.RLIMIT_CPU: cpu_s,
-        resource.RLIMIT_AS: memory_mb << 20,
-        resource.RLIMIT_FSIZE: file_mb << 20,
+        resource.RLIMIT_AS: MAX_MEMORY_MIB << 20,
+        resource.RLIMIT_FSIZE: MAX_FILE_MIB << 20,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }

@@ -2,6 +2,6 @@
 benchmarks.NAME`.
 
 A folder holds the arms that are compared, the report, and `__main__`, the command line. They share
-`common` and import nothing from one another. `lora`, `overhead_ray` and `sync_model` are commands
+`common` and import nothing from one another. `lora` and `overhead_ray` are commands
 whose code is in the folder of a larger question.
 """

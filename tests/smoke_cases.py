@@ -264,7 +264,6 @@ BENCHMARKS = [
     ),
     benchmark("planner", "--arms", "--batch", "4", *CALIBRATING),
     SmokeCase("planner_published", "benchmarks.planner", ("--published",), prints="| verl |"),
-    SmokeCase("planner_paper", "benchmarks.planner", ("--paper",), prints="16,384 GPUs"),
     benchmark(
         "long_tail",
         *"--most 16 --over= --runs 1".split(),
@@ -305,17 +304,6 @@ BENCHMARKS = [
         program="weight_sync",
         writes=("exposed.json", "exposed.md"),
     ),
-    SmokeCase("sync_model", "benchmarks.sync_model", prints="| sync, s |"),
-    SmokeCase(
-        "sync_model_cells", "benchmarks.sync_model", ("--cells",), prints="microseconds per block"
-    ),
-    SmokeCase(
-        "sync_model_check",
-        "benchmarks.sync_model",
-        ("--check", "outputs/weight_sync/result.json", "outputs/weight_sync/result.json"),
-        prints="model / measured",
-        after=("weight_sync",),
-    ),
     benchmark(
         "update_phase", "--runs", "1", "--warmup", "0", *SMALL, "critic.ppo_mini_batch_size=4"
     ),
@@ -324,7 +312,6 @@ BENCHMARKS = [
         *("--models", "tiny", "--arms", "Megatron, 2 ranks, TP=2", "--repeats", "1"),
         needs="megatron.core",
     ),
-    benchmark("estimators", "--repeats", "1"),
     benchmark(
         "distillation",
         *("--seeds", "0", "--arms", "grpo", "top_k", "--test-freq", "2"),
@@ -353,7 +340,7 @@ NOT_IN_CI = (
     *("learning", "overhead_ray", "planner", "plan_runs", "external_tools", "throughput_headline"),
     *("after_sft", "script_sft", "sft_tiny_cpu", "kept_caches", "distillation", "distill_config"),
     *("script_tools", "script_megatron", "agent_loop", "external_agent", "puzzles_partial"),
-    *("mixed_sources", "val_only", "sync_model_check", "plain"),
+    *("mixed_sources", "val_only", "plain"),
 )
 """Cases that run on demand (marker "slow"): each takes about a minute, and other tests cover most
 of their code."""
@@ -458,11 +445,6 @@ WITHOUT = [
         flags=("--check",),
     ),
     CommandWithoutCase(PRETRAINED, "benchmarks.staleness", flags=("--model",)),
-    CommandWithoutCase(
-        "takes minutes; tests/unit/benchmarks has its parts",
-        "benchmarks.sync_model",
-        flags=("--all-send",),
-    ),
     CommandWithoutCase(CLUSTER, "shell/run_megatron_nodes.sh"),
     CommandWithoutCase(CLUSTER, "shell/slurm_qwen_gsm8k.sh"),
     CommandWithoutCase(CLUSTER, "shell/run_dapo_7b_4x12.sh"),

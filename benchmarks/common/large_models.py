@@ -19,8 +19,6 @@ ROWS = (
     "embed_tokens",
     "lm_head",
     "q_proj",
-    "q_b_proj",
-    "kv_b_proj",
     "gate_proj",
     "up_proj",
 )
@@ -37,12 +35,11 @@ class LargeModel:
 
     Attributes:
         attention: of a layer, name -> shape.
-        kv_heads: key and value heads; 0: attention keeps one latent vector for all heads.
+        kv_heads: key and value heads.
         mlp: rows of a dense layer's MLP; 0: there is no dense layer.
         dense_layers: how many layers are dense.
         experts: of each other layer.
         expert_mlp: rows of an expert's MLP.
-        shared_mlp: rows of the expert that all tokens use; 0: there is none.
     """
 
     layers: int
@@ -54,7 +51,6 @@ class LargeModel:
     dense_layers: int = 0
     experts: int = 0
     expert_mlp: int = 0
-    shared_mlp: int = 0
 
     def shapes(self) -> Shapes:
         """Name -> shape of each tensor, in the order of a checkpoint."""
@@ -76,8 +72,6 @@ class LargeModel:
         yield prefix + "gate.weight", (self.experts, self.hidden)
         for expert in range(self.experts):
             yield from _gated_mlp(f"{prefix}experts.{expert}.", self.expert_mlp, self.hidden)
-        if self.shared_mlp:
-            yield from _gated_mlp(prefix + "shared_experts.", self.shared_mlp, self.hidden)
 
 
 def _gated_mlp(prefix: str, rows: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -105,31 +99,8 @@ def _grouped_query(
 QWEN25_7B = LargeModel(
     28, 3584, 152064, _grouped_query(3584, 28, 4, biases=True), 4, mlp=18944, dense_layers=28
 )
-QWEN25_32B = LargeModel(
-    64, 5120, 152064, _grouped_query(5120, 40, 8, biases=True), 8, mlp=27648, dense_layers=64
-)
 QWEN3_235B = LargeModel(
     94, 4096, 151936, _grouped_query(4096, 64, 4, norms=True), 4, experts=128, expert_mlp=1536
-)
-KIMI_K2 = LargeModel(
-    61,
-    7168,
-    163840,
-    (
-        ("q_a_proj.weight", (1536, 7168)),
-        ("q_a_layernorm.weight", (1536,)),
-        ("q_b_proj.weight", (64 * 192, 1536)),
-        ("kv_a_proj_with_mqa.weight", (576, 7168)),
-        ("kv_a_layernorm.weight", (512,)),
-        ("kv_b_proj.weight", (64 * 256, 512)),
-        ("o_proj.weight", (7168, 64 * 128)),
-    ),
-    0,
-    mlp=18432,
-    dense_layers=1,
-    experts=384,
-    expert_mlp=2048,
-    shared_mlp=2048,
 )
 
 

@@ -1,11 +1,9 @@
-"""The planner against the clock, against published tables, and on paper.
+"""The planner against the clock and against published tables.
 
     python -m benchmarks.planner --out DIR [--config FILE] [--rounds 1] [--arms "one step off" ...]
         [section.key=value ...]
     python -m benchmarks.planner --published
         what the simulation makes of published phase times
-    python -m benchmarks.planner --paper
-        1,024 and 16,384 GPUs by formulas, with this machine's cost of a sample
 
 The first form calibrates by two synchronous runs, of a whole batch and of a quarter of it. It
 predicts other runs and then makes them: one step off, half a batch,
@@ -24,7 +22,6 @@ from pathlib import Path
 from benchmarks.common.command_line import Parser
 from benchmarks.common.paths import config_path
 from benchmarks.common.runs import RunFailed
-from benchmarks.planner.paper import paper
 from benchmarks.planner.published import published
 from benchmarks.planner.validation import CALIBRATING, arms_of, validation
 from one_step_off.config.errors import ConfigError
@@ -36,7 +33,6 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
     form = parser.add_mutually_exclusive_group(required=True)
     form.add_argument("--out", type=Path, help="folder for the results")
     form.add_argument("--published", action="store_true")
-    form.add_argument("--paper", action="store_true")
     parser.add_argument("--config", default=config_path("gsm8k_tiny_cpu.yaml"))
     parser.add_argument(
         "--batch", type=int, default=16, help="prompts of a whole batch, at least 4"
@@ -63,9 +59,6 @@ def main(argv: list[str] | None = None) -> int:
     parser, args, overrides = arguments(argv)
     if args.published:
         print(published())
-        return 0
-    if args.paper:
-        print(paper())
         return 0
     try:
         print(validation(args, overrides))

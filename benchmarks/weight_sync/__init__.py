@@ -2,7 +2,6 @@
 
 `arms` has the ways as the driver sees them; `trainer`, `replica` and `engine` are their parts in
 the other processes; `measure` runs them, `report` has table and plot, `__main__` the command line.
-`exposed` measures what a sync adds to a step, `cost_model` predicts the time of a sync
-(`python -m benchmarks.sync_model`), `lora` compares two ways for adapters (`python -m
+`exposed` measures what a sync adds to a step, `lora` compares two ways for adapters (`python -m
 benchmarks.lora`).
 """

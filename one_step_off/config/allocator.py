@@ -1,7 +1,6 @@
 """Settings of torch's GPU allocator, in its environment variables."""
 
 import os
-from collections.abc import Mapping
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.placement import rollout_and_actor_share
@@ -13,16 +12,16 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 EXPANDABLE = "expandable_segments"
 
 
-def expandable_segments(environment: Mapping[str, str] = os.environ) -> str:
+def expandable_segments() -> str:
     """The variable that turns expandable segments on, with its value; empty: none does.
 
     Where several variables are set, one that turns them on counts.
     """
     for variable in VARIABLES:
-        for setting in environment.get(variable, "").split(","):
+        for setting in os.environ.get(variable, "").split(","):
             name, _, value = setting.partition(":")
             if name.strip() == EXPANDABLE and value.strip() == "True":
-                return f"{variable}={environment[variable]}"
+                return f"{variable}={os.environ[variable]}"
     return ""
 
 

@@ -68,9 +68,7 @@ def as_config_error(subject: str, fix: str, error_types: Any = Exception) -> Ite
     try:
         yield
     except error_types as error:
-        cause = error
-        while isinstance(cause, BaseExceptionGroup):  # of tasks: the first one is enough
-            cause = cause.exceptions[0]
+        cause = first_cause(error)
         message = f"{subject}: {type(cause).__name__}: {first_line(cause)}; {fix}"
         raise ConfigError(message) from cause
 

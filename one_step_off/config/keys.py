@@ -1,7 +1,7 @@
 """How the schema declares one config key: its default, help text, choices and bounds."""
 
 from copy import deepcopy
-from dataclasses import Field, field, fields, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from functools import partial
 from typing import Any, Optional
 
@@ -42,10 +42,7 @@ def with_actor_defaults(base: type) -> Any:
     for base_field in fields(base):
         if "shared" in base_field.metadata:
             optional_type = Optional[base_field.type]  # ty: ignore[invalid-type-form]  (made at run time)
-            optional_keys.append((base_field.name, optional_type, _null_field(base_field)))
+            help_text = f"{base_field.metadata['help']}; null: the actor's value"
+            own = field(default=None, metadata=base_field.metadata | {"help": help_text})
+            optional_keys.append((base_field.name, optional_type, own))
     return make_dataclass(f"{base.__name__}WithActorDefaults", optional_keys, bases=(base,))
-
-
-def _null_field(base_field: Field) -> Any:
-    help_text = f"{base_field.metadata['help']}; null: the actor's value"
-    return field(default=None, metadata=base_field.metadata | {"help": help_text})

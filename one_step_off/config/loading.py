@@ -100,11 +100,6 @@ class ConfigKey:
         return text
 
 
-def _schema_keys() -> Iterator[ConfigKey]:
-    for section in dataclasses.fields(Config):
-        yield from _keys_of(section.name, section.type, section.name)
-
-
 def _keys_of(prefix: str, schema: Any, section: str) -> Iterator[ConfigKey]:
     """The keys of a dataclass, each named PREFIX.NAME."""
     defaults = schema()
@@ -115,7 +110,11 @@ def _keys_of(prefix: str, schema: Any, section: str) -> Iterator[ConfigKey]:
         yield ConfigKey(dotted, section, field.name, value_type, default, field.metadata)
 
 
-KEYS: dict[str, ConfigKey] = {key.dotted: key for key in _schema_keys()}
+KEYS: dict[str, ConfigKey] = {
+    key.dotted: key
+    for section in dataclasses.fields(Config)
+    for key in _keys_of(section.name, section.type, section.name)
+}
 SECTIONS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Config))
 
 
@@ -167,22 +166,19 @@ class _Assignment:
     location: str = ""
 
 
-def _read_file(path: str) -> Iterator[_Assignment]:
-    """The keys that a config file sets."""
-    content, root = _parse_file(path)
-    yield from _assignments_of(path, content, _line_numbers(root))
-
-
 def _assignments_of(path: str, content: dict, lines: dict[str, int]) -> Iterator[_Assignment]:
     """The keys that the content of a file sets. Those of an unknown section are found to be unknown
     one by one."""
     for section, keys in content.items():
-        with located_config_error(f"{path}:{lines.get(str(section), 1)}: "):
-            _check_section(section, keys)
         if section not in SECTIONS:
             for dotted, value in _unknown_entries(str(section), keys):
                 yield _Assignment(dotted, value, f"{path}:{_line_of(dotted, lines)}: ")
             continue
+        if not isinstance(keys, dict | None):
+            raise ConfigError(
+                f"{path}:{lines.get(section, 1)}: {section}={format_value(keys)}: "
+                "must be a mapping of keys, such as {key: value}"
+            )
         for name, value in (keys or {}).items():
             dotted = f"{section}.{name}"
             yield _Assignment(dotted, value, f"{path}:{lines.get(dotted, 1)}: ")
@@ -253,15 +249,6 @@ def _line_of(dotted: str, lines: dict[str, int]) -> int:
     while dotted not in lines and "." in dotted:
         dotted = dotted.rpartition(".")[0]
     return lines.get(dotted, 1)
-
-
-def _check_section(section: Any, keys: Any) -> None:
-    if section not in SECTIONS:
-        return
-    if not isinstance(keys, dict | None):
-        raise ConfigError(
-            f"{section}={format_value(keys)}: must be a mapping of keys, such as {{key: value}}"
-        )
 
 
 def _read_argument(argument: str) -> _Assignment:
@@ -599,7 +586,8 @@ def _assignments(argv: list[str]) -> Iterator[_Assignment]:
             f"config={format_value(files[1])}: config is given {len(files)} times; give one file"
         )
     for path in files:
-        yield from _read_file(path)
+        content, root = _parse_file(path)
+        yield from _assignments_of(path, content, _line_numbers(root))
     for argument in arguments:
         if not argument.startswith("config="):
             yield _read_argument(argument)
@@ -698,12 +686,8 @@ def _refuse_unknown_attributes(cfg: Config) -> None:
             raise ConfigError(f"{name}: unknown section; the sections are {', '.join(sections)}")
     for name, section_type in sections.items():
         section = getattr(cfg, name)
-        _require_section_type(name, section, section_type)
+        if not isinstance(section, section_type):
+            shown = format_value(section)
+            raise ConfigError(f"{name}={shown}: must be an instance of {section_type.__name__}")
         for attribute, value in vars(section).items():
             find_key(f"{name}.{attribute}", value)
-
-
-def _require_section_type(name: str, section: Any, section_type: Any) -> None:
-    if not isinstance(section, section_type):
-        shown = format_value(section)
-        raise ConfigError(f"{name}={shown}: must be an instance of {section_type.__name__}")

@@ -19,9 +19,9 @@ from one_step_off.config.placement import (
     on_one_node,
     shares_device,
 )
+from one_step_off.config.registry import BACK_ENDS
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
-from one_step_off.config.sections.roles import BACK_END_NAMES
 from one_step_off.config.text import did_you_mean, format_value
 from one_step_off.config.user_code import is_user_spec
 
@@ -156,9 +156,9 @@ def check_layouts(cfg: Config, device: str) -> None:
 
 def _check_back_end(role: str, back_end: str) -> None:
     """A user's own is imported when the run is prepared."""
-    if back_end in BACK_END_NAMES or is_user_spec(back_end):
+    if back_end in BACK_ENDS or is_user_spec(back_end):
         return
-    known = (*BACK_END_NAMES, "vllm") if role == "teacher" else BACK_END_NAMES
+    known = [*BACK_ENDS, "vllm"] if role == "teacher" else BACK_ENDS
     otherwise = f"must be one of {', '.join(known)}, or your own as module:TABLE"
     fix = did_you_mean(back_end, known, otherwise)
     raise ConfigError(f"{role}.backend={format_value(back_end)}: no such back end; {fix}")

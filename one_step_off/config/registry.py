@@ -1,19 +1,53 @@
-"""Functions that a config names: a registered name, or the user's own as `module:function`. Imports
-no torch.
-"""
+"""What a config names: a registered name, or the user's own as `module:function`. No torch here."""
 
 import difflib
 import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from one_step_off.config.errors import ConfigError, first_line
 from one_step_off.config.text import did_you_mean
 from one_step_off.config.user_code import find_user_line, format_traceback, similar_spec
+
+ENGINES = {
+    "vllm": "one_step_off.engines.vllm.engine:VllmEngine",
+    "transformers": "one_step_off.engines.transformers.engine:TransformersEngine",
+}
+"""The value of `rollout.engine` -> what creates the engine. The driver imports it too, for `check`,
+so its module imports what is large only in `start`."""
+
+BACK_ENDS = {
+    "fsdp": "one_step_off.training.fsdp.fsdp_workers:WORKERS",
+    "megatron": "one_step_off.training.megatron.megatron_workers:WORKERS",
+}
+"""The value of `actor.backend` and its likes -> its table of workers. Megatron is an extra."""
+
+TRANSPORTS = {
+    "auto": "one_step_off.weight_sync.transports.collective:Collective",
+    "collective": "one_step_off.weight_sync.transports.collective:Collective",
+    "shared_folder": "one_step_off.weight_sync.transports.shared_folder:SharedFolder",
+}
+"""The value of `weight_sync.transport` -> its class. With auto, receivers on the sender's own
+device use same_device.py in place of the transport."""
+
+
+def check_name(key: str, spec: str, names: Iterable[str], user_form: str = "module:Class") -> None:
+    """Refuse a name that is neither one of `names` nor the user's own, without importing anything.
+
+    Args:
+        key: the config key that holds `spec`.
+        user_form: how users name their own.
+
+    Raises:
+        ConfigError: there is no such name.
+    """
+    if spec not in names and ":" not in spec:
+        otherwise = f"use {user_form} or one of {', '.join(names)}"
+        raise ConfigError(f"{key}={spec!r}: unknown; {did_you_mean(spec, names, otherwise)}")
 
 
 def import_object(key: str, spec: str) -> Any:
@@ -112,9 +146,7 @@ class Registry(dict[str, Entry]):
         key = key or self.key
         if spec in self:
             return self[spec]
-        if ":" not in spec:
-            otherwise = f"use {self.user_form} or one of {', '.join(self)}"
-            raise ConfigError(f"{key}={spec!r}: unknown; {did_you_mean(spec, self, otherwise)}")
+        check_name(key, spec, self, self.user_form)
         function = import_object(key, spec)
         if not callable(function):
             raise ConfigError(

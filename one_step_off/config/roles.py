@@ -42,15 +42,15 @@ def role_model_path(cfg: Config, role: str) -> str:
     return getattr(section, "path", "") or cfg.model.path
 
 
-def vocabulary_size(cfg: Config, section: str) -> int:
-    """How many token ids the model that a config section names has logits for.
+def vocabulary_size(cfg: Config) -> int:
+    """How many token ids the policy's model has logits for.
 
     Imports transformers, and raises what transformers raises.
     """
     from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(
-        getattr(cfg, section).path, trust_remote_code=cfg.model.trust_remote_code
+        cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
     )
     return hf_config.get_text_config().vocab_size
 

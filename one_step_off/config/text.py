@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 MAX_VALUE_CHARS = 120
+MAX_LINE_CHARS = 1000
 _MIN_SECRET_CHARS = 8
 _SECRET_VARIABLE = re.compile("(TOKEN|API_?KEY|SECRET|PASSWORD)$")
 # The user part of a URL, and query parameters whose names say that they hold a secret.
@@ -43,9 +44,9 @@ def mask_secrets(text: str) -> str:
     return _SECRET.sub(_masked_match, text)
 
 
-def one_line(text: str, max_chars: int = 1000) -> str:
+def one_line(text: str) -> str:
     """A message as samples keep it: one line, without secrets, cut off where it is long."""
-    return " ".join(mask_secrets(text[: 2 * max_chars])[:max_chars].split())
+    return " ".join(mask_secrets(text[: 2 * MAX_LINE_CHARS])[:MAX_LINE_CHARS].split())
 
 
 def _masked_match(match: re.Match) -> str:

@@ -13,10 +13,13 @@ def split_by_lengths(flat: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
     return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def chunks(items: Any, size: int = 256) -> Iterator[Any]:
-    """A list or array in slices of at most `size` items.
+CHUNK = 256
+
+
+def chunks(items: Any) -> Iterator[Any]:
+    """A list or array in slices of at most CHUNK items.
 
     Numpy calls on one small array after another are slow. One call on all arrays at once needs a
     large block of fresh memory, which may cost more than the work itself. Chunks avoid both.
     """
-    return (items[i : i + size] for i in range(0, len(items), size))
+    return (items[i : i + CHUNK] for i in range(0, len(items), CHUNK))

@@ -96,7 +96,7 @@ def _normalized(message: Mapping[str, Any], empty_for_broken_arguments: bool) ->
     if role == ASSISTANT and reasoning is not None:
         normalized |= {"reasoning": reasoning, "reasoning_content": reasoning}
     if role == "developer":
-        entries["tools"] = normalized_tools(entries.get("tools"), "tools")
+        entries["tools"] = normalized_tools(entries.get("tools"))
     return normalized | entries
 
 
@@ -237,23 +237,22 @@ def openai_messages(messages: Sequence[Message]) -> list[Message]:
 # --- tools and settings ---
 
 
-def normalized_tools(tools: Any, name: str) -> list[Tool] | None:
+def normalized_tools(tools: Any) -> list[Tool] | None:
     """Tools as vLLM gives them to chat templates; None: there are none.
 
     Args:
         tools: a list, or its JSON text, of tools in OpenAI's form, or in the flat one:
             `{"name": ..., "parameters": ...}`.
-        name: of the list, for messages of errors.
 
     Raises:
         BadMessage: they are no list of functions with names.
     """
-    tools = _parsed(tools, name, "list of tools")
+    tools = _parsed(tools, "tools", "list of tools")
     if not tools:
         return None
     if not isinstance(tools, (list, tuple)):
-        raise BadMessage(f"{name}: holds {tools!r:.40}, not a list of tools")
-    return [_normalized_tool(tool, f"{name}[{i}]") for i, tool in enumerate(tools)]
+        raise BadMessage(f"tools: holds {tools!r:.40}, not a list of tools")
+    return [_normalized_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
 
 
 def _normalized_tool(tool: Any, place: str) -> Tool:

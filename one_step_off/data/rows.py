@@ -245,7 +245,17 @@ def final_number(answer: str) -> str:
     return number.replace(",", "").replace("$", "")
 
 
-def _text_column(columns: dict[str, Any], name: str) -> str:
+def checked_columns(columns: Any) -> dict[str, Any]:
+    """The columns of a row. Raises BadRow: they are none."""
+    if isinstance(columns, BadRow):
+        raise columns
+    if not isinstance(columns, dict):
+        raise BadRow(f"a JSON {type(columns).__name__}, not an object with columns")
+    return columns
+
+
+def text_column(columns: dict[str, Any], name: str) -> str:
+    """The text in a column. Raises BadRow: it holds none."""
     value = columns.get(name)
     if not isinstance(value, str) or not value.strip():
         raise BadRow(f"column {name!r} holds {value!r:.40}, not a text")
@@ -255,10 +265,10 @@ def _text_column(columns: dict[str, Any], name: str) -> str:
 def _parse_question(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
     """The gsm8k format: columns question and answer. The answer ends in "#### NUMBER", or is a
     number alone."""
-    content = _text_column(columns, "question") + instruction
+    content = text_column(columns, "question") + instruction
     answer = columns["answer"]
     if isinstance(answer, str) and plain_number(answer.strip()) is None:
-        truth = final_number(_text_column(columns, "answer"))
+        truth = final_number(text_column(columns, "answer"))
     else:
         truth = _truth_text(answer, "column 'answer'").strip()
     return {"messages": [{"role": "user", "content": content}], "ground_truth": truth}
@@ -297,7 +307,7 @@ def _parse_prompt(columns: dict[str, Any]) -> dict[str, Any]:
     truth = _truth_text(columns["ground_truth"], "column 'ground_truth'")
     if isinstance(columns["prompt"], list):
         return _parse_messages(columns | {"reward_model": {"ground_truth": truth}})
-    content = _text_column(columns, "prompt")
+    content = text_column(columns, "prompt")
     if _is_json_of_a_chat(content):
         raise BadRow("column 'prompt' holds chat messages as JSON text; make them a list")
     return {"messages": [{"role": "user", "content": content}], "ground_truth": truth}
@@ -318,13 +328,13 @@ def _parse_problem(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
     """A question in one column, and the plain answer in another: question with ground_truth; or
     problem with answer, ground_truth, or the last \\boxed{...} of its solution."""
     name = "question" if "question" in columns else "problem"
-    content = _text_column(columns, name) + instruction
+    content = text_column(columns, name) + instruction
     for truth_name in ("ground_truth", "answer"):
         if truth_name in columns:
             truth = _truth_text(columns[truth_name], f"column {truth_name!r}")
             break
     else:
-        truth = last_boxed(_text_column(columns, "solution")) or ""
+        truth = last_boxed(text_column(columns, "solution")) or ""
         if not truth.strip():
             raise BadRow("the solution has no \\boxed{ANSWER}")
     return {"messages": [{"role": "user", "content": content}], "ground_truth": truth.strip()}
@@ -351,7 +361,7 @@ def template_fields(columns: dict[str, Any]) -> dict[str, Any]:
             raise BadRow(f"column {name!r}: only text can be trained on")
     try:
         return {
-            "tools": normalized_tools(columns.get("tools"), "tools"),
+            "tools": normalized_tools(columns.get("tools")),
             "chat_template_kwargs": normalized_settings(
                 columns.get("chat_template_kwargs"), "chat_template_kwargs"
             ),
@@ -419,10 +429,7 @@ def _parse_format(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
 
 def _parse_row(columns: Any, instruction: str) -> dict[str, Any]:
     """The fields of a Row that its columns hold. Raises BadRow."""
-    if isinstance(columns, BadRow):
-        raise columns
-    if not isinstance(columns, dict):
-        raise BadRow(f"a JSON {type(columns).__name__}, not an object with columns")
+    columns = checked_columns(columns)
     # A set converted for RL may keep question and answer beside its messages, which say more.
     fields = _parse_format(columns, instruction)
     fields |= template_fields(columns)
@@ -436,6 +443,12 @@ def _parse_row(columns: Any, instruction: str) -> dict[str, Any]:
     if isinstance(data_source, str) and data_source:
         fields["data_source"] = data_source
     return fields
+
+
+def instruction_of(cfg: DataConfig) -> str:
+    """What is appended to each question, apart from it by a blank."""
+    starts_with_blank = not cfg.instruction[:1].strip()
+    return cfg.instruction if starts_with_blank else f" {cfg.instruction}"
 
 
 def load_rows(
@@ -467,8 +480,7 @@ def load_rows(
         raise ConfigError(
             f"data: {spec!r} names no data; give a file, a hub id or generator:word_problems"
         )
-    starts_with_blank = not cfg.instruction[:1].strip()
-    instruction = cfg.instruction if starts_with_blank else f" {cfg.instruction}"
+    instruction = instruction_of(cfg)
     rows: list[Row] = []
     for source in sources:
         raw_rows = read_source(source, split, cfg, seed, read_tasks)

@@ -5,7 +5,7 @@ trainers: what stands before the first answer is the prompt.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,11 @@ from one_step_off.data.rows import (
     DataReport,
     chat_messages,
     check_unicode,
+    checked_columns,
+    instruction_of,
     read_source,
     template_fields,
+    text_column,
 )
 from one_step_off.data.run_data import HELD_OUT_SEED, RunData
 from one_step_off.data.samples import PolicyVersion, Prompt, Sample
@@ -139,7 +142,19 @@ class _Loader:
                 is_cut = length > self.max_length
                 cut += is_cut
                 unended += not is_cut and int(kept.ids[-1]) not in self.stop_ids
-                rows.append(_row(epoch, index, text, chat, kept))
+                rows.append(
+                    SupervisedRow(
+                        id=(epoch, index),
+                        ids=kept.ids,
+                        text=text,
+                        ground_truth="",
+                        where=chat.where,
+                        messages=chat.messages,
+                        tools=chat.tools,
+                        chat_template_kwargs=chat.chat_template_kwargs,
+                        is_answer=kept.is_answer,
+                    )
+                )
         if not rows:
             counts, *skipped_rows = report.lines()
             example = f";{skipped_rows[0]}" if skipped_rows else ""
@@ -154,8 +169,7 @@ class _Loader:
     ) -> list[tuple[int, Chat]]:
         """The chats of the well-formed rows, with their numbers."""
         data = self.cfg.data
-        starts_with_blank = not data.instruction[:1].strip()
-        instruction = data.instruction if starts_with_blank else f" {data.instruction}"
+        instruction = instruction_of(data)
         chats = []
         for source in split_files(files):
             raw_rows = read_source(source, split, data, seed)
@@ -266,14 +280,6 @@ class _Loader:
             )
 
 
-def _row(epoch: int, index: int, text: str, chat: Chat, tokens: MaskedTokens) -> SupervisedRow:
-    row = SupervisedRow(
-        (epoch, index), tokens.ids, text, "", where=chat.where, messages=chat.messages
-    )
-    row = replace(row, tools=chat.tools, chat_template_kwargs=chat.chat_template_kwargs)
-    return replace(row, is_answer=tokens.is_answer)
-
-
 FORMATS = "messages, prompt+completion, question+answer or problem+solution"
 
 TRAINED_KEYS = ("train", "trainable", "training", "loss")
@@ -294,10 +300,7 @@ def parse_chat(
     Raises:
         BadRow: columns are missing or malformed, or there is no answer to learn from.
     """
-    if isinstance(columns, BadRow):
-        raise columns
-    if not isinstance(columns, dict):
-        raise BadRow(f"a JSON {type(columns).__name__}, not an object with columns")
+    columns = checked_columns(columns)
     context = 0  # messages that are no part of a completion
     name = "messages"
     if "messages" in columns:
@@ -308,11 +311,11 @@ def parse_chat(
         name = "prompt+completion"
         raw = prompt + _list(columns, "completion", ASSISTANT)
     elif columns.keys() >= {"question", "answer"}:
-        question = _text(columns, "question") + instruction
-        raw = [_message("user", question), _message(ASSISTANT, _text(columns, "answer"))]
+        question = text_column(columns, "question") + instruction
+        raw = [_message("user", question), _message(ASSISTANT, text_column(columns, "answer"))]
     elif columns.keys() >= {"problem", "solution"}:
-        question = _text(columns, "problem") + instruction
-        raw = [_message("user", question), _message(ASSISTANT, _text(columns, "solution"))]
+        question = text_column(columns, "problem") + instruction
+        raw = [_message("user", question), _message(ASSISTANT, text_column(columns, "solution"))]
     else:
         names = ", ".join(map(str, columns))
         raise BadRow(f"found the columns {names}, not {FORMATS}; rename the columns")
@@ -327,18 +330,11 @@ def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _text(columns: dict[str, Any], name: str) -> str:
-    value = columns[name]
-    if not isinstance(value, str) or not value.strip():
-        raise BadRow(f"column {name!r} holds {value!r:.40}, not a text")
-    return value
-
-
 def _list(columns: dict[str, Any], name: str, role_of_text: str = "") -> list[Any]:
     """The messages in a column, as they stand there. A text is one message of `role_of_text`."""
     messages = columns[name]
     if role_of_text and isinstance(messages, str):
-        return [_message(role_of_text, _text(columns, name))]
+        return [_message(role_of_text, text_column(columns, name))]
     if not isinstance(messages, list) or not messages:
         raise BadRow(f"column {name!r} holds {messages!r:.40}, not a list of chat messages")
     return messages

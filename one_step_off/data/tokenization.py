@@ -145,7 +145,11 @@ class TemplateNotes:
         self.template = tokenizer.get_chat_template()
         self.rows: dict[str, list[str]] = {}
         """What holds for rows -> these rows."""
-        self.unread = [f"data.chat_template_kwargs.{name}" for name in self._unread(settings)]
+        self.unread = [
+            f"data.chat_template_kwargs.{name}"
+            for name in settings
+            if not re.search(rf"\b{re.escape(name)}\b", self.template)
+        ]
 
     def add(self, row: Any, loop_tools: list[dict[str, Any]] | None = None) -> None:
         """Note what there is about a row that the template has rendered: it has `where`,
@@ -170,11 +174,6 @@ class TemplateNotes:
             noted.append(f"warning: {len(rows)} rows {fact} (the first: {rows[0]})")
         self.rows = {}
         return unread + noted
-
-    def _unread(self, settings: dict[str, Any]) -> list[str]:
-        return [
-            name for name in settings if not re.search(rf"\b{re.escape(name)}\b", self.template)
-        ]
 
     @cached_property
     def _writes_tools(self) -> bool:

@@ -25,16 +25,13 @@ NO_RETRY = {"x-should-retry": "false"}
 RETRY_SOON = {"Retry-After": "1"}
 STATUS_OVER = 410
 
-POLICY_PATHS = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/inference/v1/generate",
-    }
-)
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+GENERATE = "/inference/v1/generate"
+POLICY_PATHS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, GENERATE)
 """Answered by `Serving.answer`."""
 
 MODELS = "/v1/models"
@@ -93,7 +90,7 @@ def error_answer(path: str, status: int, code: str, message: str, reason: str = 
         message: one line, for people.
         reason: which of several causes it has, as "turns"; "": it has one.
     """
-    if path.startswith("/v1/messages"):
+    if path.startswith(MESSAGES):
         error: dict[str, Any] = {"type": code, "message": message}
         if reason:
             error["code"] = reason
@@ -226,7 +223,7 @@ def error_event(path: str, error: bytes) -> bytes:
     Args:
         error: the body that it would have had as an answer, in one line of JSON.
     """
-    if path.startswith("/v1/messages") or path == "/v1/responses":
+    if path.startswith(MESSAGES) or path == RESPONSES:
         return b"event: error\ndata: " + error + b"\n\n"
     return b"data: " + error + b"\n\n"
 

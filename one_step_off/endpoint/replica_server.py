@@ -101,7 +101,7 @@ class EndpointAccess:
 
 
 class ReplicaServer:
-    """Implements `agent_loop.base.Endpoint`.
+    """The server of one replica, and what its agent loops need of it: see the module.
 
     Attributes:
         base_url: where agents reach it, without "/v1".

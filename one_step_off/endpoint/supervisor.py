@@ -28,6 +28,7 @@ from one_step_off.endpoint.replica_server import EndpointAccess
 FILE_NAME = "endpoint.json"
 WATCH_S = 1.0
 STOP_S = 5.0
+ANY_ADDRESSES = ("", "0.0.0.0", "::")
 ANSWER_FACTOR = 4
 """A request's answer may take so many times `agent.timeout_s`."""
 
@@ -62,7 +63,7 @@ class GatewaySupervisor:
         service_key = former.get("service_key") or make_service_key()
         reachable = host
         # For agents elsewhere, which the loopback would send to themselves.
-        if _is_any_address(host):
+        if host in ANY_ADDRESSES:
             reachable = address_in_network() if one_machine else reachable_host("")
         self.base_url = f"http://{url_host(reachable)}:{self.port.port}"
         _write_file(self.file, {"base_url": self.base_url, "service_key": service_key})
@@ -164,7 +165,7 @@ def _read_former(path: Path) -> dict[str, Any]:
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             return {}
         content = json.loads(path.read_text())
-        key = content.get("service_key") or content["fleet_key"]  # its name before
+        key = content["service_key"]
         port = int(content["base_url"].rpartition(":")[2])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
@@ -181,10 +182,6 @@ def _write_file(path: Path, content: dict[str, str]) -> None:
     with open(descriptor, "w") as file:
         file.write(json.dumps(content, indent=2) + "\n")
     new.replace(path)
-
-
-def _is_any_address(host: str) -> bool:
-    return host in ("", "0.0.0.0", "::")
 
 
 def _is_loopback(host: str) -> bool:

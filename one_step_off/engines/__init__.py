@@ -1,1 +1,1 @@
-"""What generates: the `Engine` seam and the registry `ENGINES` in engine.py, and the engines."""
+"""What generates: the `Engine` seam in engine.py, and the engines."""

@@ -23,9 +23,8 @@ import psutil
 
 from agent_loop.trajectory import Generated
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.registry import import_object
+from one_step_off.config.registry import ENGINES, check_name, import_object
 from one_step_off.config.schema import Config
-from one_step_off.config.text import did_you_mean
 from one_step_off.data.samples import PolicyVersion
 
 
@@ -191,22 +190,6 @@ class ServesAgents(Protocol):
 CreateEngine = Callable[[Config, str, int, str], Engine]
 """(config, "cpu" or "cuda", seed of the engine, file with the output of this process or "")."""
 
-ENGINES = {
-    "vllm": "one_step_off.engines.vllm.engine:VllmEngine",
-    "transformers": "one_step_off.engines.transformers.engine:TransformersEngine",
-}
-"""The value of `rollout.engine` -> what creates the engine. The driver imports it too, for `check`,
-so its module imports what is large only in `start`."""
-
-
-def check_name(spec: str) -> None:
-    """Refuse a `rollout.engine` that is neither a name of `ENGINES` nor of the form `module:Class`,
-    without importing anything. Raises ConfigError."""
-    if spec not in ENGINES and ":" not in spec:
-        otherwise = f"use module:Class or one of {', '.join(ENGINES)}"
-        fix = did_you_mean(spec, ENGINES, otherwise)
-        raise ConfigError(f"rollout.engine={spec!r}: unknown; {fix}")
-
 
 def find_engine(spec: str) -> CreateEngine:
     """What creates the engine `spec`: a name of `ENGINES`, or the user's own `module:Class`.
@@ -214,7 +197,7 @@ def find_engine(spec: str) -> CreateEngine:
     Raises:
         ConfigError: there is none.
     """
-    check_name(spec)
+    check_name("rollout.engine", spec, ENGINES)
     create = import_object("rollout.engine", ENGINES.get(spec, spec))
     if not callable(create):
         kind = type(create).__name__

@@ -82,8 +82,3 @@ def engine_targets(cfg: Config) -> list[str]:
         )
     names = adapted_layers(model, cfg.model.lora_target_modules)
     return sorted({name.split(".")[-1] for name in names})
-
-
-def check_engine_can_hold(cfg: Config) -> None:
-    """Raises ConfigError: as `engine_targets`."""
-    engine_targets(cfg)

@@ -34,14 +34,12 @@ _OTHERS = (
 )
 
 
-def _allowed_names() -> frozenset[str]:
-    """Everything that a `.metadata` may name, as module.name."""
-    classes = {f"torch.distributed.checkpoint.{name}" for name in _CHECKPOINT_CLASSES}
-    dtypes = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    return frozenset(classes | dtypes | set(_OTHERS))
-
-
-_ALLOWED_NAMES = _allowed_names()
+# Everything that a `.metadata` may name, as module.name.
+_ALLOWED_NAMES = {
+    *(f"torch.distributed.checkpoint.{name}" for name in _CHECKPOINT_CLASSES),
+    *(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)),
+    *_OTHERS,
+}
 
 
 class _Unpickler(pickle.Unpickler):

@@ -185,7 +185,6 @@ class Meter:
     def step(
         self,
         batch: Batch,
-        generated: np.ndarray,
         generate_s: float,
         update_s: float,
         step_s: float,
@@ -195,7 +194,6 @@ class Meter:
         counts nothing. What was generated in vain counts too: the seconds have it.
 
         Args:
-            generated: the generated tokens of each response, int [B].
             generate_s, update_s, step_s: seconds of the generation, of the actor's update and of
                 the step.
         """

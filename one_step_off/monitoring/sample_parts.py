@@ -59,7 +59,7 @@ def rows_by_episode(rows: Sequence[Row]) -> list[list[Row]]:
             key = (repr(row.get("prompt_id")), repr(row.get("index")))
         episodes.setdefault(key, []).append(row)
     for own in episodes.values():
-        own.sort(key=_segment_index)
+        own.sort(key=lambda row: segment_of(row)[0])
     return list(episodes.values())
 
 
@@ -71,10 +71,6 @@ def segment_of(row: Row) -> tuple[int, int]:
     index = segment.get("index")
     parent = segment.get("parent")
     return index if type(index) is int else 0, parent if type(parent) is int else -1
-
-
-def _segment_index(row: Row) -> int:
-    return segment_of(row)[0]
 
 
 def parts_of_row(row: Row) -> list[Row]:

@@ -9,20 +9,9 @@ class SupervisedTracker(Tracker):
     """Writes the files of `Tracker` for supervised steps. No samples are dumped: they are the rows
     of the data."""
 
-    def step(self, batch: Batch, version: int, metrics: dict[str, float]) -> None:
-        """Record one finished step; `version` is the trainer's before the update.
-
-        Raises:
-            Exception: what a callback raises.
-        """
-        row = self._step_row(batch, version, metrics)
-        self.steps.append(row)
-        self._append("metrics.jsonl", row)
-        self._append("ledger.jsonl", {"step": batch.step, "prompts": batch.prompt_order()})
-        if self.loggers:
-            self.loggers.step(row, Batch(batch.step, [], batch.expected_stamp))
-        self.console.step(row, self.total_steps)
-        self.callbacks.step(row)
+    def _dumped(self, batch: Batch) -> Batch:
+        """None of its samples."""
+        return Batch(batch.step, [], batch.expected_stamp)
 
     def _step_row(self, batch: Batch, version: int, metrics: dict[str, float]) -> Row:
         row: Row = {"step": batch.step, "weight_version": version}
@@ -30,13 +19,7 @@ class SupervisedTracker(Tracker):
         row["sft/tokens"] = metrics["actor/tokens"]
         row["sft/tokens_total"] = metrics["actor/tokens_total"]
         row["sft/rows"] = float(len(batch.samples))
-        row |= metrics
-        row |= self.spans
-        row |= self.unwritten
-        row |= self.usage
-        self.spans = {}
-        self.unwritten = {}
-        self._add_recovery_time(row)
+        row |= self._with_phases(metrics)
         if self.meter:
             update_s = row.get("time/actor_update_s", 0.0)
             row |= self.meter.training_step(batch, update_s, row["time/step_s"])

@@ -187,9 +187,13 @@ class Tracker(RunEvents):
         self._append("metrics.jsonl", row)
         self._append("ledger.jsonl", _ledger_row(batch))
         if self.loggers:
-            self.loggers.step(row, batch)
+            self.loggers.step(row, self._dumped(batch))
         self.console.step(row, self.total_steps)
         self.callbacks.step(row)
+
+    def _dumped(self, batch: Batch) -> Batch:
+        """The batch whose samples are dumped."""
+        return batch
 
     def _step_row(self, batch: Batch, version: int, metrics: dict[str, float]) -> Row:
         """The row of metrics.jsonl."""
@@ -201,27 +205,26 @@ class Tracker(RunEvents):
         row["tokens/response"] = float(generated.sum())
         row["staleness/min"] = version - newest_version
         row["staleness/max"] = version - oldest_version
-        row |= metrics
-        row |= self.spans
-        row |= self.unwritten
-        row |= self.usage
-        self.spans = {}
-        self.unwritten = {}
-        self._add_recovery_time(row)
+        row |= self._with_phases(metrics)
         self._warn_of_new_faults(batch, metrics)
         self._warn_of_failed_agents(f"step {batch.step}", batch.samples + batch.dropped)
         if self.meter:
             sync_wait_s = row.get("actor/sync_wait_s", 0.0)
             update_s = row.get("time/actor_update_s", 0.0) - sync_wait_s
             generate_s = row["time/generate_s"]
-            row |= self.meter.step(batch, generated, generate_s, update_s, row["time/step_s"])
+            row |= self.meter.step(batch, generate_s, update_s, row["time/step_s"])
         return row
 
-    def _add_recovery_time(self, row: Row) -> None:
-        """Note in the first row after a failure how long it took to get there."""
+    def _with_phases(self, metrics: dict[str, float]) -> Row:
+        """The metrics of a step with what was recorded since the last row. The first row after a
+        failure says how long it took to get there."""
+        row = metrics | self.spans | self.unwritten | self.usage
+        self.spans = {}
+        self.unwritten = {}
         if self.restart_begin is not None:
             row["restarts/recovery_s"] = time.perf_counter() - self.restart_begin
             self.restart_begin = None
+        return row
 
     def _warn_of_new_faults(self, batch: Batch, metrics: dict[str, float]) -> None:
         """Name the first sample of each kind that was not scored, once in a run."""

@@ -28,9 +28,12 @@ from one_step_off.data.supervised_data import load_supervised_data
 from one_step_off.data.teacher_rows import check_teacher_sources
 from one_step_off.engines import engine
 from one_step_off.engines.vllm.checks import check_teachers
-from one_step_off.models.adapted_layers import check_engine_can_hold
-from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
-from one_step_off.models.torch_packages import check_torch_companions
+from one_step_off.models.adapted_layers import engine_targets
+from one_step_off.models.model_checks import (
+    MODEL_SECTIONS,
+    check_models,
+    check_torch_companions,
+)
 from one_step_off.models.weight_checks import check_weights
 from one_step_off.rewards import trial_call
 from one_step_off.training.back_ends import worker_class
@@ -310,7 +313,7 @@ def check_models_and_engine(cfg: Config) -> Any:
         check_teachers(cfg)
     check_weights(cfg)
     if sends_adapters(cfg):
-        check_engine_can_hold(cfg)
+        engine_targets(cfg)  # raises where the engine can hold no adapters of the model
     return tokenizer
 
 

@@ -19,6 +19,7 @@ from one_step_off.config.placement import (
     visible_gpu_count,
 )
 from one_step_off.config.pool_checks import check_batch, check_hardware, check_layouts, check_pools
+from one_step_off.config.registry import ENGINES, check_name
 from one_step_off.config.role_checks import check_roles, check_run
 from one_step_off.config.roles import check_optimizers
 from one_step_off.config.schema import Config
@@ -39,7 +40,6 @@ from one_step_off.config.supervised import (
 )
 from one_step_off.config.sync_schedule import check_staleness
 from one_step_off.config.teachers import check_teacher
-from one_step_off.engines.engine import check_name
 
 
 def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> None:
@@ -57,7 +57,7 @@ def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> 
         ConfigError: the first fault found.
     """
     checked_copy(cfg)
-    check_name(cfg.rollout.engine)
+    check_name("rollout.engine", cfg.rollout.engine, ENGINES)
     if num_gpus is None:
         num_gpus = visible_gpu_count(cfg)
     device = resolved_device(cfg, num_gpus)

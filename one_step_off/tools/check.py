@@ -8,7 +8,6 @@ import contextlib
 import io
 import os
 import re
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +25,7 @@ from one_step_off.config.schema import Config
 from one_step_off.config.sections.data import source_rewards
 from one_step_off.config.supervised import supervised_config, warm_up_config
 from one_step_off.config.text import mask_secrets
-from one_step_off.config.user_code import AGENT_LOG_FOLDER, find_user_line
+from one_step_off.config.user_code import AGENT_LOG_FOLDER, describe_error
 from one_step_off.data.run_data import RunData, load_run_data
 from one_step_off.data.samples import Prompt
 from one_step_off.data.teacher_rows import check_teacher_sources
@@ -80,9 +79,7 @@ class Checks:
         except ConfigError as error:
             self.line("FAIL", name, str(error))
         except (Exception, SystemExit) as error:
-            place = _user_line(error)
-            location = f" at {place}" if place else ""
-            self.line("FAIL", name, f"{type(error).__name__}{location}: {error}")
+            self.line("FAIL", name, f"{describe_error(error)}: {error}")
 
     def warn(self, name: str, text: str) -> None:
         """Print a line of WARN."""
@@ -368,7 +365,3 @@ def _score_text(score: Score | Exception) -> str:
     if score is None:
         return "nothing (it was not judged in time, and counts as 0)"
     return f"{score:g} (a number)"
-
-
-def _user_line(error: BaseException) -> str:
-    return find_user_line("".join(traceback.format_exception(error)))

@@ -23,7 +23,7 @@ from agent_loop.external import ExternalLoop
 from agent_loop.tool_loop import ToolLoop, detect_format
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
-from one_step_off.config.user_code import find_user_line
+from one_step_off.config.user_code import describe_error, find_user_line
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.rewards import trial_call
 from one_step_off.rewards.functions import RewardFunctions
@@ -100,9 +100,7 @@ def try_agent_loop(
         except (ConfigError, RewardError) as error:
             result.faults.append(str(error))
         except Exception as error:
-            place = find_user_line("".join(traceback.format_exception(error)))
-            location = f" at {place}" if place else ""
-            result.faults.append(f"{type(error).__name__}{location}: {error}")
+            result.faults.append(f"{describe_error(error)}: {error}")
     return result
 
 

@@ -9,13 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.registry import import_object
-
-BACK_ENDS = {
-    "fsdp": "one_step_off.training.fsdp.fsdp_workers:WORKERS",
-    "megatron": "one_step_off.training.megatron.megatron_workers:WORKERS",
-}
-"""Name -> its table of workers. It is imported where it is used: Megatron is an extra."""
+from one_step_off.config.registry import BACK_ENDS, import_object
 
 
 def worker_class(key: str, back_end: str, role: str) -> Any:

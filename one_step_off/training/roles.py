@@ -338,7 +338,7 @@ class TeacherWorker(ModelWorker):
 
     @functools.cached_property
     def _student_vocabulary(self) -> int:
-        return vocabulary_size(self.cfg, "model")
+        return vocabulary_size(self.cfg)
 
 
 def likeliest_tokens(log_probs: Tensor, count: int, vocabulary: int) -> Tensor:

@@ -30,9 +30,6 @@ RESERVED_SETTINGS = {
 }
 """What a class of the user's own receives from elsewhere."""
 
-BACK_END_NAMES = ("fsdp", "megatron")
-"""The back ends of this program; see `training/back_ends.py`."""
-
 LOSS_AGGREGATIONS = "token-mean token-sum sequence-mean seq-mean-token-sum seq-sum-norm"
 
 
@@ -238,35 +235,29 @@ def _check_optimizer_name(role: str, settings: Any) -> None:
         refuse_here(ConfigError(f"{location}: the package torchao is missing; {fix}"))
 
 
-def _is_fraction(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1
-
-
-def _is_step_count(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= 20
-
-
-def _is_block_size(value: Any) -> bool:
-    return type(value) is int and 32 <= value <= 4096
-
-
-def _is_adjustment(value: Any) -> bool:
-    return value in LEARNING_RATE_ADJUSTMENTS
-
-
-def _is_bool(value: Any) -> bool:
-    return type(value) is bool
-
-
 # Optimizer -> its own settings -> what a value must be, and the check of it.
 OPTIMIZER_SETTINGS: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
     ADAMW: {},
-    ADAMW_8BIT: {"block_size": ("a whole number from 32 to 4096", _is_block_size)},
+    ADAMW_8BIT: {
+        "block_size": (
+            "a whole number from 32 to 4096",
+            lambda value: type(value) is int and 32 <= value <= 4096,
+        )
+    },
     MUON: {
-        "momentum": ("a number, at least 0 and below 1", _is_fraction),
-        "nesterov": ("true or false", _is_bool),
-        "ns_steps": ("a whole number from 1 to 20", _is_step_count),
-        "adjust_lr_fn": (" or ".join(LEARNING_RATE_ADJUSTMENTS), _is_adjustment),
+        "momentum": (
+            "a number, at least 0 and below 1",
+            lambda value: type(value) in (int, float) and 0 <= value < 1,
+        ),
+        "nesterov": ("true or false", lambda value: type(value) is bool),
+        "ns_steps": (
+            "a whole number from 1 to 20",
+            lambda value: type(value) is int and 1 <= value <= 20,
+        ),
+        "adjust_lr_fn": (
+            " or ".join(LEARNING_RATE_ADJUSTMENTS),
+            lambda value: value in LEARNING_RATE_ADJUSTMENTS,
+        ),
     },
 }
 

@@ -15,10 +15,6 @@ from one_step_off.config.sections.model import ModelConfig
 from one_step_off.config.text import did_you_mean, format_value
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _is_token_id_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
@@ -28,7 +24,7 @@ def _is_text_or_texts(value: Any) -> bool:
     return all(text and type(text) is str for text in texts)
 
 
-_FLAG = ("true or false", _is_flag)
+_FLAG = ("true or false", lambda value: isinstance(value, bool))
 # Fields of SamplingParams that only say where a sample ends or how it is written out, and what each
 # takes. Any other field might change the distribution that is sampled from.
 ALLOWED_SAMPLING_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Optional
 
-from one_step_off.config.errors import ConfigError, value_error
+from one_step_off.config.errors import value_error
 from one_step_off.config.keys import config_key
-from one_step_off.config.registry import import_object
-from one_step_off.config.text import did_you_mean
+from one_step_off.config.registry import TRANSPORTS, check_name, import_object
 
 
 @dataclass
@@ -72,10 +71,6 @@ class WeightSyncConfig:
     )
 
 
-TRANSPORT_NAMES = ("auto", "collective", "shared_folder")
-"""The keys of `weight_sync/transports/transport.py:TRANSPORTS`, which this layer cannot import."""
-
-
 def check_weight_sync(settings: WeightSyncConfig, device: str, is_one_device: bool) -> None:
     """Check the section weight_sync.
 
@@ -88,10 +83,7 @@ def check_weight_sync(settings: WeightSyncConfig, device: str, is_one_device: bo
     """
     transport = settings.transport
     key = "weight_sync.transport"
-    if transport not in TRANSPORT_NAMES and ":" not in transport:
-        otherwise = f"use module:Class or one of {', '.join(TRANSPORT_NAMES)}"
-        fix = did_you_mean(transport, TRANSPORT_NAMES, otherwise)
-        raise ConfigError(f"{key}={transport!r}: unknown; {fix}")
+    check_name(key, transport, TRANSPORTS)
     if ":" in transport:
         import_object(key, transport)
     if transport == "shared_folder" and settings.mode == "delta":

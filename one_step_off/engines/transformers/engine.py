@@ -12,7 +12,8 @@ import psutil
 from agent_loop.trajectory import Generated
 from one_step_off.cluster.errors import SyncError
 from one_step_off.config.errors import first_line, key_error
-from one_step_off.config.placement import resolved_device
+from one_step_off.config.lengths import engine_length
+from one_step_off.config.placement import device_share, resolved_device
 from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import PolicyVersion
@@ -119,17 +120,16 @@ class TransformersEngine:
 
     def _load(self) -> None:
         """On the thread: load tokenizer and model."""
-        from one_step_off.engines.transformers import model_loading
         from one_step_off.engines.transformers.stop_rules import StopRules
         from one_step_off.engines.transformers.weight_receiving import WholeModelWorker
 
         self.tokenizer = load_section_tokenizer(self.cfg, "model")
-        model = model_loading.load_model(self.cfg, self.device)
+        model = _load_model(self.cfg, self.device)
         eos_of_model = model.generation_config.eos_token_id
         self.rules = StopRules.of_run(self.cfg, self.tokenizer, eos_of_model)
-        cache_bytes = model_loading.cache_limit(self.cfg, model)
+        cache_bytes = _cache_limit(self.cfg, model)
         self.worker = WholeModelWorker(model, cache_bytes)
-        self.thread.use(model, cache_bytes // model_loading.cached_bytes_per_token(model))
+        self.thread.use(model, cache_bytes // _cached_bytes_per_token(model))
 
     def processes(self) -> Sequence[psutil.Process]:
         """It has none."""
@@ -144,7 +144,8 @@ class TransformersEngine:
         """See `Engine.generate`."""
         from one_step_off.engines.transformers.generation_thread import RunningRequest
 
-        self._raise_if_errored()
+        if self.thread.error is not None:
+            raise RuntimeError(str(self.thread.error))
         seed = request.seed
         if seed is None:
             seed = int(self.random.integers(1 << 63))
@@ -208,6 +209,42 @@ class TransformersEngine:
         """The result of a call between two forward passes. Raises RuntimeError: the engine died."""
         return await asyncio.wrap_future(self.thread.submit(function, *args))
 
-    def _raise_if_errored(self) -> None:
-        if self.thread.error is not None:
-            raise RuntimeError(str(self.thread.error))
+
+def _load_model(cfg: Config, device: str) -> Any:
+    """The policy's model in model.dtype on "cpu" or "cuda". Raises what transformers raises."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from one_step_off.models.rope import fix_frequencies
+
+    model = AutoModelForCausalLM.from_pretrained(
+        cfg.model.path,
+        dtype=getattr(torch, cfg.model.dtype),
+        trust_remote_code=cfg.model.trust_remote_code,
+    )
+    # Before the cast to the device: the table is computed on the CPU.
+    fix_frequencies(model, engine_length(cfg))
+    model.requires_grad_(False)
+    return model.eval().to(device)
+
+
+def _cache_limit(cfg: Config, model: Any) -> int:
+    """Bytes of the keys and values of one call at most."""
+    import torch
+
+    if model.device.type == "cpu":
+        return cfg.rollout.kv_cache_mb << 20
+    share = device_share(cfg, cfg.placement.roles["rollout"])
+    total = torch.cuda.get_device_properties(model.device).total_memory
+    usable = int(share * cfg.rollout.gpu_memory_utilization * total)
+    # transformers' cache grows by copying itself, a layer at a time; logits need memory, too.
+    return max(0, usable - torch.cuda.memory_allocated(model.device)) // 2
+
+
+def _cached_bytes_per_token(model: Any) -> int:
+    """Bytes of one token's keys and values, as far as the model's config tells."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None)
+    head_size = head_size or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_size * model.dtype.itemsize

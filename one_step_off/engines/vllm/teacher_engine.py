@@ -83,7 +83,7 @@ class TeacherEngine(UsageProbe):
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.vocabulary = vocabulary_size(self.cfg, "model")
+        self.vocabulary = vocabulary_size(self.cfg)
         arguments = teacher_engine_args(self.cfg, self.device)
         what_failed = f"teacher.path={self.cfg.teacher.path}: vLLM cannot serve it here"
         with failed_start_names_its_reason(what_failed, self.log):

@@ -32,21 +32,11 @@ import torch
 import torch.distributed as dist
 
 from one_step_off.cluster.bounded_waits import KEY_POLL_S, POLL_INTERVAL_S, AbortSignal
-from one_step_off.config.registry import import_object
+from one_step_off.config.registry import TRANSPORTS, import_object
 from one_step_off.config.schema import Config
 from one_step_off.distributed_util import connect_store, open_store
 
 KEY = "weight_sync.transport"
-
-HERE = "one_step_off.weight_sync.transports"
-
-TRANSPORTS = {
-    "auto": f"{HERE}.collective:Collective",
-    "collective": f"{HERE}.collective:Collective",
-    "shared_folder": f"{HERE}.shared_folder:SharedFolder",
-}
-"""By the value of weight_sync.transport. With auto, receivers on the sender's own device use
-same_device.py in place of the transport."""
 
 FOLDER = "weight_sync"
 """Of the run's folder: the default of weight_sync.folder."""

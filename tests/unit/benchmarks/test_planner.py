@@ -1,4 +1,4 @@
-"""The benchmark of the planner: tables of published runs, of formulas, and of a validation."""
+"""The benchmark of the planner: tables of published runs and of a validation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from benchmarks.planner import validation
-from benchmarks.planner.paper import paper
 from benchmarks.planner.published import published
 from one_step_off.tools.planner.work import Work
 
@@ -23,10 +22,6 @@ def test_published_tables() -> None:
     page = (ROOT / "docs/measured/planner.md").read_text()
     for line in text.splitlines():
         assert line in page, f"docs/measured/planner.md lacks {line}"
-
-
-def test_formulas() -> None:
-    assert "| hours between two stops | 49.5 | 3.1 |" in paper()
 
 
 def test_the_table_of_a_validation() -> None:

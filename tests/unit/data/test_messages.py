@@ -162,12 +162,12 @@ def test_arguments_that_are_no_object(arguments: Any) -> None:
     ],
 )
 def test_forms_of_tools(tools: Any) -> None:
-    assert normalized_tools(tools, "tools") == [TOOL]
+    assert normalized_tools(tools) == [TOOL]
 
 
 @pytest.mark.parametrize("nothing", [None, "", " ", [], "[]", "null"])
 def test_no_tools_and_no_settings(nothing: Any) -> None:
-    assert normalized_tools(nothing, "tools") is None
+    assert normalized_tools(nothing) is None
     if not isinstance(nothing, list) and nothing != "[]":
         assert normalized_settings(nothing, "settings") == {}
 
@@ -185,7 +185,7 @@ def test_no_tools_and_no_settings(nothing: Any) -> None:
 )
 def test_bad_tools(tools: Any, says: str) -> None:
     with pytest.raises(BadMessage) as error:
-        normalized_tools(tools, "tools")
+        normalized_tools(tools)
     assert says in str(error.value)
 
 

@@ -148,13 +148,13 @@ def test_rows_have_the_text_of_vllms_server(
     tokenizer = tokenizer_with(serving, FAMILIES[family])
     theirs = text_of_vllm(serving, messages, tools, own_settings)
     normalized = normalized_messages(messages, "messages")
-    rendered_tools = normalized_tools(tools, "tools")
+    rendered_tools = normalized_tools(tools)
     ours = render_chat(
         tokenizer, normalized, rendered_tools, own_settings, add_generation_prompt=True
     )
     assert ours == theirs
     assert normalized_messages(normalized, "messages") == normalized
-    assert normalized_tools(json.dumps(rendered_tools), "tools") == rendered_tools
+    assert normalized_tools(json.dumps(rendered_tools)) == rendered_tools
     # The same with objects for arguments, as data sets have them.
     for message in messages:
         for call in message.get("tool_calls", ()):

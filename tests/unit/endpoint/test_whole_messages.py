@@ -97,7 +97,7 @@ def test_a_history_is_rendered_whole(serving: Any, kind: str) -> None:
     whole = render_chat(
         policy.tokenizer,
         normalized_messages(messages, "messages"),
-        normalized_tools(TOOLS, "tools"),
+        normalized_tools(TOOLS),
         {"enable_thinking": False},
         add_generation_prompt=True,
     )

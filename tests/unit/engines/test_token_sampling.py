@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from one_step_off.engines.transformers.token_sampling import sample
+from one_step_off.engines.transformers.generation_thread import sample
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, 0.0])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from one_step_off.config.errors import ConfigError
-from one_step_off.models.torch_packages import check_torch_companions
+from one_step_off.models.model_checks import check_torch_companions
 
 
 def install(folder: Path, package: str, version: str, code: str) -> None:

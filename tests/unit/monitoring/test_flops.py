@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import Batch, Sample, generated_tokens
+from one_step_off.data.samples import Batch, Sample
 from one_step_off.data.token_work import generation_work, pass_work
 from one_step_off.monitoring.flops import Meter, ModelShape, peak_flops
 from one_step_off.rollout.dynamic_sampling import notes_of_replaced
@@ -81,7 +81,7 @@ def batch_of(**extra: object) -> Batch:
 
 def step(meter: Meter, batch: Batch, *times: float, **named: float) -> dict[str, float | None]:
     """As the tracker asks for it."""
-    return meter.step(batch, generated_tokens(batch.samples)[0], *times, **named)
+    return meter.step(batch, *times, **named)
 
 
 def test_rates_and_mfu_of_both_groups():

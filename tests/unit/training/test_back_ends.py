@@ -12,11 +12,12 @@ import pytest
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
+from one_step_off.config.registry import BACK_ENDS
 from one_step_off.runtime import prepare as prepare_module
 from one_step_off.runtime import processes
 from one_step_off.runtime.processes import RunProcesses
 from one_step_off.runtime.validation import validate
-from one_step_off.training.back_ends import BACK_ENDS, worker_class
+from one_step_off.training.back_ends import worker_class
 from one_step_off.training.fsdp import fsdp_workers
 from tests.unit.training.fsdp_helpers import MODELS, config, end, make_batch, start, write_model
 

@@ -77,7 +77,7 @@ def checked_messages(messages: Sequence[Any]) -> list[Message]:
 def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
     """The tools of a request as the chat template receives them. Raises RequestRefused."""
     try:
-        return normalized_tools(tools, "tools")
+        return normalized_tools(tools)
     except BadMessage as error:
         raise RequestRefused(str(error)) from None
 

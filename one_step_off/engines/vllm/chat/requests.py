@@ -3,21 +3,20 @@
 import json
 from typing import Any
 
+from one_step_off.endpoint.http_messages import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    GENERATE,
+    MESSAGES,
+    RESPONSES,
+)
 from one_step_off.engines.vllm.chat.conversation import (
     ConversationRecord,
     RequestRefused,
     checked_tools,
 )
 from one_step_off.engines.vllm.chat.parsers import whole_characters
-
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-RESPONSES = "/v1/responses"
-MESSAGES = "/v1/messages"
-COUNT_TOKENS = "/v1/messages/count_tokens"
-GENERATE = "/inference/v1/generate"
-
-PATHS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, GENERATE)
 
 COMPLETION_TOKENS = 16
 """Tokens of a completion whose request names no number: OpenAI's default."""

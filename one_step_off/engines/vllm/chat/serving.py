@@ -225,7 +225,7 @@ class Serving:
         """The answer to one request. It is whole: a request for a stream gets all its events.
 
         Args:
-            path: one of `requests.PATHS`.
+            path: one of `http_messages.POLICY_PATHS`.
             body: of the request.
         """
         answer = await self._serve(episode, path, body)

@@ -1,4 +1,4 @@
-"""Several tries at one answer."""
+"""The loops that call no tool: one answer, or several tries at it."""
 
 from typing import Any
 
@@ -9,6 +9,19 @@ from one_step_off.data.samples import Prompt
 from one_step_off.rewards.reward import Reward
 
 DEFAULT_FEEDBACK = "That is wrong. Try again."
+
+
+@LOOPS.register("single_turn")
+class SingleTurn(AgentLoop):
+    """One prompt, one answer."""
+
+    async def run(
+        self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits
+    ) -> Trajectory:
+        """See `AgentLoop.run`."""
+        trajectory = Trajectory(prompt.ids, limits)
+        await trajectory.generate(generate)
+        return trajectory
 
 
 @LOOPS.register("retry_with_feedback")
