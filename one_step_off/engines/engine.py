@@ -54,7 +54,8 @@ class Engine(Protocol):
     only `errored`, `processes` and `shutdown` are called.
 
     An engine's class may have a static method `check(cfg)` that raises ConfigError for what the
-    engine cannot do. It is called where a run is prepared, before anything is started.
+    engine cannot do. It is called where a run is prepared, before anything is started. Its engines
+    may have `start_note`: after `start`, a line for the console.
 
     Attributes:
         max_sequences: how many requests it works on at once; known after `start`.

@@ -148,6 +148,10 @@ class RolloutReplica(UsageProbe, PlacedActor):
             lambda *report: gateway.register.remote(*report),
         )
 
+    async def start_note(self) -> str:
+        """What the engine says of itself for the console; "": nothing."""
+        return getattr(self.engine, "start_note", "")
+
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker, see `Engine.call_workers`."""
         return await self.engine.call_workers(method, *args)

@@ -110,10 +110,18 @@ class PersistentActors:
         """Load all engines; or let those of the attempt before drop its work."""
         if self.former_rollout is None:
             await self.rollout.setup()
+            await self._log_start_note()
             return
         former = self.former_rollout
         self.former_rollout = None
         await reuse_engines(self.rollout, former, self.attempt)
+
+    async def _log_start_note(self) -> None:
+        """Log what the first engine says of itself; the others are alike."""
+        limit_s = self.cfg.trainer.step_timeout_s
+        notes = await call_all(limit_s, "rollout", self.rollout.replicas[:1], "start_note")
+        for note in filter(None, notes):
+            self.rollout.events.log(note)
 
     def slot_share(self, pool: str) -> float:
         """The part of each process slot that Ray books for every process in it."""

@@ -198,8 +198,11 @@ def check_engine(rollout: RolloutConfig, in_flight: str, longest: int, device: s
     for name, value in rollout.engine_kwargs.items():
         location = f"rollout.engine_kwargs.{format_value(name)}={format_value(value)}"
         our_key = key_of_vllm_field(name)
-        if our_key:
+        sizes_gpu_cache = name == "kv_cache_memory_bytes" and device == "cuda"
+        if our_key and not sizes_gpu_cache:
             raise ConfigError(f"{location}: use {our_key}")
+        if sizes_gpu_cache and (type(value) is not int or value < 1):
+            raise ConfigError(f"{location}: must be a whole number above 0, in bytes")
         if name in ENGINE_FIELDS_SET_BY_US:
             raise ConfigError(f"{location}: the program sets it; remove it")
         if name in UNSAFE_ENGINE_FIELDS and value and value != "auto":

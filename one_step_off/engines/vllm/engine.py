@@ -13,6 +13,7 @@ from one_step_off.data.samples import PolicyVersion
 from one_step_off.engines.engine import GenerationRequest
 from one_step_off.engines.vllm import checks
 from one_step_off.engines.vllm.engine_args import engine_args
+from one_step_off.engines.vllm.kv_cache import apply_plan, plan_kv_cache
 from one_step_off.engines.vllm.processes import (
     engine_processes,
     failed_start_names_its_reason,
@@ -25,6 +26,7 @@ class VllmEngine:
 
     Attributes:
         llm: the `AsyncLLM`; None before `start`.
+        start_note: see `Engine`.
     """
 
     def __init__(self, cfg: Config, device: str, seed: int = 0, log: str = "") -> None:
@@ -40,6 +42,7 @@ class VllmEngine:
         self.log = log
         self.llm: Any = None
         self.max_sequences = 0
+        self.start_note = ""
         self.started_requests = 0
         self.finished_requests = 0
         self.asleep = False
@@ -66,9 +69,24 @@ class VllmEngine:
         arguments = engine_args(self.cfg, self.device, self.seed)
         self.lora_request = request_of_policy(self.cfg)
         with failed_start_names_its_reason("its engine did not start", self.log):
-            self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            engine_config = AsyncEngineArgs(**arguments).create_engine_config()
+            if self.device == "cuda":
+                self._size_kv_cache(engine_config)
+            self.llm = AsyncLLM.from_vllm_config(
+                engine_config, disable_log_stats=arguments["disable_log_stats"]
+            )
         self.max_sequences = self.llm.vllm_config.scheduler_config.max_num_seqs
         self.own_processes = engine_processes()
+
+    def _size_kv_cache(self, engine_config: Any) -> None:
+        """Bound the KV cache of vLLM's `VllmConfig`, where that is safe; see `kv_cache`."""
+        from vllm.platforms import current_platform
+
+        gpu_bytes = current_platform.get_device_total_memory()
+        plan = plan_kv_cache(self.cfg, engine_config, gpu_bytes)
+        if plan is not None:
+            apply_plan(plan, engine_config, gpu_bytes)
+            self.start_note = str(plan)
 
     def agent_serving(self, tokenizer: Any) -> Any:
         """See `ServesAgents`."""

@@ -23,6 +23,7 @@ from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.lora_checks import sends_adapters
 from one_step_off.config.schema import Config
 from one_step_off.data.token_work import pass_work
+from one_step_off.engines.vllm.kv_cache import token_bytes
 from one_step_off.monitoring.flops import ModelShape, peak_flops, shape_of
 from one_step_off.tools.planner.work import Work
 
@@ -170,7 +171,7 @@ def planned_model(path: str) -> PlannedModel:
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
     head_size = shape.attention_width / heads
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    kv_bytes = 2 * 2 * shape.layers * kv_heads * head_size
+    kv_bytes = token_bytes(shape.layers, kv_heads, head_size, itemsize=2)
     return PlannedModel(source, shape, parameters, kv_bytes, heads)
 
 

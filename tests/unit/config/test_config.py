@@ -313,6 +313,10 @@ def test_valid_combinations() -> None:
     )
     split = "rollout.engine_kwargs={enable_chunked_prefill: true, max_num_batched_tokens: 512}"
     validate(good(split, "placement.device=cuda"), 2)
+    own_size = "rollout.engine_kwargs.kv_cache_memory_bytes=1000000000"
+    validate(good(own_size, "placement.device=cuda"), 2)
+    with pytest.raises(ConfigError, match="whole number above 0, in bytes"):
+        validate(good(own_size.replace("1000000000", "1G"), "placement.device=cuda"), 2)
     validate(good("algorithm.kl_estimator=k1"), 0)
     validate(
         good(

@@ -289,6 +289,10 @@ BAD = [
         ["logits_processors=[a:B]", "log-probs", "remove it"],
     ),
     (
+        ["rollout.engine_kwargs.kv_cache_memory_bytes=1000000"],
+        ["kv_cache_memory_bytes=1000000", "use rollout.kv_cache_mb"],
+    ),
+    (
         ["rollout.engine_kwargs.kv_cache_dtype=fp8"],
         ["kv_cache_dtype=fp8", "log-probs", "remove it"],
     ),

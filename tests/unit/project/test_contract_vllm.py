@@ -37,6 +37,7 @@ ENGINE_CALLS = {
     # method of AsyncLLM -> the arguments that are given
     "collective_rpc": ("method", "args"),
     "from_engine_args": ("engine_args",),
+    "from_vllm_config": ("vllm_config", "disable_log_stats"),
     "generate": ("prompt", "sampling_params", "request_id", "lora_request"),
     "is_sleeping": (),
     "resume_generation": (),

@@ -140,8 +140,13 @@ def start_with(tmp_path, monkeypatch):
 
     def start(replica, make_engine):
         replica.cfg.model.path = str(tmp_path)
-        llm = SimpleNamespace(AsyncLLM=SimpleNamespace(from_engine_args=make_engine))
-        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(AsyncEngineArgs=dict))
+        llm = SimpleNamespace(
+            AsyncLLM=SimpleNamespace(from_vllm_config=lambda made, **_: make_engine(made))
+        )
+        arguments = SimpleNamespace(
+            AsyncEngineArgs=lambda **given: SimpleNamespace(create_engine_config=lambda: given)
+        )
+        monkeypatch.setitem(sys.modules, "vllm", arguments)
         monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", llm)
         return asyncio.run(replica.start())
 
