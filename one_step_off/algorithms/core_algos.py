@@ -1,6 +1,6 @@
 """The mathematics of the trainer: pure functions of numpy arrays or tensors.
 
-Value loss, KL, log-probs and entropy, loss aggregation. No I/O, no config object, no
+Value loss, KL, loss aggregation. No I/O, no config object, no
 collective. Three policies appear throughout:
 
     mu        the policy that generated the tokens (the engine's weights, one step behind)
@@ -8,12 +8,13 @@ collective. Three policies appear throughout:
               before the update
     theta     the policy being trained
 
-Advantages are in `advantages.py`, policy losses and rollout corrections in `policy_losses.py`.
-Log-probs are in nats. Sums over micro-batches and ranks are per-token weights with global
-denominators (`token_weights`), so the gradient does not depend on how the batch was cut.
+Advantages are in `advantages.py`, policy losses and rollout corrections in `policy_losses.py`,
+log-probs and entropies in `training/token_outputs.py`. Log-probs are in nats. Sums over
+micro-batches and ranks are per-token weights with global denominators (`token_weights`), so the
+gradient does not depend on how the batch was cut.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,13 +22,6 @@ import torch
 from torch import Tensor
 
 from one_step_off.algorithms.policy_losses import clamp_log_ratio, ratio_of
-
-TokenOutputs = tuple[Tensor, Tensor | None]
-"""Outputs for n tokens: their log-probs (or the values of a scalar head), [n]; and [n] of the
-statistic that was asked for, such as their entropy, or None."""
-
-Figure = str | Callable[[Tensor], Tensor]
-"""The statistic of `log_probs_and_entropy`."""
 
 Stats = dict[str, Tensor]
 """Scalars by name."""
@@ -184,39 +178,6 @@ def kl(log_p: Tensor, log_q: Tensor, estimator: str = "k3") -> Tensor:
         clamped = clamp_log_ratio(log_r)
         return torch.expm1(clamped) - clamped
     raise ValueError(f"unknown KL estimator {estimator!r}")
-
-
-def log_probs_and_entropy(
-    logits: Tensor, tokens: Tensor, temperature: float = 1.0, entropy: Figure = "none"
-) -> TokenOutputs:
-    """The log-prob of each token and a statistic of its distribution, after temperature, in float32
-    nats.
-
-    Args:
-        logits: [n, vocabulary].
-        tokens: int64 [n]; or [n, m], where m tokens of each place are wanted.
-        temperature: the logits are divided by it, as the engine does before it samples.
-        entropy: the statistic: "none"; the entropy, as "metric" without a gradient, or as "grad"
-            with one; "squares": sum_v p(v)^2; or a function of all log-probs, [n, vocabulary].
-
-    Returns:
-        As `tokens`; and [n], what the function returns, or None.
-    """
-    logits = logits.float()
-    if temperature != 1.0:  # a pass over all logits, forward and backward, that changes nothing
-        logits = logits / temperature
-    log_p = torch.log_softmax(logits, dim=-1)
-    places = tokens if tokens.ndim == 2 else tokens.unsqueeze(-1)
-    chosen = log_p.gather(-1, places).reshape(tokens.shape)
-    if entropy == "none":
-        return chosen, None
-    if callable(entropy):
-        return chosen, entropy(log_p)
-    if entropy == "squares":
-        return chosen, log_p.exp().square().sum(-1)
-    # entr(p) = -p log p with entr(0) = 0, so a vocabulary entry masked by -inf logits gives no NaN.
-    with torch.set_grad_enabled(entropy == "grad" and torch.is_grad_enabled()):
-        return chosen, torch.special.entr(log_p.exp()).sum(-1)
 
 
 def token_stats(log_probs: Tensor, mu_log_probs: Tensor, clipped: Tensor) -> tuple[Stats, Stats]:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from one_step_off.algorithms import batching, core_algos
+from one_step_off.algorithms import batching
 from one_step_off.algorithms.advantages import TokenArrays
 from one_step_off.cluster.network import reachable_host, select_gloo_interface
 from one_step_off.cluster.placement import PlacedActor
@@ -43,6 +43,7 @@ from one_step_off.data.samples import Batch, Sample
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.training import lora
 from one_step_off.training.device_memory import limit_memory
+from one_step_off.training.token_outputs import Figure, TokenOutputs
 from one_step_off.training.update_stats import PhaseTimer
 from one_step_off.training.worker_interface import BatchShare
 
@@ -129,10 +130,10 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
 
     @abstractmethod
     def _forward(
-        self, layout: batching.MicroBatch, temperature: float, figure: core_algos.Figure
-    ) -> core_algos.TokenOutputs:
+        self, layout: batching.MicroBatch, temperature: float, figure: Figure
+    ) -> TokenOutputs:
         """The model's output at the wanted tokens [n], and a figure of each, see
-        `core_algos.log_probs_and_entropy`."""
+        `token_outputs.log_probs_and_entropy`."""
 
     # The start.
 
@@ -179,9 +180,7 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
 
     # Forward passes.
 
-    def _response_outputs(
-        self, batch: Batch, figure: core_algos.Figure = "none"
-    ) -> dict[int, np.ndarray]:
+    def _response_outputs(self, batch: Batch, figure: Figure = "none") -> dict[int, np.ndarray]:
         """The model's output at all response tokens of this rank's share: position in batch ->
         float32 [R], or [R, 1 + m] with a figure of m numbers (collective)."""
         wanted = [np.arange(len(s.prompt_ids), s.length) for s in batch.samples]
@@ -210,7 +209,7 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         wanted: TokenArrays,
         micro_batches: list[list[int]],
         temperature: float,
-        figure: core_algos.Figure = "none",
+        figure: Figure = "none",
     ) -> dict[int, np.ndarray]:
         """The model's output at the wanted tokens of some sequences (collective).
 
@@ -218,7 +217,7 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
             sequences: token ids, int [L] each.
             wanted: for each sequence the places, 1 .. L - 1, of the wanted tokens, int [n].
             micro_batches: indices into `sequences`.
-            figure: of `core_algos.log_probs_and_entropy`.
+            figure: of `token_outputs.log_probs_and_entropy`.
 
         Returns:
             Index of the sequence -> float32 [n], or [n, 1 + m] with a figure of m numbers. Empty

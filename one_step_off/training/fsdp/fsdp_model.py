@@ -26,7 +26,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from one_step_off.algorithms.core_algos import TokenOutputs, log_probs_and_entropy
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
@@ -42,7 +41,7 @@ from one_step_off.models.hf_model import (
 from one_step_off.models.stored_weights import StoredWeights
 from one_step_off.training import lora, packed_attention
 from one_step_off.training.packed_attention import AttentionChoice
-from one_step_off.training.token_outputs import in_chunks
+from one_step_off.training.token_outputs import TokenOutputs, in_chunks, log_probs_and_entropy
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.tensor import DTensor
 
-from one_step_off.algorithms import batching, core_algos
+from one_step_off.algorithms import batching
 from one_step_off.training import (
     lora,
     optimizer_trial,
@@ -24,6 +24,7 @@ from one_step_off.training import (
 )
 from one_step_off.training.fsdp import fsdp_model
 from one_step_off.training.model_worker import ModelWorker, WorkItem
+from one_step_off.training.token_outputs import Figure, TokenOutputs
 from one_step_off.training.update_stats import PhaseTimer
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -56,8 +57,8 @@ class FsdpBackend(ModelWorker):
             self.model.reshard()
 
     def _forward(
-        self, layout: batching.MicroBatch, temperature: float, figure: core_algos.Figure
-    ) -> core_algos.TokenOutputs:
+        self, layout: batching.MicroBatch, temperature: float, figure: Figure
+    ) -> TokenOutputs:
         inputs = {"input_ids": self._tensor(layout.input_ids)}
         if layout.position_ids is not None:
             inputs["position_ids"] = self._tensor(layout.position_ids)

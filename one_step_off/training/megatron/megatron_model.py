@@ -20,7 +20,6 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from one_step_off.algorithms import batching
-from one_step_off.algorithms.core_algos import TokenOutputs
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
@@ -28,7 +27,7 @@ from one_step_off.config.sections.roles import BackendConfig, TrainedConfig
 from one_step_off.models.hf_model import SCALAR_ROLES
 from one_step_off.training.megatron.megatron_weights import head_dim
 from one_step_off.training.packed_attention import FIRST_HOPPER_GPU, attend_per_sequence
-from one_step_off.training.token_outputs import in_chunks
+from one_step_off.training.token_outputs import TokenOutputs, in_chunks, row_statistics
 
 # Megatron's own switch, before its other modules are imported: on short runs compiling costs more
 # than it gains.
@@ -301,7 +300,7 @@ def at_positions(
     Args:
         logit_index, tokens: as in `batching.MicroBatch`.
         vocabulary: entries without padding.
-        temperature, entropy: as in `core_algos.log_probs_and_entropy`.
+        temperature, entropy: as in `token_outputs.log_probs_and_entropy`.
         chunk: how many tokens' logits exist at once.
         hook: what GPTModel gives: hidden states, head, weight of the head, config.
     """
@@ -327,7 +326,7 @@ def at_positions(
 
     def log_probs(hidden: Tensor, tokens: Tensor) -> TokenOutputs:
         copied = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
-        logits = F.linear(copied, weight)[:, :entries].float()
+        logits = F.linear(copied, weight)[:, :entries]
         return split_log_probs(logits, tokens, first_entry, temperature, entropy)
 
     return in_chunks(log_probs, hidden, logit_index, tokens, chunk)
@@ -345,32 +344,40 @@ def joined(values: Tensor, indices: Tensor, count: int) -> Tensor:
 def split_log_probs(
     logits: Tensor, tokens: Tensor, first_entry: int, temperature: float, entropy: str
 ) -> TokenOutputs:
-    """As `core_algos.log_probs_and_entropy`, of logits whose vocabulary is split over the
-    tensor-parallel ranks.
+    """As `token_outputs.log_probs_and_entropy`, of logits whose vocabulary is split over the
+    tensor-parallel ranks. Each rank computes the distribution over its own entries, of which the
+    whole one is the mixture: with t the weight of a rank's share and T the sum of all,
+
+        log p = log p(own entries) + log t - log T      H = log T + sum of t (H(own) - log t) / T
 
     Args:
-        logits: float32 [n, entries from `first_entry` on].
+        logits: [n, entries from `first_entry` on].
         tokens: int64 [n]; any entry of the whole vocabulary.
     """
     # Only sums are reduced, and all that depends on them is the same on every rank, so their
     # gradient is identity.
     reduce = tensor_parallel.reduce_from_tensor_model_parallel_region
-    logits = logits / temperature
-    highest = logits.detach().amax(-1)
-    torch.distributed.all_reduce(
-        highest, torch.distributed.ReduceOp.MAX, mpu.get_tensor_model_parallel_group()
-    )
-    logits = logits - highest[:, None]
-    weights = logits.exp()
-    total = reduce(weights.sum(-1))
     entries = logits.shape[1]
     is_here = (tokens >= first_entry) & (tokens < first_entry + entries)
     index = (tokens - first_entry).clamp(0, entries - 1)
-    chosen = logits.gather(-1, index[:, None])[:, 0]
-    log_probs = reduce(torch.where(is_here, chosen, 0.0)) - total.log()
+    own = row_statistics(logits, index, temperature, entropy)
+    highest = own.highest.clone()
+    torch.distributed.all_reduce(
+        highest, torch.distributed.ReduceOp.MAX, mpu.get_tensor_model_parallel_group()
+    )
+    log_weight = own.log_total + (own.highest - highest)
+    weight = log_weight.exp()
+    chosen = torch.where(is_here, own.chosen[:, 0] + log_weight, 0.0)
+    parts = [weight, chosen]
+    if entropy == "squares":
+        parts.append(weight.square() * own.figure)
+    elif entropy != "none":
+        parts.append(weight * (own.figure - log_weight))
+    total, chosen, *figures = reduce(torch.stack(parts))
+    log_probs = chosen - total.log()
     if entropy == "none":
         return log_probs, None
     if entropy == "squares":
-        return log_probs, reduce(weights.square().sum(-1)) / total.square()
+        return log_probs, figures[0] / total.square()
     with torch.set_grad_enabled(entropy == "grad" and torch.is_grad_enabled()):
-        return log_probs, total.log() - reduce((weights * logits).sum(-1)) / total
+        return log_probs, total.log() + figures[0] / total

@@ -23,7 +23,6 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from one_step_off.algorithms import batching
-from one_step_off.algorithms.core_algos import Figure, TokenOutputs
 from one_step_off.config.sections.roles import TrainedConfig
 from one_step_off.models import megatron_support
 from one_step_off.training import roles
@@ -31,6 +30,7 @@ from one_step_off.training.megatron import megatron_model, megatron_weights
 from one_step_off.training.megatron.megatron_checkpoint import BackgroundWriter, copy_to_host
 from one_step_off.training.megatron.megatron_shims import count_padding_in_checkpoints, cuda_is_cpu
 from one_step_off.training.model_worker import BatchShare, ModelWorker, WorkItem
+from one_step_off.training.token_outputs import Figure, TokenOutputs
 from one_step_off.training.update_stats import PhaseTimer
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece

@@ -86,21 +86,6 @@ def test_the_value_of_a_straight_through_estimator_is_the_plain_ones():
     assert ca.kl(log_p, log_q, "abs").tolist() == [0.5, 1.5]
 
 
-def test_log_probs_and_entropy():
-    logits = torch.tensor([[0.0, math.log(3.0)], [0.0, -torch.inf]], requires_grad=True)
-    log_probs, entropy = ca.log_probs_and_entropy(logits, torch.tensor([1, 0]), entropy="metric")
-    torch.testing.assert_close(log_probs, torch.tensor([math.log(0.75), 0.0]))
-    torch.testing.assert_close(
-        entropy, torch.tensor([-0.75 * math.log(0.75) - 0.25 * math.log(0.25), 0.0])
-    )
-    assert log_probs.requires_grad
-    assert not entropy.requires_grad
-    assert ca.log_probs_and_entropy(logits, torch.tensor([1, 0]))[1] is None
-    half = ca.log_probs_and_entropy(logits, torch.tensor([1, 0]), temperature=0.5, entropy="grad")
-    torch.testing.assert_close(half[0][0], torch.tensor(math.log(0.9)))
-    assert half[1].requires_grad
-
-
 def test_token_stats():
     theta = torch.log(torch.tensor([0.2, 0.6]))
     mu = torch.log(torch.tensor([0.4, 0.3]))

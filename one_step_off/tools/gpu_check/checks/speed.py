@@ -125,8 +125,7 @@ def _timed_pass(model: Any, ids: torch.Tensor, device: torch.device) -> float:
 def _pass(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """One forward and backward pass of the trainer's kind: logits in chunks, computed again.
     Returns the loss."""
-    from one_step_off.algorithms.core_algos import log_probs_and_entropy
-    from one_step_off.training.token_outputs import in_chunks
+    from one_step_off.training.token_outputs import in_chunks, log_probs_and_entropy
 
     model.zero_grad()
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
