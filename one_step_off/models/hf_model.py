@@ -5,9 +5,10 @@ The policy and its reference are causal language models. Critic and reward model
 backbones with a scalar head, which transformers calls sequence classification with one label.
 
 Two mistakes are easy to make and silent, so they are checked when a model is read: a head that is
-not computed from the backbone's output, and a checkpoint whose layout differs from the model's.
+not computed from the backbone's output, and a checkpoint whose tensors are not found in the model.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.lengths import engine_length
 from one_step_off.config.roles import role_model_path
 from one_step_off.config.schema import Config
+from one_step_off.models.checkpoint_layout import CheckpointLayout, OtherLayout
 from one_step_off.models.rope import fix_frequencies
 from one_step_off.models.stored_weights import StoredWeights
 
@@ -55,8 +57,9 @@ def model_class_of(role: str) -> ModelClass:
 
 def read_checkpoint(
     cfg: Config, role: str, attention: str | None, dtype: torch.dtype, device: str
-) -> PreTrainedModel:
-    """Read a role's whole model and check it.
+) -> tuple[PreTrainedModel, CheckpointLayout]:
+    """Read a role's whole model and check it. Returns it, and where the checkpoint's tensors lie
+    in it.
 
     Args:
         attention: transformers' name of the attention implementation; None: its default.
@@ -97,14 +100,16 @@ def read_checkpoint(
         )
     if role in SCALAR_ROLES:
         _check_scalar_head(model, key, path)
-        return model
-    check_layout(model, path)
-    if device == "cpu":
-        check_head(model, path)
-    return model
+    else:
+        _refuse_unknown_tensors(loading_info, key, path)
+        if device == "cpu":
+            check_head(model, path)
+    return model, _checked_layout(model, key, path)
 
 
-def check_stored_head(model: PreTrainedModel, stored: StoredWeights, path: str) -> None:
+def check_stored_head(
+    model: PreTrainedModel, layout: CheckpointLayout, stored: StoredWeights, path: str
+) -> None:
     """`check_head` of a model that was read onto "meta": only its head is read.
 
     Raises:
@@ -113,8 +118,9 @@ def check_stored_head(model: PreTrainedModel, stored: StoredWeights, path: str) 
     head = model.get_output_embeddings()
     name_of = {id(module): name for name, module in model.named_modules()}
     name = f"{name_of[id(head)]}.weight"
-    if name not in stored.file_of:  # tied
+    if head.weight is model.get_input_embeddings().weight:
         name = f"{name_of[id(model.get_input_embeddings())]}.weight"
+    name = layout.stored_name(name)
     head.weight = nn.Parameter(stored.read_whole(name).to(model.dtype), requires_grad=False)
     check_head(model, path)
 
@@ -124,6 +130,17 @@ def _missing_weights(loading_info: dict[str, Any]) -> set[str]:
     missing = {str(name) for name in loading_info["missing_keys"]}
     mismatched = {str(name) for name in loading_info["mismatched_keys"]}
     return missing | mismatched
+
+
+def _refuse_unknown_tensors(loading_info: dict[str, Any], key: str, path: str) -> None:
+    """Raises ConfigError: the files have tensors that no parameter takes, and that transformers
+    does not know as superfluous."""
+    unknown = sorted(map(str, loading_info["unexpected_keys"]))
+    if unknown:
+        raise ConfigError(
+            f"{key}: {path!r} has {len(unknown)} tensors that the model has not, such as "
+            f"{unknown[0]}: they would be neither trained nor sent; give a checkpoint without them"
+        )
 
 
 def _check_scalar_head(model: PreTrainedModel, key: str, path: str) -> None:
@@ -203,29 +220,47 @@ def check_head(model: PreTrainedModel, path: str) -> None:
         )
 
 
-def check_layout(model: PreTrainedModel, path: str) -> None:
-    """Refuse a model whose checkpoint has another layout than its parameters (fused experts, say).
-    It could be trained, but its weights could not be streamed row by row under their checkpoint
-    names.
+def _checked_layout(model: PreTrainedModel, key: str, path: str) -> CheckpointLayout:
+    """Where the checkpoint's tensors lie in a model that was read from it.
 
     Raises:
-        ConfigError: names the first tensor that differs.
+        ConfigError: the weights could not be streamed under the names in the files, or the files
+            have other names than these. Names the first such tensor.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    parameters = {
-        name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()
-    }
-    stored = revert_weight_conversion(model, dict(parameters))
-    differing = sorted(set(stored) ^ set(parameters))
-    if not differing:
-        differing = sorted(
-            name for name in parameters if stored[name].shape != parameters[name].shape
-        )
-    if differing:
-        where = f"model.path: {path!r} ({type(model).__name__})"
+    where = f"{key}: {path!r} ({type(model).__name__})"
+    fix = "the fsdp back end cannot stream its weights; give another model"
+    try:
+        layout = CheckpointLayout.of_model(model)
+        layout.check_cuttable()
+    except OtherLayout as error:
         raise ConfigError(
-            f"{where} is stored in a layout that differs from the one in training (for example "
-            f"{differing[0]}); "
-            "the fsdp back end cannot stream its weights; give another model"
+            f"{where} is stored in a layout that cannot be read out of the one in training: "
+            f"{error}; {fix}"
+        ) from error
+    stored = StoredWeights.find(path) if os.path.isdir(path) else None
+    unnamed = [] if stored is None else _names_not_stored(model, layout, stored)
+    if unnamed:
+        raise ConfigError(
+            f"{where}: {len(unnamed)} of its tensors have other names in the files than those "
+            f"that transformers' conversion gives, such as {unnamed[0]}; {fix}"
         )
+    return layout
+
+
+def _names_not_stored(
+    model: PreTrainedModel, layout: CheckpointLayout, stored: StoredWeights
+) -> list[str]:
+    """The layout's names that the files do not have."""
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    tied = {names[0]: names for names in names_of.values()}
+    # transformers takes files that were written by the backbone alone: GPT-2's.
+    prefix = f"{model.base_model_prefix}."
+    missing = []
+    for place in layout.places:
+        names = {place.name, *tied.get(place.parameter, ())} - {f"{SCALAR_HEAD}.weight"}
+        names |= {name.removeprefix(prefix) for name in names}
+        if names and names.isdisjoint(stored.file_of):
+            missing.append(place.name)
+    return missing

@@ -6,11 +6,11 @@ one process, in float32, takes more memory than a host of a large model has.
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import safetensors
 import torch
-from torch import nn
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -43,17 +43,13 @@ class StoredWeights:
             names = list(file.keys())
         return StoredWeights(folder, dict.fromkeys(names, SINGLE_FILE))
 
-    def has(self, name: str, shape: torch.Size) -> bool:
+    def has(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether there is a tensor of this name and shape."""
         return name in self.file_of and self._slice(name).get_shape() == list(shape)
 
-    def covers(self, model: nn.Module) -> bool:
-        """Whether every parameter and saved buffer of a model is stored under its own name and
-        shape. Tied parameters count once."""
-        saved = set(model.state_dict())
-        tensors = dict(model.named_parameters())
-        tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
-        return all(self.has(name, tensor.shape) for name, tensor in tensors.items())
+    def covers(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether every tensor of these names is stored, in its shape."""
+        return all(self.has(name, shape) for name, shape in shapes.items())
 
     def read(self, name: str, starts: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """A block of a tensor, in the checkpoint's dtype.

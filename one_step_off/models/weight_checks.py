@@ -112,7 +112,8 @@ def _model_without_weights(cfg: Config, role: str) -> Any:
     from one_step_off.models import hf_model
 
     dtype = getattr(torch, cfg.model.dtype)
-    return hf_model.read_checkpoint(cfg, role, None, dtype, "meta")
+    model, _ = hf_model.read_checkpoint(cfg, role, None, dtype, "meta")
+    return model
 
 
 def _weight_bytes(cfg: Config) -> int:

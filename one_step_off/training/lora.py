@@ -7,6 +7,7 @@ travel alone. LoRA: arXiv:2106.09685.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import peft
@@ -69,7 +70,7 @@ def _is_mergeable(layer: nn.Module, embedding: Tensor) -> bool:
 
 
 def plain_name(name: str) -> str | None:
-    """A parameter's name in the checkpoint; None for an adapter's matrix."""
+    """A parameter's name in the model without adapters; None for an adapter's matrix."""
     if any(f".{matrix}." in name for matrix in MATRICES):
         return None
     return name.replace(".base_layer.", ".")
@@ -106,16 +107,25 @@ class Adapters:
     kept whole. So reading merged weights needs no other rank.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Collective, after the weights have been loaded."""
+    def __init__(
+        self, model: nn.Module, stored_name: Callable[[str], str] = lambda name: name
+    ) -> None:
+        """Collective, after the weights have been loaded.
+
+        Args:
+            model: with its adapters.
+            stored_name: the name in the checkpoint of a layer's weight, by the model's.
+        """
         self.layers: dict[str, AdaptedLayer] = {}
-        """By the name of the layer's weight in the checkpoint."""
+        """By the model's name of the layer's weight."""
+        self._name_of_stored: dict[str, str] = {}
         for name, layer in model.named_modules():
             if isinstance(layer, Linear):
                 a = layer.lora_A[ADAPTER_NAME].weight
                 b = layer.lora_B[ADAPTER_NAME].weight
                 scaling = layer.scaling[ADAPTER_NAME]
                 self.layers[f"{name}.weight"] = AdaptedLayer(scaling, a, b)
+                self._name_of_stored[stored_name(f"{name}.weight")] = f"{name}.weight"
         self.gather()
 
     @torch.no_grad()
@@ -124,13 +134,14 @@ class Adapters:
         self._whole_a = {name: layer.a.full_tensor() for name, layer in self.layers.items()}
 
     def merged(self, name: str, rows: Tensor) -> Tensor:
-        """This rank's `rows` of the weight `name` with its adapter: fp32 where there is one, else
-        as they are (no collective)."""
-        if name not in self.layers:
+        """This rank's `rows` of the checkpoint's tensor `name` with its adapter: fp32 where there
+        is one, else as they are (no collective)."""
+        own_name = self._name_of_stored.get(name)
+        if own_name is None:
             return rows
-        layer = self.layers[name]
+        layer = self.layers[own_name]
         merged = rows.to(torch.float32, copy=True)
-        return merged.addmm_(layer.b.to_local(), self._whole_a[name], alpha=layer.scaling)
+        return merged.addmm_(layer.b.to_local(), self._whole_a[own_name], alpha=layer.scaling)
 
     def sent(self, name: str, rows: Tensor) -> Tensor:
         """This rank's `rows` of the matrix `name` (of `sent_name`) as they are sent: B has the

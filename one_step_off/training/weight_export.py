@@ -73,9 +73,7 @@ class WeightExport(TrainedWorker):
         """The digests of what this rank holds of the frozen model (no collective). The engine must
         have loaded the same."""
         return [
-            base_weights.frozen_block(piece, _own_rows(tensor))
-            for piece, tensor in self._weights
-            if isinstance(tensor, DTensor)  # buffers need not be in the checkpoint
+            base_weights.frozen_block(piece, _own_rows(tensor)) for piece, tensor in self._weights
         ]
 
     @torch.no_grad()

@@ -1,17 +1,15 @@
 """The receiver's part of the weight sync, for a model of transformers that is whole in this
 process."""
 
-import re
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from one_step_off.cluster.errors import SyncError
 from one_step_off.engines.receiving_worker import ReceivingWorker
+from one_step_off.models.checkpoint_layout import CheckpointLayout, saved_tensors
 from one_step_off.weight_sync.shard_blocks import Block, plain_shards
 
 NAMES_SHOWN = 3
@@ -20,95 +18,19 @@ Cell = tuple[str, Block, Tensor]
 """Name of a checkpoint tensor, a block of it, and a view of that block in a message buffer."""
 
 
-class OtherLayout(RuntimeError):
-    """A tensor of the checkpoint is not a regular part of one of the model's parameters."""
-
-
-def checkpoint_views(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's parameters and saved buffers as tensors of the checkpoint: name -> a view, in
-    the checkpoint's shape, of the memory that the model computes with.
-
-    transformers joins or renames some tensors when it loads them, such as the experts of a layer.
-    Its own inverse of that is applied, to the positions of the numbers where it copies them.
-
-    Raises:
-        OtherLayout: a tensor is no regular part of one parameter.
-    """
-    with torch.no_grad():
-        state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-        views: dict[str, Tensor] = {}
-        for names in _by_layer(state).values():
-            part = {name: state[name] for name in names}
-            views |= _views_of_part(model, part)
-    return views
-
-
-def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:
-    """The names up to the number of a layer -> all of that layer; "" -> those of no layer. A
-    conversion joins tensors of one layer at most, and its positions need memory."""
-    layers: dict[str, list[str]] = {}
-    for name in names:
-        match = re.match(r".*?\.\d+\.", name)
-        layers.setdefault(match.group() if match else "", []).append(name)
-    return layers
-
-
-def _views_of_part(model: PreTrainedModel, part: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As `checkpoint_views`, of these tensors of the model."""
-    own = {id(tensor) for tensor in part.values()}
-    stored = revert_weight_conversion(model, dict(part))
-    views = {name: tensor for name, tensor in stored.items() if id(tensor) in own}
-    unchanged = {id(tensor) for tensor in views.values()}
-    joined = {name: tensor for name, tensor in part.items() if id(tensor) not in unchanged}
-    return views | _views_by_position(model, joined)
-
-
-def _views_by_position(model: PreTrainedModel, part: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As `checkpoint_views`, of tensors that the conversion copies."""
-    positions: dict[str, Tensor] = {}
-    first = 0
-    tensor_at: list[tuple[int, Tensor]] = []
-    for name, tensor in part.items():
-        count = tensor.numel()
-        positions[name] = torch.arange(first, first + count).view(tensor.shape)
-        tensor_at.append((first, tensor))
-        first += count
-    stored = revert_weight_conversion(model, positions)
-    if sum(places.numel() for places in stored.values()) != first:
-        raise OtherLayout(f"the checkpoint's tensors of {min(part)} are not all of its parameters")
-    return {name: _view_at(name, places, tensor_at) for name, places in stored.items()}
-
-
-def _view_at(name: str, places: Tensor, tensor_at: list[tuple[int, Tensor]]) -> Tensor:
-    """The numbers at these positions, int64 of any shape, as a view of the one tensor that has
-    them."""
-    origin = int(places.flatten()[0])
-    first, tensor = max((at for at in tensor_at if at[0] <= origin), key=lambda at: at[0])
-    strides = []
-    expected = torch.tensor(origin)
-    for dim, size in enumerate(places.shape):
-        stride = int(places.select(dim, 1).flatten()[0]) - origin if size > 1 else 0
-        strides.append(stride)
-        steps = torch.arange(size) * stride
-        expected = expected + steps.view(-1, *[1] * (places.ndim - dim - 1))
-    is_inside = int(places.max()) < first + tensor.numel() and min(strides, default=0) >= 0
-    if not is_inside or not tensor.is_contiguous() or not torch.equal(places, expected):
-        raise OtherLayout(f"{name} is not a regular part of one parameter")
-    return tensor.as_strided(places.shape, strides, tensor.storage_offset() + origin - first)
-
-
 class WholeModelLayout:
     """Where every tensor of the checkpoint lies: all of each, in one worker."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises OtherLayout: as `checkpoint_views`."""
-        self.views = checkpoint_views(model)
+        """Raises OtherLayout: as `CheckpointLayout.of_model`."""
+        layout = CheckpointLayout.of_model(model)
+        tensors = {name: tensor.detach() for name, tensor in saved_tensors(model).items()}
+        self.views = dict(layout.views(tensors))
         self.kept = {name: (Block.whole(tuple(v.shape)),) for name, v in self.views.items()}
-        storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        self.parameter_names = []
-        for name, view in self.views.items():
-            if view.untyped_storage().data_ptr() in storages:
-                self.parameter_names.append(name)
+        parameters = dict(model.named_parameters())
+        self.parameter_names = [
+            place.name for place in layout.places if place.parameter in parameters
+        ]
 
     def bind(self, cells: list[Cell]) -> "BoundViews":
         """Find the places of these cells."""
@@ -117,11 +39,8 @@ class WholeModelLayout:
         return BoundViews(messages, places)
 
     def missing_names(self, loaded: set[str]) -> list[str]:
-        """The parameters that were not loaded. A tied one is loaded with the other of its name."""
-        addresses = {self.views[name].data_ptr() for name in loaded}
-        return [
-            name for name in self.parameter_names if self.views[name].data_ptr() not in addresses
-        ]
+        """The parameters that were not loaded."""
+        return [name for name in self.parameter_names if name not in loaded]
 
 
 class BoundViews:
@@ -146,7 +65,7 @@ class WholeModelWorker(ReceivingWorker):
     """The engine's one worker. Its methods are called between two forward passes."""
 
     def __init__(self, model: PreTrainedModel, kv_cache_bytes: int) -> None:
-        """Raises OtherLayout: as `checkpoint_views`."""
+        """Raises OtherLayout: as `CheckpointLayout.of_model`."""
         self.layout = WholeModelLayout(model)
         self.device = model.device
         self._kv_cache_bytes = kv_cache_bytes

@@ -8,7 +8,8 @@ checked at the start.
 import functools
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -30,6 +32,14 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.roles import TrainedConfig
+from one_step_off.models.checkpoint_layout import (
+    CheckpointLayout,
+    OtherLayout,
+    OwnedBlock,
+    TensorPlace,
+    saved_buffers,
+    saved_tensors,
+)
 from one_step_off.models.hf_model import (
     SCALAR_HEAD,
     SCALAR_ROLES,
@@ -54,15 +64,44 @@ def _device_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def build(cfg: Config, device: torch.device, role: str) -> tuple[PreTrainedModel, AttentionChoice]:
-    """Build the role's model without weights, shard it, then load it (collective). Returns it, and
-    its attention.
+@dataclass(frozen=True)
+class BuiltModel:
+    """A role's sharded model.
 
-    Each rank reads its own rows where the checkpoint has every tensor under the model's own name,
-    in safetensors files, so no process ever holds the whole model. Otherwise rank 0 reads the
-    checkpoint and broadcasts, and its host holds one full copy for a moment: models with adapters,
-    from the hub or in other files. A critic whose checkpoint has no scalar head, which is such a
-    case, begins with the random one of `trainer.seed`.
+    Attributes:
+        model: with its weights.
+        attention: how it attends.
+        layout: where the checkpoint's tensors lie in the model without adapters.
+    """
+
+    model: PreTrainedModel
+    attention: AttentionChoice
+    layout: CheckpointLayout
+
+
+@dataclass
+class _Source:
+    """Where the weights come from.
+
+    Attributes:
+        layout: where the checkpoint's tensors lie in the model.
+        stored: the files from which each rank reads its own rows; None: rank 0 broadcasts.
+        model: on rank 0, with the weights that it broadcasts.
+    """
+
+    layout: CheckpointLayout
+    stored: StoredWeights | None = None
+    model: PreTrainedModel | None = None
+
+
+def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
+    """Build the role's model without weights, shard it, then load it (collective).
+
+    Each rank reads its own rows where the checkpoint has every tensor in safetensors files, so no
+    process ever holds the whole model. Otherwise rank 0 reads the checkpoint and broadcasts, and
+    its host holds one full copy for a moment: models with adapters, from the hub or in other files.
+    A critic whose checkpoint has no scalar head, which is such a case, begins with the random one
+    of `trainer.seed`.
 
     Raises:
         ConfigError: on rank 0, when the model cannot be trained here. The other ranks wait for it
@@ -74,13 +113,12 @@ def build(cfg: Config, device: torch.device, role: str) -> tuple[PreTrainedModel
     dtype = getattr(torch, cfg.model.dtype)
     if is_trained and not has_adapters:
         dtype = torch.float32  # master weights; a frozen model has none
-    source = None
-    stored = _checkpoint_of_all_ranks(cfg, role) if not has_adapters else None
+    source = _find_source(cfg, role, dtype, has_adapters)
     choice: list[Any] = [None]
     if dist.get_rank() == 0:
-        source = _checked_source(cfg, role, dtype, stored)
         if has_adapters:
-            lora.inject(source, cfg.model)
+            lora.inject(source.model, cfg.model)
+            _check_adapters(source, cfg)
         choice[0] = packed_attention.choose(cfg, role, device)
     # The others wait here, so that rank 0 is the first to report what is wrong with the model.
     dist.broadcast_object_list(choice, src=0)
@@ -94,52 +132,62 @@ def build(cfg: Config, device: torch.device, role: str) -> tuple[PreTrainedModel
     model.forward = types.MethodType(_token_outputs, model)
     shard_device = torch.device("cpu") if role_config.param_offload else device
     _shard(model, role_config, cfg.model.dtype, device, shard_device)
-    _load(model, source, stored, shard_device, device)
-    return model, attention
+    _load(model, source, shard_device, device)
+    return BuiltModel(model, attention, source.layout)
 
 
-def _checkpoint_of_all_ranks(cfg: Config, role: str) -> StoredWeights | None:
-    """As `_complete_checkpoint`; None on every rank if one of them does not have the files, since
-    the folder may be on rank 0's node only (collective)."""
-    stored = _complete_checkpoint(cfg, role)
-    found = [False] * dist.get_world_size()
-    dist.all_gather_object(found, stored is not None)
-    return stored if all(found) else None
+def _find_source(cfg: Config, role: str, dtype: torch.dtype, has_adapters: bool) -> _Source:
+    """Where the weights come from; on rank 0 after all checks (collective).
 
-
-def _checked_source(
-    cfg: Config, role: str, dtype: torch.dtype, stored: StoredWeights | None
-) -> PreTrainedModel | None:
-    """On rank 0, after all checks: the model that it reads for all ranks; None where each rank
-    reads its own rows of `stored`."""
-    requested = cfg.model.attn_implementation
-    attention = "sdpa" if requested == "auto" else requested
-    if stored is None:
-        return read_checkpoint(cfg, role, attention, dtype, "cpu")
-    _check_stored(cfg, role, attention, stored)
-    return None
-
-
-def _complete_checkpoint(cfg: Config, role: str) -> StoredWeights | None:
-    """The files from which each rank reads its own rows; None: they do not have all of the model,
-    or not under its names."""
+    Each rank reads only if all of them can: the folder may be on rank 0's node alone.
+    """
+    attention = cfg.model.attn_implementation
+    attention = "sdpa" if attention == "auto" else attention
     path = role_model_path(cfg, role)
+    stored = None if has_adapters else _safetensors_of(cfg, path)
+    model = None
+    layout: list[Any] = [None]
+    if dist.get_rank() == 0:
+        # Of files that all ranks may read, the headers alone.
+        place = "cpu" if stored is None else "meta"
+        model, layout[0] = read_checkpoint(cfg, role, attention, dtype, place)
+    dist.broadcast_object_list(layout, src=0)
+    can_read = [False] * dist.get_world_size()
+    dist.all_gather_object(can_read, stored is not None and stored.covers(layout[0].shapes()))
+    source = _Source(layout[0], stored if all(can_read) else None)
+    if model is None:
+        return source
+    if source.stored is None:
+        is_read = model.device.type == "cpu"
+        source.model = model
+        if not is_read:
+            source.model, _ = read_checkpoint(cfg, role, attention, dtype, "cpu")
+    elif role not in SCALAR_ROLES:
+        check_stored_head(model, source.layout, source.stored, path)
+    return source
+
+
+def _safetensors_of(cfg: Config, path: str) -> StoredWeights | None:
+    """The files of a model in a folder; None: reading the whole model is the only way."""
     if cfg.model.trust_remote_code or not os.path.isdir(path):
         return None
     try:
-        stored = StoredWeights.find(path)
-        if stored is None or not stored.covers(empty_model(cfg, role, None, None)):
-            return None
+        return StoredWeights.find(path)
     except Exception:  # broken files, of any kind: reading the whole model names what is wrong
         return None
-    return stored
 
 
-def _check_stored(cfg: Config, role: str, attention: str, stored: StoredWeights) -> None:
-    """The checks of `read_checkpoint`, which then reads the files' headers and the head alone."""
-    model = read_checkpoint(cfg, role, attention, getattr(torch, cfg.model.dtype), "meta")
-    if role not in SCALAR_ROLES:
-        check_stored_head(model, stored, role_model_path(cfg, role))
+def _check_adapters(source: _Source, cfg: Config) -> None:
+    """Raises ConfigError: a layer with an adapter is not one tensor of the checkpoint."""
+    for name, layer in source.model.named_modules():
+        if hasattr(layer, "base_layer"):
+            try:
+                source.layout.stored_name(f"{name}.weight")
+            except OtherLayout as error:
+                raise ConfigError(
+                    f"model.lora_target_modules={cfg.model.lora_target_modules}: {error}, so its "
+                    "adapter cannot be merged; name other layers"
+                ) from error
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -189,13 +237,12 @@ def _shard(
 
 def _load(
     model: PreTrainedModel,
-    source: PreTrainedModel | None,
-    stored: StoredWeights | None,
+    source: _Source,
     shard_device: torch.device,
     device: torch.device,
 ) -> None:
-    """Give the sharded parameters memory on `shard_device` and the values of `stored`, or those of
-    rank 0's `source`; buffers end on `device`."""
+    """Give the sharded parameters memory on `shard_device` and the values of the source; buffers
+    end on `device`."""
 
     def materialized(tensor: Tensor) -> Tensor:
         if tensor.is_meta:
@@ -204,12 +251,12 @@ def _load(
 
     was_tied = _is_tied(model)
     model._apply(materialized)
-    if stored is None:
+    if source.stored is None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-        weights = {} if source is None else source.state_dict()
+        weights = {} if source.model is None else source.model.state_dict()
         set_model_state_dict(model, weights, options=options)
     else:
-        _read_own_rows(model, stored)
+        _read_own_rows(model, source.layout, source.stored)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     if was_tied != _is_tied(model):
@@ -217,21 +264,39 @@ def _load(
 
 
 @torch.no_grad()
-def _read_own_rows(model: PreTrainedModel, stored: StoredWeights) -> None:
+def _read_own_rows(model: PreTrainedModel, layout: CheckpointLayout, stored: StoredWeights) -> None:
     """Fill this rank's part of every parameter, and the saved buffers, one tensor after the
     other (no collective)."""
-    parameters: Any = model.named_parameters()  # DTensors, as FSDP2 makes them
-    for name, parameter in parameters:
+    for name, tensor in saved_tensors(model).items():
+        for place, block, view in _own_blocks(layout.of_parameter(name), tensor):
+            starts = [0] * len(place.shape)
+            if starts:
+                starts[block.dim] = block.start
+            view.copy_(stored.read(place.name, tuple(starts), block.shape))
+
+
+def _own_blocks(
+    places: list[TensorPlace], tensor: Tensor
+) -> Iterator[tuple[TensorPlace, OwnedBlock, Tensor]]:
+    """What this rank holds of tensors of the checkpoint, with a live view of each block.
+
+    Args:
+        places: of all of them that lie in `tensor`.
+        tensor: a parameter, sharded by FSDP2 along its rows; or a buffer, of which every rank has
+            all.
+    """
+    rows, first = tensor.detach(), 0
+    count = rows.shape[0] if rows.ndim else 1
+    if isinstance(tensor, DTensor):
         shape, starts = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
+            tensor.shape, tensor.device_mesh, tensor.placements
         )
-        local = parameter.to_local()
-        if local.numel():
-            local.copy_(stored.read(name, starts, shape).view(local.shape))
-    saved_names = set(model.state_dict())
-    for name, buffer in model.named_buffers():
-        if name in saved_names:
-            buffer.copy_(stored.read_whole(name))
+        rows, first = tensor.detach().to_local(), starts[0]
+        count = shape[0]
+    for place in places:
+        block = place.block_in(first, first + count) if count else None
+        if block is not None:
+            yield place, block, block.view_of(rows)
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
@@ -266,67 +331,63 @@ def _token_outputs(
     return in_chunks(project, hidden, logit_index, tokens, chunk)
 
 
-def sharded_weights(model: PreTrainedModel, wire_dtype: str) -> list[tuple[WeightPiece, Tensor]]:
-    """This rank's part of the weight stream: the rows that it holds of every tensor, under
-    checkpoint names.
+def sharded_weights(
+    model: PreTrainedModel, layout: CheckpointLayout, wire_dtype: str
+) -> list[tuple[WeightPiece, Tensor]]:
+    """This rank's part of the weight stream: what it holds of every tensor of the checkpoint, by
+    the checkpoint's names, and the live tensor that has it.
 
     Between two optimizer steps the sharded parameters do not change, so they can be read while a
-    forward or backward pass runs on gathered copies. Tied tensors appear once. Under HSDP each
-    tensor is sent by one replica, chosen so that replicas send about as much. Adapters are no
+    forward or backward pass runs on gathered copies. Tied tensors appear once. Adapters are no
     tensors of their own, see `lora.py`.
     """
-    weights = _parameter_rows(model, wire_dtype, lora.plain_name)
+    weights = []
+    for full_name, parameter in _own_share(model):
+        name = lora.plain_name(full_name)
+        if name:
+            weights += _pieces(layout.of_parameter(name), parameter, wire_dtype)
     if dist.get_rank() == 0:
-        weights += _saved_buffers(model, wire_dtype)
+        for name, buffer in saved_buffers(model).items():
+            weights += _pieces(layout.of_parameter(name), buffer, wire_dtype)
     return weights
 
 
 def sharded_adapters(model: PreTrainedModel, wire_dtype: str) -> list[tuple[WeightPiece, Tensor]]:
     """As `sharded_weights`, of the adapters' matrices alone, by the names of `lora.sent_name`."""
-    return _parameter_rows(model, wire_dtype, lora.sent_name)
-
-
-def _parameter_rows(
-    model: PreTrainedModel, wire_dtype: str, name_on_wire: Callable[[str], str | None]
-) -> list[tuple[WeightPiece, Tensor]]:
-    """This rank's rows of the parameters that have a name on the wire."""
     weights = []
+    for full_name, parameter in _own_share(model):
+        name = lora.sent_name(full_name)
+        if name:
+            places = [TensorPlace.whole(name, tuple(parameter.shape))]
+            weights += _pieces(places, parameter, wire_dtype)
+    return weights
+
+
+def _own_share(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of which this rank sends its rows. Under HSDP each is sent by one replica,
+    chosen so that replicas send about as much."""
     sent_numel: list[int] = []  # by replica
     parameters: Any = model.named_parameters()  # DTensors, as FSDP2 makes them
-    for full_name, parameter in parameters:
-        name = name_on_wire(full_name)
-        if not name:
-            continue
+    for name, parameter in parameters:
         mesh = parameter.device_mesh
         is_replicated = mesh.ndim == 2
-        shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, mesh, parameter.placements
-        )
         if not sent_numel:
             sent_numel = [0] * (mesh.size(0) if is_replicated else 1)
         replica = sent_numel.index(min(sent_numel))
         sent_numel[replica] += parameter.numel()  # of the whole tensor, so that all ranks agree
-        is_sender = not is_replicated or mesh.get_coordinate()[0] == replica
-        if shape[0] and is_sender:
-            first_row = offset[0]
-            piece = _piece(name, parameter, first_row, first_row + shape[0], wire_dtype)
-            weights.append((piece, parameter))
-    return weights
+        if not is_replicated or mesh.get_coordinate()[0] == replica:
+            yield name, parameter
 
 
-def _saved_buffers(model: PreTrainedModel, wire_dtype: str) -> list[tuple[WeightPiece, Tensor]]:
-    """The buffers that a checkpoint holds; every rank has all of them."""
-    saved_names = set(model.state_dict())
-    weights = []
-    for name, buffer in model.named_buffers():
-        if name in saved_names:
-            rows = buffer.shape[0] if buffer.ndim else 1
-            weights.append((_piece(name, buffer, 0, rows, wire_dtype), buffer))
-    return weights
-
-
-def _piece(name: str, tensor: Tensor, start: int, stop: int, wire_dtype: str) -> WeightPiece:
+def _pieces(
+    places: list[TensorPlace], tensor: Tensor, wire_dtype: str
+) -> list[tuple[WeightPiece, Tensor]]:
+    """This rank's pieces of tensors of the checkpoint that lie in `tensor`."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_floating_point():
         dtype = wire_dtype
-    return WeightPiece(name, dtype, tuple(tensor.shape), start, stop)
+    pieces = []
+    for place, block, view in _own_blocks(places, tensor):
+        piece = WeightPiece(place.name, dtype, place.shape, block.start, block.stop, block.dim)
+        pieces.append((piece, tensor if place.is_whole else view))
+    return pieces

@@ -34,8 +34,11 @@ class FsdpBackend(ModelWorker):
     """Put before a role's class: its model, passes, optimizer and checkpoints by FSDP2."""
 
     def _build_model(self) -> None:
-        self.model, self.attention = fsdp_model.build(self.cfg, self.device, self.role)
-        self.adapters = lora.Adapters(self.model)
+        built = fsdp_model.build(self.cfg, self.device, self.role)
+        self.model = built.model
+        self.attention = built.attention
+        self.layout = built.layout
+        self.adapters = lora.Adapters(self.model, self.layout.stored_name)
         self.packed = bool(self.attention.kernel)
 
     # Passes.
@@ -154,7 +157,7 @@ class FsdpBackend(ModelWorker):
             optimizers.load(self.model, self.optimizer, state["optimizer"])
 
     def _sent_weights(self) -> list[tuple[WeightPiece, Tensor]]:
-        return fsdp_model.sharded_weights(self.model, self.cfg.model.dtype)
+        return fsdp_model.sharded_weights(self.model, self.layout, self.cfg.model.dtype)
 
     def _sent_adapters(self) -> list[tuple[WeightPiece, Tensor]]:
         return fsdp_model.sharded_adapters(self.model, self.cfg.model.dtype)

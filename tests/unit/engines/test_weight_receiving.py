@@ -14,7 +14,7 @@ import transformers
 
 from one_step_off.cluster.errors import SyncError
 from one_step_off.engines.transformers.engine import TransformersEngine
-from one_step_off.engines.transformers.weight_receiving import OtherLayout, checkpoint_views
+from one_step_off.engines.transformers.weight_receiving import WholeModelLayout
 from one_step_off.models.stored_weights import StoredWeights
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.routes import ShardsOfReceivers
@@ -155,10 +155,9 @@ def test_the_models_memory_has_the_checkpoints_names_and_shapes(models, kind, ti
     """Of a mixture of experts too, whose experts transformers keeps as one tensor per layer."""
     folder = models(kind, tied)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    views = checkpoint_views(model)
+    views = WholeModelLayout(model).views
     weights = stored_weights(folder)
-    tied_names = {"lm_head.weight"} if tied else set()
-    assert views.keys() == weights.keys() | tied_names
+    assert views.keys() == weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(views[name], tensor), name
     other = stored_weights(models(kind, tied, 1))
@@ -167,21 +166,6 @@ def test_the_models_memory_has_the_checkpoints_names_and_shapes(models, kind, ti
     expected = transformers.AutoModelForCausalLM.from_pretrained(models(kind, tied, 1))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, dict(expected.named_parameters())[name]), name
-
-
-def test_a_layout_without_views_is_refused(models, monkeypatch):
-    model = transformers.AutoModelForCausalLM.from_pretrained(models())
-
-    def reversed_rows(_: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor.flip(0) for name, tensor in state.items()}
-
-    target = "one_step_off.engines.transformers.weight_receiving.revert_weight_conversion"
-    monkeypatch.setattr(target, reversed_rows)
-    with pytest.raises(OtherLayout, match="is not a regular part of one parameter"):
-        checkpoint_views(model)
-    monkeypatch.setattr(target, lambda _, state: dict(list(state.items())[1:]))
-    with pytest.raises(OtherLayout, match="are not all of its parameters"):
-        checkpoint_views(model)
 
 
 def test_a_parameter_that_is_not_sent_is_named(models, config):

@@ -5,33 +5,26 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 import transformers
 from safetensors.torch import load_file
 
 import one_step_off
-from one_step_off.config.errors import ConfigError
-from one_step_off.models.hf_model import check_layout
 from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
-from tests.unit.training.fsdp_helpers import VOCAB, config, end, make_batch, start, write_model
+from tests.unit.models.families import CONFIGS, SIZES
+from tests.unit.training.fsdp_helpers import config, end, make_batch, start, write_model
+from tests.unit.training.rank_helpers import join, leave, of_fsdp
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
 FAMILIES = {
     "olmo2": lambda: transformers.Olmo2Config(**SIZES),  # norms behind the layers, norms of q and k
     "starcoder2": lambda: transformers.Starcoder2Config(**SIZES),  # biases, LayerNorm, a tied head
     "smollm3": lambda: transformers.SmolLM3Config(**SIZES),  # layers without rotary embeddings
+    "olmoe": CONFIGS["olmoe"],  # experts of their own in the files, one tensor in memory
+    "mixtral": CONFIGS["mixtral"],  # and by other names
+    "glm4_moe": CONFIGS["glm4_moe"],  # and a dense layer, shared experts, a bias of the router
 }
 
 
@@ -86,10 +79,55 @@ def test_its_weights_have_the_checkpoints_names_and_bits(family):
     assert type(loaded).__name__ == worker.model.__class__.__name__.removeprefix("FSDP")
 
 
-def test_a_family_with_another_layout_in_its_files_is_refused_by_transformers_own_table(tmp_path):
-    """Its experts lie in one tensor in training, and in many in the checkpoint."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2}
-    hf_config = transformers.OlmoeConfig(**SIZES, **experts)
-    model = transformers.AutoModelForCausalLM.from_config(hf_config)
-    with pytest.raises(ConfigError, match="is stored in a layout that differs"):
-        check_layout(model, "allenai/OLMoE")
+RANKS = 2
+STEPS = 4
+
+
+def train_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    path = str(folder / "model")
+    worker = of_fsdp()["actor"](config(path, actor__lr=1e-3), "actor", rank, RANKS, "cpu", 10)
+    join(worker, "ranks", folder)
+    assert worker.model.device.type == "cpu"
+    plan = worker.weight_plan()
+    torch.save((plan, [t.clone() for t in worker.weight_tensors()]), folder / f"first{rank}.pt")
+    for step in range(STEPS):
+        worker.update(make_batch(path, seed=step))
+    torch.save((plan, [t.clone() for t in worker.weight_tensors()]), folder / f"last{rank}.pt")
+    worker.save_hf(str(folder / "saved"))
+    leave(of_fsdp)
+
+
+def sent_by_ranks(folder: Path, when: str) -> dict[str, torch.Tensor]:
+    """The pieces of all ranks put together; each number of each tensor was sent once."""
+    whole: dict[str, torch.Tensor] = {}
+    sent: dict[str, torch.Tensor] = {}
+    for rank in range(RANKS):
+        pieces, tensors = torch.load(folder / f"{when}{rank}.pt", weights_only=False)
+        for piece, tensor in zip(pieces, tensors, strict=True):
+            whole.setdefault(piece.name, torch.zeros(piece.shape))
+            sent.setdefault(piece.name, torch.zeros(piece.shape))
+            piece.slice_of(whole[piece.name]).copy_(tensor)
+            piece.slice_of(sent[piece.name]).add_(1)
+    assert all((count == 1).all() for count in sent.values())
+    return whole
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+def test_experts_on_two_ranks_learn_what_one_process_learns(name, tmp_path):
+    """Each rank reads, trains and sends its own experts; no number twice, none left out."""
+    folder = tmp_path / "model"
+    write_model(CONFIGS[name](), folder)
+    mp.spawn(train_rank, args=(tmp_path,), nprocs=RANKS)
+    assert_same(sent_by_ranks(tmp_path, "first"), stored_in(folder))
+    trained = sent_by_ranks(tmp_path, "last")
+    assert_same(stored_in(tmp_path / "saved"), trained)
+
+    worker = start(config(str(folder), actor__lr=1e-3), cls=PolicyWorker)
+    for step in range(STEPS):
+        worker.update(make_batch(str(folder), seed=step))
+    alone = sent_by(worker)
+    end()
+    assert alone.keys() == trained.keys()
+    for tensor_name, tensor in alone.items():
+        torch.testing.assert_close(trained[tensor_name], tensor, atol=1e-5, rtol=0)
