@@ -22,6 +22,11 @@ Response = tuple[list[int], list[float]]
 
 def response_of(outputs: list[Any], is_streamed: bool) -> Response:
     """Join what an engine returned for one request."""
+    from one_step_off.engines.vllm.schedulers import column_of
+
+    column = column_of(outputs[-1])
+    if column is not None:
+        return list(outputs[-1].outputs[0].token_ids), column.tolist()
     parts = [output.outputs[0] for output in (outputs if is_streamed else outputs[-1:])]
     tokens = [token for part in parts for token in part.token_ids]
     log_probs = [value for part in parts for value in part.logprobs.logprobs]
@@ -33,6 +38,9 @@ async def respond(engine: Any, number: int, kind: Any, stop: list[str] | None = 
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    from one_step_off.engines.vllm.schedulers import COLUMN
+
+    asks_for_column = kind is RequestOutputKind.FINAL_ONLY and stop is None
     params = SamplingParams(
         temperature=1.0,
         max_tokens=3 + number,
@@ -43,6 +51,7 @@ async def respond(engine: Any, number: int, kind: Any, stop: list[str] | None = 
         detokenize=stop is not None,
         stop=stop,
         output_kind=kind,
+        extra_args={COLUMN: True} if asks_for_column else None,  # vLLM's own scheduler ignores it
     )
     prompt = {"type": "token", "prompt_token_ids": [5 + number, 6, 7, 8]}
     outputs = [
@@ -82,7 +91,7 @@ def test_same_tokens_and_log_probs_as_with_the_scheduler_of_vllm(models, tmp_pat
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
     arguments = engine_args(tiny_config(models("qwen2", True, 0), str(tmp_path)), "cpu")
-    assert arguments["scheduler_cls"].endswith("LogProbsAtEnd")
+    assert arguments["scheduler_cls"].endswith(".replica_scheduler")
     arguments["max_model_len"] = 80
     own = asyncio.run(responses_of(arguments))
     theirs = asyncio.run(responses_of(arguments | {"scheduler_cls": None}))

@@ -116,28 +116,8 @@ class VllmEngine:
 
     async def generate(self, request: GenerationRequest) -> Generated:
         """See `Engine`."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        user_settings = dict(self.cfg.rollout.sampling_kwargs)
-        if request.stop:
-            run_stops = user_settings.get("stop") or []
-            if isinstance(run_stops, str):
-                run_stops = [run_stops]
-            user_settings["stop"] = [*run_stops, *request.stop]
-        settings = {
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "max_tokens": request.max_tokens,
-            "seed": request.seed,
-            "logprobs": 0,
-            "flat_logprobs": True,
-            "output_kind": RequestOutputKind.FINAL_ONLY,
-        }
-        needs_text = "stop" in user_settings  # words to stop at are found in text
-        params = SamplingParams(**settings, **({"detokenize": needs_text} | user_settings))
-        output = await self._request(request.ids, params)
-        return generated_tokens(output.outputs[0])
+        params = sampling_params(self.cfg, request)
+        return generated_tokens(await self._request(request.ids, params))
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """See `Engine`."""
@@ -202,6 +182,34 @@ class VllmEngine:
             self.llm.shutdown()
 
 
+def sampling_params(cfg: Config, request: GenerationRequest) -> Any:
+    """vLLM's `SamplingParams` of a request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from one_step_off.engines.vllm.schedulers import COLUMN
+
+    user_settings = dict(cfg.rollout.sampling_kwargs)
+    if request.stop:
+        run_stops = user_settings.get("stop") or []
+        if isinstance(run_stops, str):
+            run_stops = [run_stops]
+        user_settings["stop"] = [*run_stops, *request.stop]
+    settings: dict[str, Any] = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "max_tokens": request.max_tokens,
+        "seed": request.seed,
+        "logprobs": 0,
+        "flat_logprobs": True,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+    }
+    needs_text = "stop" in user_settings  # words to stop at are found in text
+    if not needs_text:  # else the client may end the request, and the engine sends no last output
+        settings["extra_args"] = {COLUMN: True}
+    return SamplingParams(**settings, **({"detokenize": needs_text} | user_settings))
+
+
 def request_of_policy(cfg: Config) -> Any:
     """The `LoRARequest` that every request carries; None where the adapters are merged.
 
@@ -244,15 +252,20 @@ def token_versions(spans: Any, length: int) -> tuple[int, np.ndarray]:
     return next(iter(attempts), 0), versions
 
 
-def generated_tokens(completion: Any) -> Generated:
-    """vLLM's `CompletionOutput` as the tokens of one turn.
+def generated_tokens(output: Any) -> Generated:
+    """vLLM's last `RequestOutput` of a request as the tokens of one turn.
 
     Raises:
         RuntimeError: a token has no version, or there is not one log-prob per token.
     """
+    from one_step_off.engines.vllm.schedulers import column_of
+
+    completion = output.outputs[0]
     tokens = np.asarray(completion.token_ids, dtype=np.int32)
     attempt, versions = token_versions(completion.weight_versions, len(tokens))
-    log_probs = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
+    log_probs = column_of(output)
+    if log_probs is None:
+        log_probs = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
     if len(log_probs) != len(tokens):
         raise RuntimeError(f"the engine gave {len(log_probs)} log-probs for {len(tokens)} tokens")
     return Generated(tokens, log_probs, versions, attempt, str(completion.finish_reason))

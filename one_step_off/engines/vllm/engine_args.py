@@ -36,6 +36,8 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
     """
     width = cfg.rollout.tensor_parallel_size
     longest = longest_sequence(cfg)
+    keeps_caches = cfg.weight_sync.in_flight == "keep"
+    scheduler = "prefixes_per_version" if keeps_caches else "replica_scheduler"
     args: dict[str, Any] = {
         "model": cfg.model.path,
         "dtype": cfg.model.dtype,
@@ -53,6 +55,7 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
         "max_num_seqs": MAX_SEQUENCES[device],
         "max_num_batched_tokens": max(MAX_BATCHED_TOKENS, longest),
         "worker_extension_cls": "one_step_off.engines.vllm.worker_extension.SyncWorkerExtension",
+        "scheduler_cls": f"one_step_off.engines.vllm.schedulers.{scheduler}",
     }
     if device == "cpu":
         args |= CPU_ENGINE_ARGS | {"kv_cache_memory_bytes": cfg.rollout.kv_cache_mb << 20}
@@ -64,21 +67,7 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
         share = device_share(cfg, pool)
         args["gpu_memory_utilization"] = share * cfg.rollout.gpu_memory_utilization
         args["enable_sleep_mode"] = shares_pool  # its memory belongs to another role meanwhile
-    scheduler = scheduler_name(cfg, device)
-    if scheduler is not None:
-        args["scheduler_cls"] = f"one_step_off.engines.vllm.{scheduler}"
     return args | adapter_args(cfg) | cfg.rollout.engine_kwargs
-
-
-def scheduler_name(cfg: Config, device: str) -> str | None:
-    """The engine's scheduler, in this package; None: vLLM's own."""
-    has_prefixes_per_version = cfg.weight_sync.in_flight == "keep"
-    if device == "cpu":
-        if has_prefixes_per_version:
-            return "schedulers.LogProbsAtEndPrefixesPerVersion"
-        return "schedulers.LogProbsAtEnd"
-    # On GPUs vLLM packs log-probs while the GPU works.
-    return "schedulers.gpu_scheduler" if has_prefixes_per_version else None
 
 
 def adapter_args(cfg: Config) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,18 @@ def _inside(node: ast.AST) -> Iterator[ast.AST]:
             yield child
         elif isinstance(child, (ast.If, ast.Try, ast.ExceptHandler)):
             yield from _inside(child)
+
+
+def source_digest(module: str, name: str) -> str:
+    """The first digits of a hash of a definition's text, without its docstring and comments."""
+    node = definition(module, name)
+    assert isinstance(node, FUNCTIONS)
+    statements = node.body[1:] if ast.get_docstring(node) else node.body
+    lines = path_of(module).read_text().splitlines()
+    kept = [line.strip() for line in lines[statements[0].lineno - 1 : node.end_lineno]]
+    text = "\n".join(line for line in kept if line and not line.startswith("#"))
+    arguments = ast.unparse(node.args)
+    return hashlib.sha256(f"{arguments}\n{text}".encode()).hexdigest()[:12]
 
 
 def parameters(module: str, name: str) -> list[str]:

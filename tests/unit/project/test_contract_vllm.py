@@ -6,6 +6,7 @@ GPUs run is not imported here.
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.unit.project.library_sources import (
     literal_values,
     own_trees,
     parameters,
+    source_digest,
     used_attributes,
 )
 
@@ -29,7 +31,11 @@ OWN_ENGINE = "one_step_off.engines.vllm.engine"
 ENGINE = "vllm.v1.engine.async_llm"
 CLIENT = "vllm.v1.engine.core_client"
 CORE = "vllm.v1.engine.core"
+SCHEDULER = "vllm.v1.core.sched.scheduler"
 WORKER = "vllm.v1.worker.gpu_worker"
+MANAGER = "vllm.v1.core.kv_cache_manager"
+COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
+ATTENTION = "vllm.v1.core.single_type_kv_cache_manager"
 RELOAD = "vllm.model_executor.model_loader.reload"
 TRANSFER = "vllm.distributed.weight_transfer"
 
@@ -52,12 +58,14 @@ CALLS = [
     # module, function or method, the arguments that are given, in order where they are positional
     (CLIENT, "AsyncMPClient.pause_scheduler_async", ("mode", "clear_cache")),
     (
-        "vllm.v1.core.sched.scheduler",
+        SCHEDULER,
         "Scheduler.update_from_output",
         ("scheduler_output", "model_runner_output"),
     ),
-    ("vllm.v1.core.sched.scheduler", "Scheduler.add_request", ("request",)),
-    ("vllm.v1.core.sched.scheduler", "Scheduler.set_pause_state", ("pause_state",)),
+    (SCHEDULER, "Scheduler.add_request", ("request",)),
+    (MANAGER, "KVCacheManager.allocate_slots", ("request", "num_new_tokens")),
+    (MANAGER, "KVCacheManager.cache_blocks", ("request", "num_computed_tokens")),
+    (SCHEDULER, "Scheduler.set_pause_state", ("pause_state",)),
     ("vllm.v1.engine.output_processor", "OutputProcessor.has_unfinished_requests", ()),
     (CORE, "EngineCore.sleep", ("level", "mode")),
     (CORE, "EngineCore.wake_up", ("tags",)),
@@ -153,6 +161,60 @@ def test_sleep_uses_the_memory_pool_by_default() -> None:
     assert "enable_sleep_mode" in fields("vllm.config.model", "ModelConfig")
     assert definition("vllm.device_allocator.cumem", "CuMemAllocator.sleep")
     assert definition("vllm.device_allocator.cumem", "CuMemAllocator.wake_up")
+
+
+# ---- the scheduler ----------------------------------------------------------------------------
+
+# What `schedulers.BlockEdges` does without, for a token at which no block begins or ends. When vLLM
+# changes one of them, read it: for such a token it must still do nothing.
+SKIPPED = {
+    (MANAGER, "KVCacheManager.allocate_slots"): "15f09c5e5779",
+    (MANAGER, "KVCacheManager.cache_blocks"): "25692defb11b",
+    (COORDINATOR, "KVCacheCoordinator.remove_skipped_blocks"): "9428d0a96889",
+    (COORDINATOR, "KVCacheCoordinator.get_num_blocks_to_allocate"): "4012e4838e83",
+    (COORDINATOR, "KVCacheCoordinator.allocate_new_blocks"): "fce1c6fbf01a",
+    (COORDINATOR, "KVCacheCoordinator.cache_blocks"): "6fd81209bcc4",
+    (ATTENTION, "SingleTypeKVCacheManager.remove_skipped_blocks"): "6aad4c8e7e31",
+    (ATTENTION, "SingleTypeKVCacheManager.get_num_skipped_tokens"): "9096099ccdd6",
+    (ATTENTION, "SingleTypeKVCacheManager.get_num_blocks_to_allocate"): "48b45b715971",
+    (ATTENTION, "SingleTypeKVCacheManager.allocate_new_blocks"): "4382ba4d4df3",
+    (ATTENTION, "SingleTypeKVCacheManager.cache_blocks"): "d8cf536188d0",
+    (ATTENTION, "FullAttentionManager.cache_blocks"): "b641d1fea366",
+}
+
+
+@pytest.mark.parametrize(("module", "name"), SKIPPED)
+def test_what_is_skipped_for_most_tokens_is_what_was_read(module: str, name: str) -> None:
+    assert source_digest(module, name) == SKIPPED[module, name]
+
+
+def test_full_attention_adds_nothing_to_what_is_skipped() -> None:
+    manager = definition(ATTENTION, "FullAttentionManager")
+    assert isinstance(manager, ast.ClassDef)
+    methods = {node.name for node in manager.body if isinstance(node, ast.FunctionDef)}
+    assert methods == {"find_longest_cache_hit", "cache_blocks", "_cache_partial_tail_block"}
+
+
+def test_how_the_scheduler_calls_its_manager() -> None:
+    """For a running request without computed blocks, whose absence is how it is known."""
+    source = ast.unparse(definition(SCHEDULER, "Scheduler.schedule"))
+    calls = re.findall(r"allocate_slots\(([^()]*(?:\([^()]*\)[^()]*)*)\)", source)
+    running, waiting = calls
+    assert running == "request, num_new_tokens, num_lookahead_tokens=self.num_lookahead_tokens"
+    assert "new_computed_blocks=" in waiting
+
+
+def test_how_the_scheduler_hands_out_log_probs() -> None:
+    """`schedulers.LogProbColumns` takes the same rows: those of the tokens that are left."""
+    source = ast.unparse(definition(SCHEDULER, "Scheduler.update_from_output"))
+    assert "logprobs = model_runner_output.logprobs" in source
+    assert "new_logprobs = logprobs.slice_request(req_index, len(new_token_ids))" in source
+    assert "req_index = model_runner_output.req_id_to_index[req_id]" in source
+    lists = "vllm.v1.outputs"
+    assert {"logprobs", "cu_num_generated_tokens"} <= fields(lists, "LogprobsLists")
+    assert "kv_transfer_params" in fields("vllm.v1.engine", "EngineCoreOutput")
+    assert "kv_transfer_params" in parameters("vllm.outputs", "RequestOutput.__init__")
+    assert "extra_args" in fields("vllm.sampling_params", "SamplingParams")
 
 
 # ---- the worker ----------------------------------------------------------------------------------

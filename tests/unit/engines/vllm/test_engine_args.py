@@ -13,7 +13,7 @@ def test_engine_arguments_make_the_intended_engine_on_cpus(models, monkeypatch):
     """vLLM has taken every name, and its own checks have changed none of the values."""
     from vllm import AsyncEngineArgs
 
-    from one_step_off.engines.vllm.schedulers import LogProbsAtEnd
+    from one_step_off.engines.vllm.schedulers import replica_scheduler
     from one_step_off.engines.vllm.worker_extension import SyncWorkerExtension
     from one_step_off.runtime.process_env import ENGINE_ENV
 
@@ -39,8 +39,8 @@ def test_engine_arguments_make_the_intended_engine_on_cpus(models, monkeypatch):
     # A prompt split over two steps would kill a CPU engine.
     assert not scheduler.enable_chunked_prefill
     assert scheduler.max_num_batched_tokens >= 7 * longest
-    assert scheduler.get_scheduler_cls() is LogProbsAtEnd
-    assert not scheduler.async_scheduling, "it is made of vLLM's other scheduler"
+    assert scheduler.get_scheduler_cls() is replica_scheduler
+    assert not scheduler.async_scheduling, "nothing runs ahead of a CPU"
     assert made.cache_config.kv_cache_memory_bytes == 64 << 20
     assert made.cache_config.block_size == 32
     parallel = made.parallel_config
@@ -67,7 +67,7 @@ def test_engine_arguments_on_gpus_are_known_to_vllm(models, width, executor, sha
     assert made.block_size == default.block_size
     assert made.enable_chunked_prefill == default.enable_chunked_prefill
     assert made.enforce_eager == default.enforce_eager, "CUDA graphs"
-    assert made.scheduler_cls == default.scheduler_cls
+    assert made.scheduler_cls == "one_step_off.engines.vllm.schedulers.replica_scheduler"
     assert made.enable_sleep_mode == shared, "its memory is another role's while it sleeps"
     assert made.tensor_parallel_size == width
     assert made.distributed_executor_backend == executor
@@ -106,13 +106,10 @@ def test_an_engine_with_the_adapters_apart_adapts_only_the_layers_that_are_train
 def test_kept_caches_need_a_scheduler_that_keeps_versions_apart(models, device):
     from vllm.config.scheduler import SchedulerConfig
 
-    from one_step_off.engines.vllm.schedulers import (
-        LogProbsAtEndPrefixesPerVersion,
-        gpu_scheduler,
-    )
+    from one_step_off.engines.vllm.schedulers import prefixes_per_version
 
     cfg = tiny_config(models(), "", **{"weight_sync.in_flight": "keep"})
     name = engine_args(cfg, device)["scheduler_cls"]
     made = SchedulerConfig.default_factory(scheduler_cls=name).get_scheduler_cls()
     # A function may stand for vLLM's class, which is only called.
-    assert made is {"cpu": LogProbsAtEndPrefixesPerVersion, "cuda": gpu_scheduler}[device]
+    assert made is prefixes_per_version

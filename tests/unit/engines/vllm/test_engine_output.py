@@ -1,13 +1,19 @@
-"""The weight version of every token, and the seeds of samples."""
+"""The weight version and log-prob of every token, and the seeds of samples."""
 
 from __future__ import annotations
 
 import itertools
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
 
-from one_step_off.engines.vllm.engine import token_versions
+from one_step_off.config.schema import Config
+from one_step_off.engines.engine import GenerationRequest
+from one_step_off.engines.vllm.engine import generated_tokens, sampling_params, token_versions
+from one_step_off.engines.vllm.schedulers import COLUMN
 from one_step_off.rollout.sampling import sample_seed
 
 
@@ -38,6 +44,45 @@ def test_versions_are_read_per_token():
 def test_a_token_without_one_known_version_is_refused(spans):
     with pytest.raises(RuntimeError, match="stamped 3 tokens"):
         token_versions(spans, 3)
+
+
+def last_output(flat: list[float], column: list[float] | None) -> RequestOutput:
+    """Of a request for three tokens."""
+    completion = CompletionOutput(0, "", [5, 6, 7], None, None, finish_reason="length")
+    completion.logprobs = FlatLogprobs(logprobs=flat)
+    completion.weight_versions = [Span("0.3", 0, 3)]
+    kept = None if column is None else {COLUMN: np.array(column, np.float32).tobytes()}
+    return RequestOutput("a", None, [1], None, [completion], True, kv_transfer_params=kept)
+
+
+@pytest.mark.parametrize(
+    ("flat", "column"), [([], [-0.5, -1.25, -0.75]), ([-0.5, -1.25, -0.75], None)]
+)
+def test_log_probs_are_read_from_the_column_or_from_vllms_lists(flat, column):
+    made = generated_tokens(last_output(flat, column))
+    assert (made.ids.tolist(), made.versions.tolist()) == ([5, 6, 7], [3, 3, 3])
+    assert made.log_probs.tolist() == [-0.5, -1.25, -0.75]
+    assert made.log_probs.dtype == np.float32
+
+
+@pytest.mark.parametrize(("flat", "column"), [([], None), ([], [-0.5]), ([-0.5, -1.0], None)])
+def test_a_token_without_a_log_prob_is_refused(flat, column):
+    with pytest.raises(RuntimeError, match="log-probs for 3 tokens"):
+        generated_tokens(last_output(flat, column))
+
+
+@pytest.mark.parametrize(
+    ("run_stop", "stop", "asks"),
+    [(None, (), True), ("end", (), False), (None, ("end",), False), ([], (), False)],
+)
+def test_a_column_is_asked_for_where_the_engine_alone_ends_the_request(run_stop, stop, asks):
+    cfg = Config()
+    if run_stop is not None:
+        cfg.rollout.sampling_kwargs = {"stop": run_stop}
+    request = GenerationRequest(np.array([1], np.int32), 4, 1.0, stop=stop)
+    params = sampling_params(cfg, request)
+    assert (COLUMN in (params.extra_args or {})) == asks
+    assert (params.logprobs, params.n) == (0, 1)
 
 
 def test_seeds_differ_for_all_neighbors_and_fit_into_63_bits():

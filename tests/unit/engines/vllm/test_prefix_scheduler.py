@@ -3,25 +3,14 @@ tests/e2e/test_staleness.py."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from one_step_off.engines.vllm import schedulers
-from one_step_off.engines.vllm.schedulers import (
-    AsyncPrefixesPerVersion,
-    LogProbsAtEnd,
-    LogProbsAtEndPrefixesPerVersion,
-    PrefixesPerVersion,
-    gpu_scheduler,
-)
+from one_step_off.engines.vllm.schedulers import PrefixesPerVersion, ReplicaScheduler
 
 BLOCK_TOKENS = 4
 PROMPT = list(range(2 * BLOCK_TOKENS + 1))
@@ -35,8 +24,8 @@ def scheduler(monkeypatch) -> PrefixesPerVersion:
     def add_request(self, request):
         self.requests[request.request_id] = request
 
-    monkeypatch.setattr(Scheduler, "__init__", lambda self: None)
-    monkeypatch.setattr(Scheduler, "add_request", add_request)
+    monkeypatch.setattr(ReplicaScheduler, "__init__", lambda self: None)
+    monkeypatch.setattr(ReplicaScheduler, "add_request", add_request)
     scheduler = PrefixesPerVersion()
     scheduler.requests = {}
     scheduler._pause_state = PauseState.UNPAUSED
@@ -103,17 +92,3 @@ def test_a_requests_own_salt_is_kept(scheduler):
     sync(scheduler)
     assert shared_blocks(mine, add(scheduler, "same", salt="user")) == 2
     assert shared_blocks(mine, add(scheduler, "other")) == 0
-
-
-def test_the_schedulers_are_made_of_vllms(monkeypatch):
-    assert issubclass(LogProbsAtEndPrefixesPerVersion, LogProbsAtEnd)
-    made = []
-    for name in ("AsyncPrefixesPerVersion", "PrefixesPerVersion"):
-        stand_in = lambda name=name, **arguments: made.append((name, arguments))  # noqa: E731
-        monkeypatch.setattr(schedulers, name, stand_in)
-    for is_async in (True, False):
-        config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
-        gpu_scheduler(config, block_size=16)
-    assert [name for name, _ in made] == ["AsyncPrefixesPerVersion", "PrefixesPerVersion"]
-    assert all(arguments["block_size"] == 16 for _, arguments in made)
-    assert issubclass(AsyncPrefixesPerVersion, AsyncScheduler)

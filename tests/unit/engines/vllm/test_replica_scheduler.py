@@ -1,0 +1,149 @@
+"""Our schedulers decide what vLLM's own decide, and their clients receive the same, with less work.
+Real engines are compared in tests/e2e/test_log_prob_scheduler.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from one_step_off.engines.vllm.schedulers import (
+    AsyncPrefixesPerVersion,
+    AsyncReplicaScheduler,
+    BlockEdges,
+    PrefixesPerVersion,
+    ReplicaScheduler,
+    prefixes_per_version,
+    replica_scheduler,
+)
+from tests.unit.engines.vllm.scheduler_drive import Drive, Record, Scene, make_scheduler
+
+KINDS = ("column", "final", "streamed", "top", "none", "scored")
+
+
+def drive_both(models: Any, scene: Scene) -> tuple[Record, Record]:
+    """The records of vLLM's scheduler and of ours."""
+    theirs = AsyncScheduler if scene.is_async else Scheduler
+    return tuple(
+        Drive(make_scheduler(made, models(), scene), scene).run()
+        for made in (theirs, replica_scheduler)
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("is_async", [False, True])
+def test_every_step_is_vllms(models, is_async, seed):
+    """Starts, ends, stop tokens, prefix hits, preemptions, aborts, syncs in mid-sequence."""
+    scene = Scene(is_async, blocks=40, requests=80, kinds=("column",), seed=seed)
+    theirs, ours = drive_both(models, scene)
+    assert len(ours.steps) == len(theirs.steps) > 70
+    for one, other in zip(ours.steps, theirs.steps, strict=True):
+        assert one == other
+    assert ours.answers == theirs.answers
+    assert (ours.hits, ours.preemptions) == (theirs.hits, theirs.preemptions)
+    assert ours.hits > 100 and ours.preemptions > 5
+    assert ours.messages == 0 < theirs.messages, "no log-prob travels by itself"
+    reasons = {answer[-1] for answers in ours.answers.values() for answer in answers}
+    assert {"stop", "length"} <= reasons
+    versions = [answer[2] for answers in ours.answers.values() for answer in answers]
+    assert any(spans and len(spans) > 1 for spans in versions), "weights change in mid-sequence"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_other_requests_in_the_same_steps_are_left_alone(models, is_async):
+    """Streamed, with several log-probs per token, with none, and those that score a prompt."""
+    theirs, ours = drive_both(models, Scene(is_async, blocks=60, requests=90, kinds=KINDS, seed=9))
+    assert ours.steps == theirs.steps
+    assert ours.answers == theirs.answers
+    assert ours.prompt_log_probs == theirs.prompt_log_probs
+    assert len(ours.prompt_log_probs) > 3
+
+
+@pytest.mark.parametrize("kinds", [("column",), ("column", "final", "top")])
+def test_several_tokens_of_a_row_in_one_step(models, kinds):
+    """Drafts that are accepted, and an end in the middle of them."""
+    scene = Scene(is_async=False, blocks=60, drafts=3, requests=60, kinds=kinds, seed=3)
+    theirs, ours = drive_both(models, scene)
+    assert ours.steps == theirs.steps
+    assert ours.answers == theirs.answers
+    drafted = [count for step in ours.steps for count in step[0].values() if count == 4]
+    assert len(drafted) > 10
+
+
+def test_a_name_that_is_used_again_begins_anew(models):
+    scene = Scene(is_async=True, requests=1)
+    drive = Drive(make_scheduler(replica_scheduler, models(), scene), scene)
+    drive.add()
+    request = drive.scheduler.requests["0"]
+    request.log_prob_column.extend([-1.0, -2.0])
+    drive.scheduler.finish_requests("0", 9)
+    drive.processor.abort_requests(["0"], internal=False)
+    drive.asked.clear()
+    drive.add()
+    assert len(drive.scheduler.requests["0"].log_prob_column) == 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_books_are_opened_at_the_edges_of_blocks_alone(models, is_async, monkeypatch):
+    """One row: as many calls of vLLM's manager as it has blocks, and not as many as tokens."""
+    calls = []
+    for name in ("allocate_slots", "cache_blocks"):
+        own = getattr(KVCacheManager, name)
+
+        def count(self, request, *args, name=name, own=own, **kwargs):
+            calls.append(name)
+            return own(self, request, *args, **kwargs)
+
+        monkeypatch.setattr(KVCacheManager, name, count)
+    scene = Scene(is_async, requests=1, blocks=60, seed=2)
+    drive = Drive(make_scheduler(replica_scheduler, models(), scene), scene)
+    drive.params = lambda kind, own=drive.params: _long(own(kind))
+    drive.disturb = lambda: None
+    tokens = len(drive.run().answers["0"][0][0])
+    blocks = tokens // 4 + 2
+    assert tokens == 40
+    assert calls.count("allocate_slots") <= 2 * blocks + 1 < tokens
+    assert calls.count("cache_blocks") <= blocks + 1
+
+
+def _long(params: Any) -> Any:
+    params.max_tokens = 40
+    params.stop_token_ids = []
+    return params
+
+
+@pytest.mark.parametrize("change", ["caching", "drafts", "spec"])
+def test_other_caches_keep_vllms_manager(models, change):
+    scene = Scene(is_async=True)
+    scheduler = make_scheduler(AsyncScheduler, models(), scene)
+    manager = scheduler.kv_cache_manager
+    if change == "caching":
+        manager.enable_caching = False
+    elif change == "drafts":
+        scheduler.num_spec_tokens = 2
+    else:
+        (group,) = manager.coordinator.single_type_managers
+        group.__class__ = type("WindowManager", (type(group),), {})
+    BlockEdges.use_in(scheduler)
+    assert type(manager) is KVCacheManager
+
+
+def test_the_schedulers_are_made_of_vllms(monkeypatch):
+    """vLLM decides late whether it schedules ahead."""
+    expected = {
+        (replica_scheduler, False): ReplicaScheduler,
+        (replica_scheduler, True): AsyncReplicaScheduler,
+        (prefixes_per_version, False): PrefixesPerVersion,
+        (prefixes_per_version, True): AsyncPrefixesPerVersion,
+    }
+    monkeypatch.setattr(Scheduler, "__init__", lambda self, **_: None)
+    monkeypatch.setattr(AsyncScheduler, "__init__", lambda self, **_: None)
+    monkeypatch.setattr(BlockEdges, "use_in", lambda scheduler: None)
+    for (make, is_async), made in expected.items():
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
+        assert type(make(config, block_size=16)) is made
+        assert issubclass(made, AsyncScheduler) == is_async
