@@ -10,7 +10,7 @@ thread for minutes.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class WeightSenderMixin:
     rank: int
     device: str
     version: int
-    weight_tensors: Callable[[], Iterator[torch.Tensor]]
+    weight_tensors: Callable[[], Iterable[torch.Tensor]]
     weight_plan: Callable[[], list[WeightPiece]]
 
     threads = {"control": 1, "sync": 1, "saving": 1}
@@ -178,8 +178,8 @@ class WeightSenderMixin:
             self.release_changed.notify_all()
 
     def before_step(self) -> None:
-        """Wait until the weights may change: every replica has them, and its canary was accepted.
-        Raises SyncError: that did not happen."""
+        """Wait until the weights may change: every replica has them, its canary was accepted, and
+        what was sent is kept. Raises SyncError: that did not happen."""
         sync_is_open = hasattr(self, "release_changed")
         if not sync_is_open:
             return
@@ -193,3 +193,5 @@ class WeightSenderMixin:
             raise SyncError(f"{who} did not reach the replicas: {self.sync_failure}")
         if not ended:
             raise SyncError(f"{who} was not sent and accepted in {limit_s:g} s")
+        if hasattr(self, "sender"):
+            self.sender.finish_keeping()

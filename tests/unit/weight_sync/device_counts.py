@@ -5,13 +5,20 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from one_step_off.weight_sync import launch_order, receiver, sender, sender_groups, stream_peer
+from one_step_off.weight_sync.bucket_plan import weighted_sums
+from one_step_off.weight_sync.gpu_queue import GpuQueue
+from one_step_off.weight_sync.sender import KEEP_THREAD
+from one_step_off.weight_sync.stream_peer import StreamPeer
 
 HOST_READS = {
     "cpu", "item", "tolist", "nonzero", "masked_select", "equal",
@@ -24,7 +31,8 @@ NO_KERNELS = {"aten::empty.memory_format", "aten::empty_strided", "aten::_local_
 
 
 class SyncCounts:
-    """What senders and receivers did, by side: "sender" or "receiver"."""
+    """What senders and receivers did, by side: "sender", "receiver", or "keep" for the thread of a
+    sender after the sync."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -93,29 +101,58 @@ class _Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class StandInEvent:
+class StandInMark:
     """As torch.cuda.Event: its time is not known before the host has waited for it, or for a later
-    one of its stream."""
+    one of its thread."""
 
-    numbers = Counter()  # per stream: events recorded
-    reached = Counter()  # per stream: the last one that the host has waited for
-
-    def __init__(self, counts: SyncCounts, stream: object) -> None:
-        self.counts = counts
-        self.stream = stream
-        StandInEvent.numbers[stream] += 1
-        self.number = StandInEvent.numbers[stream]
+    def __init__(self, recorded: list[StandInMark]) -> None:
+        self.is_reached = False
+        self.before = recorded  # by this thread
+        self.number = len(recorded)
+        recorded.append(self)
 
     def synchronize(self) -> None:
-        self.counts.note(self.counts.host_waits, "event")
-        reached = StandInEvent.reached
-        reached[self.stream] = max(reached[self.stream], self.number)
+        for mark in self.before[: self.number + 1]:
+            mark.is_reached = True
 
-    def elapsed_time(self, end: StandInEvent) -> float:
-        for event in (self, end):
-            if event.number > StandInEvent.reached[event.stream]:
-                raise RuntimeError("Both events must be completed before calculating elapsed time")
+    def elapsed_time(self, end: StandInMark) -> float:
+        if not (self.is_reached and end.is_reached):
+            raise RuntimeError("Both events must be completed before calculating elapsed time")
         return 1.0
 
 
-Prepare = Callable[[Any], None]
+class StandInQueue(GpuQueue):
+    """A GPU's queue over CPU tensors, which have done all work when a call returns."""
+
+    def __init__(self, counts: SyncCounts) -> None:
+        self.counts = counts
+        self.thread = threading.local()
+
+    def use(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def mark(self) -> Any:
+        if not hasattr(self.thread, "marks"):
+            self.thread.marks = []
+        return StandInMark(self.thread.marks)
+
+    def wait(self, mark: Any) -> None:
+        self.counts.note(self.counts.host_waits, "mark")
+        super().wait(mark)
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, counts: SyncCounts) -> None:
+    """From now on new senders and receivers of CPU tensors work as those of GPUs do."""
+    prepare_thread = StreamPeer.prepare_thread
+
+    def prepare(peer: StreamPeer) -> None:
+        prepare_thread(peer)
+        is_keeping = threading.current_thread().name == KEEP_THREAD
+        counts.enter("keep" if is_keeping else peer.role)
+
+    for module in (stream_peer, sender_groups):
+        monkeypatch.setattr(module, "open_queue", lambda device: StandInQueue(counts))
+    for module in (sender, receiver):
+        monkeypatch.setattr(module, "checksum", weighted_sums)
+    monkeypatch.setattr(StreamPeer, "prepare_thread", prepare)
+    monkeypatch.setitem(launch_order.IS_ORDERED, "cpu", True)

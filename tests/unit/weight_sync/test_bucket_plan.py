@@ -159,6 +159,20 @@ def test_checksum_detects_one_changed_bit_and_a_swap(checksum_function, words, d
         assert not torch.equal(before, checksum_function(flat))
 
 
+@pytest.mark.parametrize("words", [2, 1022, 1024, 1026, 5000])
+def test_the_gpu_checksum_is_its_definition(words):
+    flat = torch.randint(0, 256, (8 * words,), dtype=torch.uint8)
+    sums = [0, 0]
+    for i, word in enumerate(flat.view(torch.int64).tolist()):
+        sums[0] += word * (2 * (i % 1024) + 1)
+        sums[1] += word * (2 * (i // 1024) + 1)
+    signed = [(total + 2**63) % 2**64 - 2**63 for total in sums]
+    assert weighted_sums(flat).tolist() == signed
+    written = torch.zeros(3, 2, dtype=torch.int64)
+    weighted_sums(flat, written[1])
+    assert written[1].tolist() == signed
+
+
 def test_one_sender_may_own_several_parts_of_a_tensor():
     whole = torch.randn(6, 2)
     pieces = [WeightPiece("a", "float32", (6, 2), start, start + 2) for start in (0, 2, 4)]
