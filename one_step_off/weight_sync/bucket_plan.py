@@ -28,6 +28,15 @@ _LANES = 1024
 _CACHED_WEIGHTS = 1024
 """Sizes of messages whose weights are kept: each takes a 512th of its message."""
 
+MIN_BUCKET_MB = 64
+"""The default on CPUs, and the least on GPUs."""
+
+MAX_BUCKET_MB = 1024
+"""The most that is chosen on GPUs. There each bucket has a fixed cost on the host, of about a
+millisecond."""
+
+_BUCKETS_PER_DEVICE = 128
+
 Parts = dict[int, torch.Tensor]
 """Sender -> its part of a bucket: uint8 [n]."""
 
@@ -246,6 +255,12 @@ class _PlanBuilder:
     def _reserve_join(self, size: int) -> None:
         self.joined_bytes += size
         self.join_bytes = max(self.join_bytes, self.joined_bytes)
+
+
+def automatic_bucket_mb(device_bytes: int) -> int:
+    """weight_sync.bucket_mb=null, in MiB. `device_bytes`: all memory of the GPU; 0 for a CPU."""
+    share_mb = device_bytes // _BUCKETS_PER_DEVICE >> 20
+    return min(max(share_mb, MIN_BUCKET_MB), MAX_BUCKET_MB)
 
 
 def _cut_into_strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[list[BucketSlot]]:

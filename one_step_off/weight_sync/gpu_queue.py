@@ -40,6 +40,13 @@ class GpuQueue:
         return begin.elapsed_time(end) / 1e3
 
 
+def device_bytes(device: torch.device) -> int:
+    """All memory of a GPU; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def open_queue(device: torch.device) -> GpuQueue | None:
     """A queue on this device; None: it is a CPU, which has none."""
     return GpuQueue(device) if device.type == "cuda" else None

@@ -21,7 +21,8 @@ from one_step_off.cluster.core_binding import unpin
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.network import reachable_host
 from one_step_off.config.schema import Config
-from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
+from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces, automatic_bucket_mb
+from one_step_off.weight_sync.gpu_queue import device_bytes
 from one_step_off.weight_sync.member_link import LeaderAddress
 from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.sender import WeightSender
@@ -66,6 +67,11 @@ class WeightSenderMixin:
     """Why no sync will release the weights any more."""
 
     @ray.method(concurrency_group="sync")
+    def automatic_bucket_mb(self) -> int:
+        """The size of a bucket that suits this rank's device, in MiB."""
+        return automatic_bucket_mb(device_bytes(torch.device(self.device)))
+
+    @ray.method(concurrency_group="sync")
     def open_sender(
         self,
         groups: list[SenderGroup],
@@ -81,7 +87,7 @@ class WeightSenderMixin:
         Args:
             groups: of `form_groups`.
             pieces: of the members of this rank's group, if it leads one of several ranks.
-            bucket_bytes: weight_sync.bucket_mb.
+            bucket_bytes: of a bucket.
             host: the address at which to listen; empty: this node's address on the network.
             timeout_s: weight_sync.timeout_s.
             transport: the arguments of `load_transport`.

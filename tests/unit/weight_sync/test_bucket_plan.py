@@ -12,6 +12,7 @@ from one_step_off.weight_sync.bucket_plan import (
     Bucket,
     BucketPlan,
     BucketSlot,
+    automatic_bucket_mb,
     checksum,
     weighted_sums,
 )
@@ -171,6 +172,13 @@ def test_the_gpu_checksum_is_its_definition(words):
     written = torch.zeros(3, 2, dtype=torch.int64)
     weighted_sums(flat, written[1])
     assert written[1].tolist() == signed
+
+
+@pytest.mark.parametrize(
+    ("gib", "expected_mb"), [(0, 64), (4, 64), (24, 192), (80, 640), (141, 1024), (288, 1024)]
+)
+def test_the_automatic_size_of_a_bucket_grows_with_the_device(gib, expected_mb):
+    assert automatic_bucket_mb(gib << 30) == expected_mb
 
 
 def test_one_sender_may_own_several_parts_of_a_tensor():
