@@ -22,7 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from one_step_off.cluster.bounded_waits import POLL_INTERVAL_S, AbortSignal, poll_for_keys
+from one_step_off.cluster.bounded_waits import (
+    FIRST_STORE_WAIT_S,
+    KEY_POLL_S,
+    POLL_INTERVAL_S,
+    AbortSignal,
+    poll_for_keys,
+)
 
 # What the creation of the groups may take beside weight_sync.timeout_s: per group, and per member
 # of each group.
@@ -39,14 +45,7 @@ ENVIRONMENT_LOCK = threading.Lock()
 """Held while a variable of the environment is changed for the creation of a group."""
 
 LEFT = b"left"
-"""What a member that has closed its group writes instead of the number of its announcements."""
-
-FIRST_READY_POLL_S = 5e-5
-"""Seconds until a sender asks for the second time whether all receivers are ready; it doubles each
-time."""
-
-LAST_READY_POLL_S = 2e-3
-"""The longest time between two of these questions."""
+"""What a receiver that has closed its group writes in place of its next announcement."""
 
 
 def connect_timeout(timeout_s: float, senders: int, receivers: int) -> float:
@@ -195,31 +194,45 @@ class DedicatedGroup:
         """
         self.announced += 1
         # The store does not answer, so this does not wait for a sender that is stopped.
-        self.ready_store.set(self.ready_keys[self.rank], str(self.announced).encode())
+        self.ready_store.set(self._announcement_key(self.rank, self.announced), b"")
 
     def await_receivers(self) -> None:
         """Wait until every receiver has announced the next broadcast. Raises as `wait`."""
         self.announced += 1
-        keys = self.ready_keys[1:]
-        expected = [str(self.announced).encode()] * len(keys)
+        receivers = range(1, len(self.ready_keys))
+        keys = [self._announcement_key(member, self.announced) for member in receivers]
         begin = time.monotonic()
-        next_check = begin + POLL_INTERVAL_S
-        pause_s = FIRST_READY_POLL_S
-        # The store is in this process, so it always answers.
-        while (announced := self.ready_store.multi_get(keys)) != expected:
-            now = time.monotonic()
-            if LEFT in announced:
-                self.abort_signal.check()  # a receiver that fails says why before it leaves
-                raise RuntimeError(f"group member {1 + announced.index(LEFT)} has left")
-            if now > next_check:
-                self.abort_signal.check()
-                next_check = now + POLL_INTERVAL_S
-            if now > begin + self.timeout_s:
+        first_wait = timedelta(seconds=min(FIRST_STORE_WAIT_S, self.timeout_s))
+        try:
+            self.ready_store.wait(keys, first_wait)
+        except dist.DistStoreError:  # not all yet; torch logs each such wait
+            self._poll_for_announcements(keys, begin + self.timeout_s)
+        if LEFT in self.ready_store.multi_get(keys):
+            self._check_none_left(keys)
+        for key in keys:
+            self.ready_store.delete_key(key)
+
+    def _poll_for_announcements(self, keys: list[str], deadline: float) -> None:
+        """The rest of a long wait. The store is in this process, so it always answers."""
+        while not self.ready_store.check(keys):
+            self._check_none_left(keys)
+            self.abort_signal.check()
+            if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"timed out: not all receivers were ready in {self.timeout_s:g} s"
                 )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_READY_POLL_S)
+            time.sleep(KEY_POLL_S)
+
+    def _check_none_left(self, keys: list[str]) -> None:
+        """Raises RuntimeError: a receiver has left. `keys`: of all announcements."""
+        for member, key in enumerate(keys, start=1):
+            if self.ready_store.check([key]) and self.ready_store.get(key) == LEFT:
+                self.abort_signal.check()  # a receiver that fails says why before it leaves
+                raise RuntimeError(f"group member {member} has left")
+
+    def _announcement_key(self, member: int, number: int) -> str:
+        """The key by which a member announces its `number`-th broadcast."""
+        return f"{self.ready_keys[member]}.{number}"
 
     def start_send(self, tensor: torch.Tensor) -> None:
         """Start to broadcast `tensor` from rank 0. It must not change until `wait` has returned."""
@@ -269,8 +282,10 @@ class DedicatedGroup:
         may_block = is_nccl or (self.work is not None and not self.work.is_completed())
         self.group = None
         self.work = None
-        with suppress(RuntimeError):  # the sender's process is gone, and its store with it
-            self.ready_store.set(self.ready_keys[self.rank], LEFT)
+        if self.rank != 0:
+            with suppress(RuntimeError):  # the sender's process is gone, and its store with it
+                # In place of the announcement that the sender may wait for.
+                self.ready_store.set(self._announcement_key(self.rank, self.announced + 1), LEFT)
         self.abort_signal.close()
         if may_block:
             # Not on this thread: gloo's destructor waits for pending work, and NCCL's abort waits

@@ -5,7 +5,7 @@ import contextlib
 import os
 import shutil
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,9 @@ class WeightExport(TrainedWorker):
         super().setup(master_addr, master_port)
         # Not later: while a pass runs the modules hold gathered parameters.
         self._weights = self._sent_weights()
+        # Views of all that is sent; empty where something must be copied for it.
+        self._live: list[Tensor] = []
+        self._live_addresses: list[int] = []
         self._matrices: list[tuple[WeightPiece, Tensor]] | None = None
         if self.cfg.weight_sync.lora == "adapter" and self.role == "actor":
             self._matrices = self._sent_adapters()
@@ -50,13 +53,36 @@ class WeightExport(TrainedWorker):
         sent = self._weights if self._matrices is None else self._matrices
         return [piece for piece, _ in sent]
 
-    def weight_tensors(self) -> Iterator[Tensor]:
+    def weight_tensors(self) -> Iterable[Tensor]:
         """The data of `weight_plan()`, in its order (no collective): the live rows themselves, in
         the dtype that they are trained in, or merged with an adapter. Read them before the next
-        optimizer step."""
-        if self._matrices is None:
-            return self._whole_model()
-        return self._adapters_alone(self._matrices)
+        optimizer step.
+
+        Live rows come in a list, the same one until their storage moves.
+        """
+        if self._matrices is not None:
+            return self._adapters_alone(self._matrices)
+        if not self.adapters.layers:
+            self._find_live_rows()
+        return self._live or self._whole_model()
+
+    @torch.no_grad()
+    def _find_live_rows(self) -> None:
+        """Fill `_live` with views of this rank's rows, if a storage has moved, as in FSDP2's first
+        pass with `param_offload`. (The views hold the old storage: it cannot have been given to
+        another tensor unnoticed.)"""
+        rows = [_own_rows(tensor) for _, tensor in self._weights]
+        addresses = [tensor.data_ptr() for tensor in rows]
+        if addresses == self._live_addresses:
+            return
+        self._live_addresses = addresses
+        self._live = []
+        for (piece, _), tensor in zip(self._weights, rows, strict=True):
+            view = tensor.detach().reshape(piece.block_shape)
+            if view.data_ptr() != tensor.data_ptr():
+                self._live = []  # a copy, which would stay at this version
+                return
+            self._live.append(view)
 
     @torch.no_grad()
     def _whole_model(self) -> Iterator[Tensor]:
@@ -93,7 +119,7 @@ class WeightExport(TrainedWorker):
                 every rank.
         """
         if own_tensors is None:
-            own_tensors = self.weight_tensors()
+            own_tensors = iter(self.weight_tensors())
         if self.rank == 0:
             yield from self._receive_whole(pieces, device, own_tensors)
         else:

@@ -13,7 +13,7 @@ a rank computes, as a dict of position in the batch -> result. All shares togeth
 position once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -123,9 +123,9 @@ class ActorInterface(ReferenceInterface, TrainedInterface, Protocol):
     def weight_plan(self) -> list[WeightPiece]:
         """The pieces that this rank sends, in a fixed order. No collective."""
 
-    def weight_tensors(self) -> Iterator[Any]:
+    def weight_tensors(self) -> Iterable[Any]:
         """The data of `weight_plan()`, in its order: a tensor of shape `piece.block_shape` each. No
-        collective."""
+        collective. A list of live tensors must be the same object until a storage moves."""
 
     def base_digests(self) -> list[FrozenBlock]:
         """For weight_sync.lora=adapter: the digests of what this rank holds of the frozen model.

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import networkx  # torch needs it too
 import torch
@@ -24,6 +24,18 @@ ALIGNMENT = 16
 
 _LANES = 1024
 """int64 words per row of the GPU checksum."""
+
+_CACHED_WEIGHTS = 1024
+"""Sizes of messages whose weights are kept: each takes a 512th of its message."""
+
+MIN_BUCKET_MB = 64
+"""The default on CPUs, and the least on GPUs."""
+
+MAX_BUCKET_MB = 1024
+"""The most that is chosen on GPUs. There each bucket has a fixed cost on the host, of about a
+millisecond."""
+
+_BUCKETS_PER_DEVICE = 128
 
 Parts = dict[int, torch.Tensor]
 """Sender -> its part of a bucket: uint8 [n]."""
@@ -65,10 +77,10 @@ class BucketSlot:
         flat = part[self.offset : self.offset + self.nbytes]
         return flat.view(self.dtype).view(self.piece.block_shape)
 
-    def zero_padding(self, part: torch.Tensor) -> None:
-        """Zero the bytes up to the next slot in `part`: they travel and count in the checksum, so
-        they must be the same at both ends."""
-        part[self.offset + self.nbytes : self.offset + self.padded_bytes].zero_()
+    def padding(self, part: torch.Tensor) -> torch.Tensor:
+        """The bytes up to the next slot in `part`. They travel and count in the checksum, so they
+        must be zeros at both ends."""
+        return part[self.offset + self.nbytes : self.offset + self.padded_bytes]
 
 
 @dataclass
@@ -134,7 +146,7 @@ class Bucket:
         """The inverse of `join`: fill each sender's part with what it would send, from tensors that
         lie where `tensors` says."""
         for slot in self.slots:
-            slot.zero_padding(parts[slot.sender])
+            slot.padding(parts[slot.sender]).zero_()
         for _, tensor, joined_slots in self.tensors(parts, join_buffer):
             for slot in joined_slots:
                 slot.view(parts[slot.sender]).copy_(slot.piece.slice_of(tensor))
@@ -245,6 +257,12 @@ class _PlanBuilder:
         self.join_bytes = max(self.join_bytes, self.joined_bytes)
 
 
+def automatic_bucket_mb(device_bytes: int) -> int:
+    """weight_sync.bucket_mb=null, in MiB. `device_bytes`: all memory of the GPU; 0 for a CPU."""
+    share_mb = device_bytes // _BUCKETS_PER_DEVICE >> 20
+    return min(max(share_mb, MIN_BUCKET_MB), MAX_BUCKET_MB)
+
+
 def _cut_into_strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[list[BucketSlot]]:
     """Cut one tensor into as few strips as possible, so that each has at most `limit` bytes (or one
     row)."""
@@ -329,7 +347,7 @@ def _layer_of(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def checksum(flat: torch.Tensor) -> torch.Tensor:
+def checksum(flat: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
     """Two int64 words over the bytes of a bucket, on its device. Both ends of a stream have the
     same kind of device.
 
@@ -337,27 +355,40 @@ def checksum(flat: torch.Tensor) -> torch.Tensor:
 
     Args:
         flat: uint8 [n], n a multiple of 16.
+        words: where to write them, int64 [2]; None: a new tensor.
     """
-    if flat.device.type == "cpu":
-        return torch.frombuffer(bytearray(xxhash.xxh3_128_digest(flat.numpy())), dtype=torch.int64)
-    return weighted_sums(flat)
+    if flat.device.type != "cpu":
+        return weighted_sums(flat, words)
+    digest = xxhash.xxh3_128_digest(flat.numpy())
+    sums = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    return sums if words is None else words.copy_(sums)
 
 
-def weighted_sums(flat: torch.Tensor) -> torch.Tensor:
-    """The checksum on GPUs: sums mod 2^64, weighted by odd numbers along rows and along lanes.
+def weighted_sums(flat: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
+    """The checksum on GPUs; arguments as `checksum`.
 
-    They change with the value, the row or the lane of any word. No temporary is as large as the
-    bucket.
+    The int64 words of `flat` are laid in rows of _LANES, the last one filled up with zeros. The
+    first sum weights each by the odd number 2 * lane + 1, the second one by 2 * row + 1, both mod
+    2^64. So they change with the value, the row or the lane of any word. No temporary is as large
+    as the bucket, and five kernels do it.
     """
-    words = flat.view(torch.int64)
-    whole_rows = len(words) // _LANES * _LANES
-    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
-    for block in (words[:whole_rows].view(-1, _LANES), words[whole_rows:].view(1, -1)):
-        if not block.numel():
-            continue
-        for i, partial_sums in enumerate((block.sum(0), block.sum(1))):
-            odd_numbers = torch.arange(
-                1, 2 * len(partial_sums), 2, dtype=torch.int64, device=flat.device
-            )
-            sums[i] = sums[i] * 31 + (partial_sums * odd_numbers).sum()
-    return sums
+    numbers = flat.view(torch.int64)
+    whole_rows = len(numbers) // _LANES
+    rows = numbers[: whole_rows * _LANES].view(whole_rows, _LANES)
+    rest = numbers[whole_rows * _LANES :]
+    sums = torch.cat([rows.sum(0), rows.sum(1), rest])
+    weights = _checksum_weights(whole_rows, len(rest), flat.device)
+    return torch.sum(weights * sums, dim=1, out=words)
+
+
+@lru_cache(maxsize=_CACHED_WEIGHTS)
+def _checksum_weights(rows: int, rest: int, device: torch.device) -> torch.Tensor:
+    """int64 [2, lanes + rows + rest]: of the lanes' sums, the rows' sums and the words of the last
+    row, for the first and for the second checksum."""
+    weights = torch.zeros(2, _LANES + rows + rest, dtype=torch.int64)
+    lane_weights = torch.arange(1, 2 * _LANES + 1, 2)
+    weights[0, :_LANES] = lane_weights
+    weights[1, _LANES : _LANES + rows] = torch.arange(1, 2 * rows + 1, 2)
+    weights[0, _LANES + rows :] = lane_weights[:rest]
+    weights[1, _LANES + rows :] = 2 * rows + 1
+    return weights.to(device)

@@ -116,9 +116,12 @@ class WeightSync:
     async def connect(self) -> None:
         """Exchange the metadata, once: every rank's pieces, and the senders' addresses."""
         timeout_s = self.cfg.timeout_s
-        bucket_bytes = self.cfg.bucket_mb << 20
         who = "weight sync, trainer rank"
         ranks = self.actor.ranks
+        bucket_mb = self.cfg.bucket_mb
+        if bucket_mb is None:
+            bucket_mb = min(await call_all(timeout_s, who, ranks, "automatic_bucket_mb"))
+        bucket_bytes = bucket_mb << 20
         plans = await call_all(timeout_s, who, ranks, "weight_plan")
         groups = await asyncio.to_thread(form_groups, plans, self.cfg.max_senders)
         shared_groups = store_once(groups)

@@ -30,6 +30,10 @@ class Layout(Protocol):
 
     kept: ShardBlocks
 
+    def addresses(self) -> tuple[int, ...]:
+        """Of the parameters. They change when an engine allocates its weights again."""
+        ...
+
     def bind(self, shards: list[tuple[str, Block, torch.Tensor]]) -> BoundShards:
         """Find the places of these shards.
 
@@ -56,6 +60,15 @@ class InPlaceWriter:
         self.base_buffer = torch.zeros(0, dtype=torch.uint8, device=device)
         # By bucket and the addresses of the messages, which alternate between few buffers.
         self.bound: dict[tuple[int, ...], BoundShards] = {}
+        self.addresses: tuple[int, ...] = ()  # of the parameters that they refer to
+
+    def start(self) -> None:
+        """Before each sync: forget what was bound to memory that is not the parameters' any more.
+        To write there would spoil whatever has it now."""
+        addresses = self.layout.addresses()
+        if addresses != self.addresses:
+            self.addresses = addresses
+            self.bound.clear()
 
     def sizes(self, index: int) -> list[int]:
         """Bytes of the full messages of bucket `index`."""
@@ -96,7 +109,9 @@ class InPlaceWriter:
             self.base_buffer = torch.zeros(largest, dtype=torch.uint8, device=self.device)
         bases = list(self.base_buffer[: sum(sizes)].split(sizes))
         for message, base in zip(self.messages[index], bases, strict=True):
-            message.zero_padding(base)
+            paddings = [padding for padding in message.paddings(base) if padding.numel()]
+            if paddings:
+                torch._foreach_zero_(paddings)
         self._bind(index, bases).read()
         return bases
 

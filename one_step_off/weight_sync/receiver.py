@@ -99,6 +99,7 @@ class WeightReceiver(StreamPeer):
                     neighbors = same_device[sender] if same_device else ()
                     self._join_sender(sender, epoch, address, neighbors, deadline)
                 self._prepare_buffers()
+                self._wait_for_device()  # the buffers are zeroed on another stream
                 self._measure_link()
         except BaseException as error:
             self.give_up(error)
@@ -250,6 +251,7 @@ class WeightReceiver(StreamPeer):
         messages_of_bucket = routes.messages_of_receiver(self.index)
         if self.in_place_writer is None:
             self.in_place_writer = InPlaceWriter(messages_of_bucket, self.layout, self.device)
+        self.in_place_writer.start()
         self.mirror = None
         model = self.in_place_writer
 
@@ -288,11 +290,15 @@ class WeightReceiver(StreamPeer):
             store: puts a bucket where it belongs, and copies what it keeps.
         """
         sizes_of_bucket = self._sizes_of_buckets(routes)
+        # Both now: the wire's thread has a stream of its own, and this one is waited for after the
+        # first bucket.
         checksums: Parts = {}
+        sent: Parts = {}
         for sender, receivers in routes.streams_of_receiver(self.index):
-            checksums[routes.stream_number(sender, receivers)] = torch.zeros(
-                len(sizes_of_bucket), 2, dtype=torch.int64, device=self.device
-            )
+            for table in (checksums, sent):
+                table[routes.stream_number(sender, receivers)] = torch.zeros(
+                    len(sizes_of_bucket), 2, dtype=torch.int64, device=self.device
+                )
 
         def start(index: int) -> Future[Parts]:
             sizes = sizes_of_bucket[index]
@@ -310,14 +316,15 @@ class WeightReceiver(StreamPeer):
                 parts = apply(index, messages)
             with self._phase("verify"):
                 for stream, part in parts.items():
-                    checksums[stream][index] = checksum(part)
+                    checksum(part, checksums[stream][index])
             with self._phase("load"):
                 store(index, parts)
                 self._free(messages)
-        self._verify_checksums(checksums)
+        self._verify_checksums(checksums, sent)
 
     def _free(self, messages: Parts) -> None:
-        """The senders may overwrite these messages."""
+        """The senders may overwrite these messages, and the next ones may take their buffers."""
+        self._wait_for_device()
         for stream in messages:
             self.end_of_stream[stream].free()
 
@@ -404,27 +411,25 @@ class WeightReceiver(StreamPeer):
             targets[stream] = torch.zeros(count, dtype=torch.int64, device=self.device)
         return self._receive_messages(targets)
 
-    def _verify_checksums(self, received: Parts) -> None:
+    def _verify_checksums(self, received: Parts, sent: Parts) -> None:
         """Compare with every sender's checksums. All are read first, so that no sender waits for
         this receiver.
 
         Args:
             received: stream -> int64 [buckets, 2].
+            sent: as `received`, to be filled.
 
         Raises:
             SyncError: one differs; names the first such bucket and its sender.
         """
-        sent = {}
-        with self._phase("verify"):  # synchronizes: the wire's thread has a stream of its own
-            for stream, checksums in received.items():
-                sent[stream] = torch.zeros_like(checksums)
         with self._phase("verify"):
             self._on_wire(self._receive_messages, sent)
+            sums = torch.stack(list(received.values()))
+            differs = (sums != torch.stack(list(sent.values()))).any(dim=2).tolist()
         different = []
-        for stream, checksums in received.items():
+        for stream, buckets in zip(received, differs, strict=True):
             sender = stream % self.plan.senders
-            for (index,) in (checksums != sent[stream]).any(dim=1).nonzero().tolist():
-                different.append((index, sender))
+            different += [(index, sender) for index, is_other in enumerate(buckets) if is_other]
         if different:
             index, sender = min(different)
             bucket = f"bucket {index + 1} of {len(self.plan.buckets)} from sender {sender}"

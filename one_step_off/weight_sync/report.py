@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from one_step_off.cluster.run_events import Span
+from one_step_off.weight_sync.gpu_queue import GpuQueue, Mark
 
 Report = dict[str, Any]
 
 GATHERING_PHASES = ("gather", "cut", "checksum", "encode", "keep")
+DEVICE_PHASES = (*GATHERING_PHASES, "apply", "verify", "load")
+"""Work of the device. On a GPU it is timed by marks, which are read at the end of the sync."""
 SENDER_PHASES = (*GATHERING_PHASES, "wire")
 RECEIVER_PHASES = ("pause", "prepare", "wait", "apply", "verify", "load", "finish")
 
@@ -159,14 +162,26 @@ class TransferRecord:
     """[index of the bucket, seconds on the wire] of each bucket."""
     spans: list[list[Any]] = field(default_factory=list)
     """[lane, phase, begin, end], by `time.time`."""
+    marked: list[tuple[str, Mark, Mark, float]] = field(default_factory=list)
+    """Phase, begin, end, and when the host had launched it, by `time.time`."""
     wire_bytes: int = 0
     changed_words: int = 0
     """16-bit words that differ from the last sync (deltas)."""
 
-    def add_phase(self, name: str, seconds: float) -> None:
-        """Note a phase that has just ended."""
+    def add_phase(self, name: str, seconds: float, end: float | None = None) -> None:
+        """Note a phase that ended at `end`, by `time.time`; None: now."""
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
-        self._add_span("", name, seconds)
+        self._add_span("", name, seconds, end)
+
+    def mark_phase(self, name: str, begin: Mark, end: Mark) -> None:
+        """Note a phase of a GPU between two marks."""
+        self.marked.append((name, begin, end, time.time()))
+
+    def read_marks(self, queue: GpuQueue) -> None:
+        """Add the phases between marks; the GPU has reached all of them."""
+        for name, begin, end, host_end in self.marked:
+            self.add_phase(name, queue.seconds(begin, end), host_end)
+        self.marked = []
 
     def add_wire_span(self, seconds: float) -> None:
         """Note a message that has just left the wire's thread."""
@@ -181,7 +196,7 @@ class TransferRecord:
             "spans": self.spans,
         }
 
-    def _add_span(self, lane: str, name: str, seconds: float) -> None:
+    def _add_span(self, lane: str, name: str, seconds: float, end: float | None = None) -> None:
         if len(self.spans) < MAX_SPANS_OF_PEER:
-            end = time.time()
+            end = end or time.time()
             self.spans.append([lane, name, end - seconds, end])

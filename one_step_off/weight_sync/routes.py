@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from one_step_off.cluster.errors import SyncError
+from one_step_off.weight_sync.bound_copies import BoundCopies
 from one_step_off.weight_sync.bucket_plan import ALIGNMENT, Bucket, BucketPlan, BucketSlot
 from one_step_off.weight_sync.shard_blocks import Block, ShardBlocks
 
@@ -100,27 +101,20 @@ class Message:
             return [shard.in_part(message) for shard in self.shards]
         return [shard.in_message(message) for shard in self.shards]
 
-    def cut(self, part: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
-        """The message (uint8 [nbytes]), from the sender's part of the bucket.
+    def bind_cut(self, part: torch.Tensor, message: torch.Tensor) -> BoundCopies:
+        """What copies the shards from the sender's part of the bucket (uint8 [part_bytes]) into
+        the message (uint8 [nbytes]). Not for a whole part, which is the message."""
+        pairs = [(shard.in_message(message), shard.in_part(part)) for shard in self.shards]
+        return BoundCopies(pairs, self.paddings(message))
 
-        Args:
-            part: uint8 [part_bytes].
-            message: where to copy the shards to; not needed for a whole part.
-        """
+    def paddings(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """The bytes that belong to no shard: they count in the checksum, and must be zeros."""
         if self.is_whole_part:
-            return part
-        self.zero_padding(message)
-        for shard in self.shards:
-            shard.in_message(message).copy_(shard.in_part(part), non_blocking=True)
-        return message
-
-    def zero_padding(self, message: torch.Tensor) -> None:
-        """Zero the bytes that belong to no shard: they count in the checksum."""
-        for shard in self.shards:
-            if self.is_whole_part:
-                shard.slot.zero_padding(message)
-            else:
-                message[shard.offset + shard.nbytes : shard.offset + shard.padded_bytes].zero_()
+            return [shard.slot.padding(message) for shard in self.shards]
+        return [
+            message[shard.offset + shard.nbytes : shard.offset + shard.padded_bytes]
+            for shard in self.shards
+        ]
 
 
 class Routes:

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from one_step_off.cluster.bounded_waits import AbortSignal
+from one_step_off.cluster.bounded_waits import AbortSignal, WorkerThread
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync import delta
+from one_step_off.weight_sync.bound_copies import BoundCopies
 from one_step_off.weight_sync.bucket_plan import BucketPlan, checksum
+from one_step_off.weight_sync.gpu_queue import Mark
 from one_step_off.weight_sync.launch_order import Step, send_steps
 from one_step_off.weight_sync.routes import ALL_RECEIVERS, Message, Routes, ShardsOfReceivers
 from one_step_off.weight_sync.sender_groups import GroupLeader, PiecePacker, RankShard
@@ -57,14 +59,17 @@ class SendProgress:
     kind: SendKind
     routes: Routes
     sharded_only: bool
-    tensors: Iterator[torch.Tensor]
-    """The data of the pieces that are still to be packed."""
+    keeps: bool
+    """Each part is copied to host memory as it is packed."""
     messages_of_bucket: list[list[Message]]
     buffers: "itertools.cycle[tuple[torch.Tensor, torch.Tensor]]"
     """For a part and for what is cut out of it."""
     checksums: Messages
     """Of each set of receivers int64 [buckets, 2]."""
 
+
+KEEP_THREAD = "weight-keep"
+"""The name of the thread that copies what was sent to host memory."""
 
 SEND_BUFFERS = 2
 """The next bucket is packed while one is on the wire."""
@@ -110,7 +115,14 @@ class WeightSender(StreamPeer):
         self.shared_buffers: list[SharedBuffer] = []
         self.kept_parts: list[torch.Tensor] = []  # what was sent last, bucket by bucket
         self.deltas_since_full: int | None = None  # None: receivers hold nothing of this epoch
-        self.packer = PiecePacker(self.name)
+        self.packer = self._new_packer()
+        # By bucket, set of receivers, and the addresses of the part and the message.
+        self.bound_cuts: dict[tuple[int, int, int, int], BoundCopies] = {}
+        # Deltas on GPUs: the part as it was sent last, and what is cut out of it.
+        self.base_buffer = torch.zeros(0, dtype=torch.uint8, device=device)
+        self.base_cut_buffer = self.base_buffer
+        self.keep_thread = WorkerThread(KEEP_THREAD, self.prepare_thread)
+        self.keeping: Future[None] | None = None
 
     def close(self) -> None:
         """Leave all groups; receivers and members that wait for this sender fail."""
@@ -139,12 +151,15 @@ class WeightSender(StreamPeer):
         Raises:
             SyncError: not all joined within `connect_timeout`, or the epoch was aborted.
         """
+        self.finish_keeping()  # it reads the buffers
         self.close()
         self.deltas_since_full = None
         # A separate connection: a group that was abandoned may still hold an earlier epoch's.
         store = dist.PrefixStore(f"{epoch}", self.store.clone())
         self.abort_signals = [AbortSignal(store)]
         self._prepare_routes(receivers, kept)
+        self.packer = self._new_packer()
+        self.bound_cuts = {}
         routes = self.shard_routes or self.whole_routes
         groups = self.plan.senders * len(routes.sets)
         limit_s = connect_timeout(self.timeout_s, groups, receivers)
@@ -160,6 +175,7 @@ class WeightSender(StreamPeer):
                 self._measure_link()
                 # Now, because pinned memory takes long to allocate.
                 self._allocate_kept_parts()
+                self._wait_for_device()  # the buffers are zeroed on another stream
         except BaseException as error:
             self.give_up(error)
             raise
@@ -175,8 +191,13 @@ class WeightSender(StreamPeer):
     ) -> dict[str, Any]:
         """Send this rank's pieces as weight version `version`.
 
+        On GPUs what was sent is copied to host memory afterwards: the tensors must not change
+        before `finish_keeping`.
+
         Args:
-            tensors: the pieces' data, in the order of the plan; not read for `kept_version`.
+            tensors: the pieces' data, in the order of the plan; not read for `kept_version`. A list
+                has tensors that stay where they are, and is the same one in each sync until they
+                move.
             version: of the weights.
             sharded_only: each receiver gets its own blocks, in place of whole tensors; all
                 senders and receivers must agree.
@@ -191,7 +212,8 @@ class WeightSender(StreamPeer):
                 do not wait for it any longer.
         """
         with self._giving_up_on_errors():
-            progress = self._begin_send(iter(tensors), version, sharded_only)
+            self.finish_keeping()
+            progress = self._begin_send(tensors, version, sharded_only)
             self._send_buckets(progress)
             self._end_send(progress)
         changed_words = math.nan
@@ -205,7 +227,7 @@ class WeightSender(StreamPeer):
         try:
             if not self.ends:
                 raise SyncError(f"{self.name} is in no group; it must connect first")
-            with torch.cuda.stream(self.cuda_stream) if self.cuda_stream else nullcontext():
+            with self.queue.use() if self.queue else nullcontext():
                 yield
         except BaseException as error:
             self.deltas_since_full = None  # what receivers hold is unknown
@@ -290,7 +312,7 @@ class WeightSender(StreamPeer):
             self.deltas_since_full = 0
 
     def _begin_send(
-        self, tensors: Iterator[torch.Tensor], version: int, sharded_only: bool
+        self, tensors: Iterable[torch.Tensor], version: int, sharded_only: bool
     ) -> SendProgress:
         """Choose what to send, and send the header."""
         self._begin_sync()
@@ -303,6 +325,8 @@ class WeightSender(StreamPeer):
         self._allocate_kept_parts()
         if kind is not SendKind.RESEND:
             self.kept_version = None  # until all parts are kept
+            with self._phase("gather"):
+                self.packer.start(tensors)
         if self.leader is not None:
             wants_data = kind is not SendKind.RESEND
             with self._phase("order"):
@@ -311,13 +335,13 @@ class WeightSender(StreamPeer):
             [self.plan.digest, version, int(sends_deltas), int(sharded_only)], device=self.device
         )
         with self._phase("header"):
-            self._on_wire(self._broadcast, {ALL_RECEIVERS: header})
+            self._on_wire(self._broadcast, self._mark(), {ALL_RECEIVERS: header})
         return SendProgress(
             version=version,
             kind=kind,
             routes=routes,
             sharded_only=sharded_only,
-            tensors=tensors,
+            keeps=bool(self.kept_parts) and kind is not SendKind.RESEND and not self._keeps_later(),
             messages_of_bucket=routes.messages_of_sender(self.index),
             buffers=itertools.cycle(zip(self.buffers, self.cut_buffers, strict=True)),
             checksums=self._zero_checksums(routes),
@@ -336,17 +360,57 @@ class WeightSender(StreamPeer):
                 part = self.kept_parts[index]
             self._fill_part(index, part, progress)
             sent = self._prepare_messages(index, part, cut_buffer, progress)
+            packed = self._mark()
             self._finish_bucket(on_wire)
-            on_wire = BucketOnWire(index, self.wire_thread.submit(self._broadcast, *sent))
+            seconds = self.wire_thread.submit(self._broadcast, packed, *sent)
+            on_wire = BucketOnWire(index, seconds)
         self._finish_bucket(on_wire)
 
     def _end_send(self, progress: SendProgress) -> None:
         """Send the checksums of all buckets."""
-        self.packer.tensor_in_work = None  # it may be a copy, whose memory is free now
+        self.packer.end()
         with self._phase("wire"):
-            self._on_wire(self._broadcast, progress.checksums)
-        if self.kept_parts:
+            self._on_wire(self._broadcast, self._mark(), progress.checksums)
+        if not self.kept_parts or progress.kind is SendKind.RESEND:
+            return
+        if progress.keeps:
             self.kept_version = progress.version
+        else:
+            self.keeping = self.keep_thread.submit(self._keep, progress.version)
+
+    def _mark(self) -> Mark | None:
+        """Behind what was packed; None: a CPU has done it already."""
+        return self.queue.mark() if self.queue else None
+
+    def _keeps_later(self) -> bool:
+        """Whether what was sent is copied to host memory after the sync, while replicas generate
+        with it: on GPUs, out of tensors that still hold it. A leader does not have its members'."""
+        return self.queue is not None and self.leader is None and self.packer.live is not None
+
+    def _keep(self, version: int) -> None:
+        """On its own thread and stream: pack every part again, into the send buffers, and copy it
+        to host memory."""
+        for index, (size, buffer) in enumerate(zip(self.part_sizes, itertools.cycle(self.buffers))):
+            part = buffer[:size]
+            self.packer.pack(index, part)
+            self.kept_parts[index].copy_(part, non_blocking=True)
+        self._wait_for_device()
+        self.kept_version = version
+
+    def finish_keeping(self) -> None:
+        """Wait until what was sent last is in host memory: from then on the weights may change.
+
+        Raises:
+            SyncError: it is not there in three times the time limit, or could not be copied.
+        """
+        keeping = self.keeping  # another thread may come here, too
+        if keeping is None:
+            return
+        try:
+            keeping.result(3 * self.timeout_s)
+        except Exception as error:
+            raise SyncError(self._failure_message("keep", 0, error)) from error
+        self.keeping = None
 
     def _zero_checksums(self, routes: Routes) -> Messages:
         """Per set of receivers int64 [buckets, 2]."""
@@ -380,7 +444,7 @@ class WeightSender(StreamPeer):
         """Put this sender's part of one bucket into `part` (uint8 [n])."""
         with self._phase("gather"):
             if progress.kind is not SendKind.RESEND:
-                self._pack(index, part, progress.tensors)
+                self._pack(index, part)
             elif part is not self.kept_parts[index]:
                 part.copy_(self.kept_parts[index], non_blocking=True)
 
@@ -394,15 +458,16 @@ class WeightSender(StreamPeer):
         """
         kind = progress.kind
         routed = progress.messages_of_bucket[index]
-        messages = self._cut(part, routed, cut_buffer)
+        with self._phase("cut"):
+            messages = self._cut(index, part, routed, cut_buffer)
         with self._phase("checksum"):
             for number, message in messages.items():
-                progress.checksums[number][index] = checksum(message)
+                checksum(message, progress.checksums[number][index])
         payloads: Messages = {}
         if kind is SendKind.DELTA:
             with self._phase("encode"):
                 payloads = self._encode_deltas(index, routed, messages)
-        if self.kept_parts and kind is not SendKind.RESEND:
+        if progress.keeps:
             kept_part = self.kept_parts[index]
             if part is not kept_part:
                 with self._phase("keep"):
@@ -418,33 +483,61 @@ class WeightSender(StreamPeer):
         }
         return [sizes, messages]
 
-    def _cut(self, part: torch.Tensor, routed: list[Message], buffer: torch.Tensor) -> Messages:
+    def _cut(
+        self, index: int, part: torch.Tensor, routed: list[Message], buffer: torch.Tensor
+    ) -> Messages:
         """The messages of one bucket, side by side in `buffer` where they are no whole parts."""
         messages = {}
         begin = 0
-        with self._phase("cut"):
-            for message in routed:
-                end = begin if message.is_whole_part else begin + message.nbytes
-                messages[message.receivers] = message.cut(part, buffer[begin:end])
+        for message in routed:
+            messages[message.receivers] = part
+            if not message.is_whole_part:
+                end = begin + message.nbytes
+                cut = buffer[begin:end]
                 begin = end
+                key = (index, message.receivers, part.data_ptr(), cut.data_ptr())
+                if key not in self.bound_cuts:
+                    self.bound_cuts[key] = message.bind_cut(part, cut)
+                self.bound_cuts[key].copy()
+                messages[message.receivers] = cut
         return messages
 
     def _encode_deltas(self, index: int, routed: list[Message], messages: Messages) -> Messages:
         """Payloads of what changed since the bucket was sent last, where they are shorter."""
-        base = self.kept_parts[index].to(self.device, non_blocking=True)
+        base = self._base(index)
+        if len(self.base_cut_buffer) < len(self.cut_buffers[0]):
+            self.base_cut_buffer = torch.zeros_like(self.cut_buffers[0])
+        bases = self._cut(index, base, routed, self.base_cut_buffer)
         payloads = {}
-        for message in routed:
-            buffer = torch.zeros(0, dtype=torch.uint8, device=self.device)
-            if not message.is_whole_part:
-                buffer = torch.zeros(message.nbytes, dtype=torch.uint8, device=self.device)
-            message_base = message.cut(base, buffer)
-            payload, changed_words = delta.encode(messages[message.receivers], message_base)
+        for number, message in messages.items():
+            payload, changed_words = delta.encode(message, bases[number])
             self.record.changed_words += changed_words
             if payload is not None:
-                payloads[message.receivers] = payload
+                payloads[number] = payload
         return payloads
 
-    def _pack(self, index: int, part: torch.Tensor, tensors: Iterator[torch.Tensor]) -> None:
+    def _base(self, index: int) -> torch.Tensor:
+        """This sender's part of a bucket as it was sent last, on its device."""
+        kept_part = self.kept_parts[index]
+        if self.queue is None:
+            return kept_part
+        if not len(self.base_buffer):
+            self.base_buffer = torch.zeros_like(self.buffers[0])
+        return self.base_buffer[: len(kept_part)].copy_(kept_part, non_blocking=True)
+
+    def _new_packer(self) -> PiecePacker:
+        """Of this rank's own pieces. Its places are those of one connection's buffers."""
+        if self.leader is None:
+            shards_of_bucket = [[RankShard(slot, slot) for slot in s] for s in self.slots_of_bucket]
+        else:
+            self.leader.bound.clear()
+            shards_of_bucket = self.leader.own_shards
+        return PiecePacker(self.name, shards_of_bucket, RankShard.place_in, self._paddings_of)
+
+    def _paddings_of(self, index: int, part: torch.Tensor) -> list[torch.Tensor]:
+        return [slot.padding(part) for slot in self.slots_of_bucket[index]]
+
+    def _pack(self, index: int, part: torch.Tensor) -> None:
         """Fill this sender's part of bucket `index`: with this rank's pieces, and with what the
         other members of its sender group have.
 
@@ -452,22 +545,15 @@ class WeightSender(StreamPeer):
             SyncError: a tensor is not as planned.
             As `GroupLeader.collect`.
         """
-        slots = self.slots_of_bucket[index]
-        if self.leader is None:
-            shards = [RankShard(slot, slot) for slot in slots]
-        else:
-            shards = self.leader.own_shards[index]
-        self.packer.pack(shards, tensors, lambda shard: shard.place_in(part))
-        for slot in slots:
-            slot.zero_padding(part)
+        self.packer.pack(index, part)
         if self.leader is not None:
-            self.leader.collect(index, part, self.timeout_s)
+            self.leader.collect(index, part, self.timeout_s, self.queue)
 
-    def _broadcast(self, *messages: Messages) -> float:
+    def _broadcast(self, packed: Mark | None, *messages: Messages) -> float:
         """On the wire's thread: send messages to sets of receivers, one after another. Returns the
-        seconds it took."""
-        if self.cuda_stream:
-            self.cuda_stream.synchronize()  # what packed them
+        seconds it took. `packed`: when the device has reached this mark, they are complete."""
+        if self.queue and packed:
+            self.queue.wait(packed)
         begin = time.perf_counter()
         for message_of_set in messages:
             self._send_messages(message_of_set, self.ends_of_set)

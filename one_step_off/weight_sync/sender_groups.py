@@ -13,14 +13,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
 from one_step_off.cluster.bounded_waits import POLL_INTERVAL_S, Aborted
 from one_step_off.cluster.errors import GIVEN_UP, SyncError
 from one_step_off.weight_sync import member_link
+from one_step_off.weight_sync.bound_copies import BoundCopies
 from one_step_off.weight_sync.bucket_plan import BucketPlan, BucketSlot, Pieces, pieces_by_tensor
+from one_step_off.weight_sync.gpu_queue import GpuQueue, open_queue
 from one_step_off.weight_sync.report import TransferRecord
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
@@ -91,6 +94,11 @@ class RankShard:
     own: BucketSlot
     """The rank's part of it; its offset is that in the rank's message of this bucket."""
 
+    @property
+    def begins_its_piece(self) -> bool:
+        """Whether it is the first one of the rank's piece."""
+        return self.own.piece.start == self.own.source.start
+
     def place_in(self, part: torch.Tensor) -> torch.Tensor:
         """Where the rank's data belongs in the leader's part: a view of `part` (uint8 [n])."""
         return self.own.piece.slice_of(self.slot.view(part), self.slot.piece.start)
@@ -135,39 +143,130 @@ def message_bytes(shards: list[RankShard]) -> int:
 
 
 class PiecePacker:
-    """Copies a rank's pieces out of its tensors, one shard after the other."""
+    """Copies a rank's pieces out of its tensors into buffers, bucket by bucket.
 
-    def __init__(self, name: str) -> None:
-        """`name`: of the rank or sender, in errors."""
-        self.name = name
-        self.tensor_in_work: torch.Tensor | None = None  # of which a strip is still to be packed
+    Tensors that stay where they are, a list, are bound to the buffers once. Others are made one at
+    a time, for instance merged with an adapter, and are copied as they come.
+    """
 
-    def pack(
+    def __init__(
         self,
-        shards: list[RankShard],
-        tensors: Iterator[torch.Tensor],
-        place_of: Callable[[RankShard], torch.Tensor],
+        name: str,
+        shards_of_bucket: list[list[RankShard]],
+        place_of: Callable[[RankShard, torch.Tensor], torch.Tensor],
+        paddings_of: Callable[[int, torch.Tensor], list[torch.Tensor]],
     ) -> None:
-        """Copy the data of the next shards.
+        """
+        Args:
+            name: of the rank or sender, in errors.
+            shards_of_bucket: the rank's, in the order in which it has its data.
+            place_of: where a shard's data goes in a buffer, uint8 [n].
+            paddings_of: what must be zero in a buffer, by the index of its bucket.
+        """
+        self.name = name
+        self.shards_of_bucket = shards_of_bucket
+        self.place_of = place_of
+        self.paddings_of = paddings_of
+        self.live: list[torch.Tensor] | None = None
+        self.coming: Iterator[torch.Tensor] = iter(())
+        self.tensor_in_work: torch.Tensor | None = None  # of which a strip is still to be packed
+        # By bucket and the address of the buffer.
+        self.bound: dict[tuple[int, int], BoundCopies] = {}
+        self.places: dict[tuple[int, int], BoundPlaces] = {}
+
+    def start(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take the data of the next sync.
 
         Args:
-            shards: the rank's, of one bucket.
-            tensors: the data of the rank's pieces, of which those are read that begin here.
-            place_of: where a shard's data goes.
+            tensors: the data of the rank's pieces. The same list as before has the same memory.
+
+        Raises:
+            SyncError: a tensor of a list is not as planned.
+        """
+        self.tensor_in_work = None
+        if tensors is self.live:
+            return
+        self.bound.clear()
+        self.live = None
+        if isinstance(tensors, list):
+            sources = [
+                shard.own.source
+                for shards in self.shards_of_bucket
+                for shard in shards
+                if shard.begins_its_piece
+            ]
+            for source, tensor in zip(sources, tensors, strict=True):
+                self._check_shape(source, tensor)
+            self.live = tensors
+        else:
+            self.coming = iter(tensors)
+
+    def pack(self, index: int, buffer: torch.Tensor) -> None:
+        """Copy the rank's data of bucket `index` into `buffer` (uint8 [n]), and zero its paddings.
 
         Raises:
             SyncError: a tensor is not as planned.
         """
-        for shard in shards:
+        key = (index, buffer.data_ptr())
+        if key not in self.places:
+            shards = self.shards_of_bucket[index]
+            places = [self.place_of(shard, buffer) for shard in shards]
+            self.places[key] = BoundPlaces(places, BoundCopies((), self.paddings_of(index, buffer)))
+        if self.live is None:
+            self._pack_coming(index, self.places[key])
+            return
+        if key not in self.bound:
+            pairs = zip(self.places[key].views, self._live_sources(index), strict=True)
+            self.bound[key] = BoundCopies(pairs, self.places[key].zeros.paddings)
+        self.bound[key].copy()
+
+    def end(self) -> None:
+        """The tensor in work may be a copy, whose memory is free now."""
+        self.tensor_in_work = None
+        self.coming = iter(())
+
+    def _pack_coming(self, index: int, places: "BoundPlaces") -> None:
+        """Copy the shards of tensors that are made one at a time."""
+        for shard, place in zip(self.shards_of_bucket[index], places.views, strict=True):
             own = shard.own
-            if own.piece.start == own.source.start:
-                self.tensor_in_work = next(tensors)
-                planned = own.source.block_shape
-                if self.tensor_in_work.shape != planned:
-                    shape = tuple(self.tensor_in_work.shape)
-                    raise SyncError(f"{self.name}: {own.source.name} is {shape}, planned {planned}")
+            if shard.begins_its_piece:
+                self.tensor_in_work = next(self.coming)
+                self._check_shape(own.source, self.tensor_in_work)
             source = own.piece.slice_of(self.tensor_in_work, own.source.start)
-            place_of(shard).copy_(source, non_blocking=True)
+            place.copy_(source, non_blocking=True)
+        places.zeros.copy()
+
+    def _live_sources(self, index: int) -> Iterator[torch.Tensor]:
+        """The data of a bucket's shards, in the live tensors."""
+        number = self._first_source[index]
+        for shard in self.shards_of_bucket[index]:
+            if shard.begins_its_piece:
+                number += 1
+            own = shard.own
+            yield own.piece.slice_of(self.live[number], own.source.start)
+
+    @cached_property
+    def _first_source(self) -> list[int]:
+        """Per bucket the number of the tensor that a strip at its beginning continues."""
+        number = -1
+        first = []
+        for shards in self.shards_of_bucket:
+            first.append(number)
+            number += sum(shard.begins_its_piece for shard in shards)
+        return first
+
+    def _check_shape(self, source: WeightPiece, tensor: torch.Tensor) -> None:
+        if tensor.shape != source.block_shape:
+            shape = tuple(tensor.shape)
+            raise SyncError(f"{self.name}: {source.name} is {shape}, planned {source.block_shape}")
+
+
+class BoundPlaces(NamedTuple):
+    """Where the shards of a bucket go in one buffer."""
+
+    views: list[torch.Tensor]
+    zeros: BoundCopies
+    """Zeroes the buffer's paddings."""
 
 
 class GroupLeader:
@@ -210,15 +309,20 @@ class GroupLeader:
         self.device_buffer = self.host_buffer
         if on_gpu:
             self.device_buffer = torch.zeros(largest, dtype=torch.uint8, device=device)
+        # By member, bucket and the address of the part.
+        self.bound: dict[tuple[int, int, int], BoundCopies] = {}
         self.links = member_link.MemberLinks(host, group.members)
 
-    def collect(self, index: int, part: torch.Tensor, limit_s: float) -> None:
+    def collect(
+        self, index: int, part: torch.Tensor, limit_s: float, queue: GpuQueue | None
+    ) -> None:
         """Fill the members' shards of bucket `index` in `part` (uint8 [n]).
 
         Args:
             index: of the bucket.
             part: the group's part of it.
             limit_s: for the message of one member.
+            queue: of the sender; None: on CPUs.
 
         Raises:
             As `MemberLinks.receive`.
@@ -229,11 +333,19 @@ class GroupLeader:
             message = self.device_buffer[:size]
             if self.device_buffer is not self.host_buffer:
                 message.copy_(self.host_buffer[:size], non_blocking=True)
-            for shard in shards:
-                shard.place_in(part).copy_(shard.own.view(message), non_blocking=True)
-            if self.device_buffer is not self.host_buffer:
+            key = (rank, index, part.data_ptr())
+            if key not in self.bound:
+                pairs = [(shard.place_in(part), shard.own.view(message)) for shard in shards]
+                self.bound[key] = BoundCopies(pairs)
+            self.bound[key].copy()
+            if queue:
                 # The next message takes the place of this one. This stream waits for nothing else.
-                torch.cuda.current_stream().synchronize()
+                queue.wait(queue.mark())
+
+
+def _place_in_message(shard: RankShard, message: torch.Tensor) -> torch.Tensor:
+    """Where a shard lies in its member's message."""
+    return shard.own.view(message)
 
 
 class GroupMember:
@@ -271,10 +383,12 @@ class GroupMember:
         on_gpu = device.type == "cuda"
         self.host_buffer = torch.zeros(largest, dtype=torch.uint8, pin_memory=on_gpu)
         self.buffer = self.host_buffer
-        self.cuda_stream: torch.cuda.Stream | None = None
+        self.queue = open_queue(device)
         if on_gpu:
             self.buffer = torch.zeros(largest, dtype=torch.uint8, device=device)
-            self.cuda_stream = torch.cuda.Stream(device)
+        self.packer = PiecePacker(
+            self.name, self.shards_of_bucket, _place_in_message, self._paddings_of
+        )
         self.link: member_link.Link | None = None
         self.lock = threading.Lock()
         self.aborted: dict[int, str] = {}  # epoch -> reason
@@ -326,8 +440,8 @@ class GroupMember:
         try:
             if link is None:
                 raise SyncError(f"{self.name} has no link to its leader; it must connect first")
-            with torch.cuda.stream(self.cuda_stream) if self.cuda_stream else nullcontext():
-                self._send_buckets(link, iter(tensors), version, held_version, record)
+            with self.queue.use() if self.queue else nullcontext():
+                self._send_buckets(link, tensors, version, held_version, record)
         except Exception as error:
             named = self._named(error)
             self._give_up(link, str(named))
@@ -350,7 +464,7 @@ class GroupMember:
     def _send_buckets(
         self,
         link: member_link.Link,
-        tensors: Iterator[torch.Tensor],
+        tensors: Iterable[torch.Tensor],
         version: int,
         held_version: int,
         record: TransferRecord,
@@ -365,32 +479,34 @@ class GroupMember:
             return
         if held_version != version:
             raise SyncError(f"{self.name} holds version {held_version}, asked to send {version}")
-        packer = PiecePacker(self.name)
+        self.phase = "gather"
+        self.packer.start(tensors)
         for index, shards in enumerate(self.shards_of_bucket):
             if not shards:
                 continue
             self.bucket_number = index + 1
             self.phase = "gather"
             begin = time.perf_counter()
-            message = self._pack(packer, shards, tensors)
+            message = self._pack(index)
             record.add_phase("gather", time.perf_counter() - begin)
             self.phase = "send"
             member_link.send_message(link, index, message, self.limit_s)
 
-    def _pack(
-        self, packer: PiecePacker, shards: list[RankShard], tensors: Iterator[torch.Tensor]
-    ) -> torch.Tensor:
+        self.packer.end()
+
+    def _pack(self, index: int) -> torch.Tensor:
         """This rank's message of one bucket, in host memory."""
-        size = message_bytes(shards)
+        size = message_bytes(self.shards_of_bucket[index])
         buffer = self.buffer[:size]
-        packer.pack(shards, tensors, lambda shard: shard.own.view(buffer))
-        for shard in shards:
-            shard.own.zero_padding(buffer)
+        self.packer.pack(index, buffer)
         message = self.host_buffer[:size]
-        if self.cuda_stream:
+        if self.queue:
             message.copy_(buffer, non_blocking=True)
-            self.cuda_stream.synchronize()
+            self.queue.wait(self.queue.mark())
         return message
+
+    def _paddings_of(self, index: int, message: torch.Tensor) -> list[torch.Tensor]:
+        return [shard.own.padding(message) for shard in self.shards_of_bucket[index]]
 
     def _give_up(self, link: member_link.Link | None, reason: str) -> None:
         """Close the link, and tell the leader why."""

@@ -49,8 +49,9 @@ from one_step_off.cluster.core_binding import unpin
 from one_step_off.cluster.errors import GIVEN_UP, SyncError
 from one_step_off.distributed_util import free_device_bytes
 from one_step_off.weight_sync.bucket_plan import BucketPlan
+from one_step_off.weight_sync.gpu_queue import open_queue
 from one_step_off.weight_sync.launch_order import IS_ORDERED
-from one_step_off.weight_sync.report import TransferRecord
+from one_step_off.weight_sync.report import DEVICE_PHASES, TransferRecord
 from one_step_off.weight_sync.transports.collective import Collective
 from one_step_off.weight_sync.transports.transport import (
     ReceiveEnd,
@@ -100,11 +101,7 @@ class StreamPeer:
         self.transport = transport or Collective()
         self.ends: list[Any] = []  # SendEnd or ReceiveEnd of each stream
         self.abort_signals: list[AbortSignal] = []  # one per sender's store that this endpoint uses
-        self.cuda_stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            # What is queued on the compute stream must not hold up the wire, nor the other way
-            # round.
-            self.cuda_stream = torch.cuda.Stream(device)
+        self.queue = open_queue(device)
         self.wire_thread = self._start_wire_thread()
         self.communicator_bytes = 0  # of the device's memory, that the groups take
         self._begin_sync()
@@ -151,10 +148,19 @@ class StreamPeer:
 
     def _report(self) -> dict[str, Any]:
         """What was measured during the sync, and on GPUs the memory of the groups."""
+        if self.queue and self.record.marked:
+            self.queue.wait(self.record.marked[-1][2])
+            self.record.read_marks(self.queue)
         report = self.record.report()
         if self.device.type == "cuda":
             report["communicator_bytes"] = float(self.communicator_bytes)
         return report
+
+    def _wait_for_device(self) -> None:
+        """Wait until a GPU has done what this thread has launched: another process, or the wire,
+        may touch it then."""
+        if self.queue:
+            self.queue.wait(self.queue.mark())
 
     def _check_abort_signals(self) -> None:
         """Raises Aborted, DistNetworkError: as `AbortSignal.check`."""
@@ -241,7 +247,8 @@ class StreamPeer:
             name: of the phase.
             bucket_number: for the message; None: the bucket in work.
         """
-        start = time.perf_counter()
+        on_gpu = self.queue is not None and name in DEVICE_PHASES
+        begin = self.queue.mark() if on_gpu else time.perf_counter()
         try:
             yield
         except SyncError:
@@ -253,11 +260,10 @@ class StreamPeer:
             if bucket_number is None:
                 bucket_number = self.bucket_number
             raise SyncError(self._failure_message(name, bucket_number, error)) from error
-        finally:
-            # Otherwise the time of what was launched would count in a later phase.
-            if self.cuda_stream:
-                torch.cuda.current_stream().synchronize()
-            self.record.add_phase(name, time.perf_counter() - start)
+        if on_gpu:
+            self.record.mark_phase(name, begin, self.queue.mark())
+        else:
+            self.record.add_phase(name, time.perf_counter() - begin)
 
     def _failure_message(self, phase: str, bucket_number: int, error: Exception) -> str:
         lines = str(error).strip().splitlines()

@@ -10,7 +10,7 @@ thread for minutes.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,8 @@ from one_step_off.cluster.core_binding import unpin
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.network import reachable_host
 from one_step_off.config.schema import Config
-from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
+from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces, automatic_bucket_mb
+from one_step_off.weight_sync.gpu_queue import device_bytes
 from one_step_off.weight_sync.member_link import LeaderAddress
 from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.sender import WeightSender
@@ -53,7 +54,7 @@ class WeightSenderMixin:
     rank: int
     device: str
     version: int
-    weight_tensors: Callable[[], Iterator[torch.Tensor]]
+    weight_tensors: Callable[[], Iterable[torch.Tensor]]
     weight_plan: Callable[[], list[WeightPiece]]
 
     threads = {"control": 1, "sync": 1, "saving": 1}
@@ -64,6 +65,11 @@ class WeightSenderMixin:
     """The link to the leader of this rank's sender group, if another rank leads it."""
     sync_failure = ""
     """Why no sync will release the weights any more."""
+
+    @ray.method(concurrency_group="sync")
+    def automatic_bucket_mb(self) -> int:
+        """The size of a bucket that suits this rank's device, in MiB."""
+        return automatic_bucket_mb(device_bytes(torch.device(self.device)))
 
     @ray.method(concurrency_group="sync")
     def open_sender(
@@ -81,7 +87,7 @@ class WeightSenderMixin:
         Args:
             groups: of `form_groups`.
             pieces: of the members of this rank's group, if it leads one of several ranks.
-            bucket_bytes: weight_sync.bucket_mb.
+            bucket_bytes: of a bucket.
             host: the address at which to listen; empty: this node's address on the network.
             timeout_s: weight_sync.timeout_s.
             transport: the arguments of `load_transport`.
@@ -178,8 +184,8 @@ class WeightSenderMixin:
             self.release_changed.notify_all()
 
     def before_step(self) -> None:
-        """Wait until the weights may change: every replica has them, and its canary was accepted.
-        Raises SyncError: that did not happen."""
+        """Wait until the weights may change: every replica has them, its canary was accepted, and
+        what was sent is kept. Raises SyncError: that did not happen."""
         sync_is_open = hasattr(self, "release_changed")
         if not sync_is_open:
             return
@@ -193,3 +199,5 @@ class WeightSenderMixin:
             raise SyncError(f"{who} did not reach the replicas: {self.sync_failure}")
         if not ended:
             raise SyncError(f"{who} was not sent and accepted in {limit_s:g} s")
+        if hasattr(self, "sender"):
+            self.sender.finish_keeping()

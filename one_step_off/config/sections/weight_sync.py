@@ -43,8 +43,11 @@ class WeightSyncConfig:
         "most trainer ranks that send to replicas; more ranks give theirs to these; 0: all send",
         low=0,
     )
-    bucket_mb: int = config_key(
-        64, "size of a bucket, in MiB; sender and receiver reuse two each", low=1
+    bucket_mb: Optional[int] = config_key(
+        None,
+        "size of a bucket, in MiB; sender and receiver reuse two each; null: 64 on CPUs, on GPUs a "
+        "128th of the smallest trainer's memory, up to 1024",
+        low=1,
     )
     transport: str = config_key(
         "auto",

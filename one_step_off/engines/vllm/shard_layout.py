@@ -12,6 +12,7 @@ hold the checkpoint's bits as boxes, such as quantized or reordered ones.
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -34,6 +35,7 @@ from one_step_off.engines.vllm.packed_layers import (
     keeps_its_weight,
     packed_weights,
 )
+from one_step_off.weight_sync.bound_copies import BoundCopies
 from one_step_off.weight_sync.bucket_plan import ALIGNMENT, checksum
 from one_step_off.weight_sync.shard_blocks import Block, ShardBlocks
 
@@ -67,6 +69,11 @@ class BoundCells:
     packed_cells: list[PackedCell] = field(default_factory=list)
     copied_numbers: Counter[PackedCopy] = field(default_factory=Counter)
 
+    @cached_property
+    def copies(self) -> BoundCopies:
+        """From the cells into the parameters."""
+        return BoundCopies(zip(self.parameter_views, self.cell_views, strict=True))
+
     @torch.no_grad()
     def write(self) -> None:
         """Copy the message buffer into the parameters. A packed layer, or a packed copy, is packed
@@ -75,8 +82,7 @@ class BoundCells:
         Raises:
             SyncError: it cannot be packed.
         """
-        if self.cell_views:
-            torch._foreach_copy_(self.parameter_views, self.cell_views)
+        self.copies.copy()
         for packed_copy, count in self.copied_numbers.items():
             packed_copy.note_written(count)
         for cell in self.packed_cells:
@@ -89,8 +95,7 @@ class BoundCells:
         Raises:
             NotInPlace: a layer is packed, and the layout was not told to keep plain copies.
         """
-        if self.cell_views:
-            torch._foreach_copy_(self.cell_views, self.parameter_views)
+        self.copies.copy_back()
         for cell in self.packed_cells:
             numbers = cell.layer.read(cell.weight, cell.block)
             cell.cell_view.copy_(numbers.view(cell.cell_view.shape))
@@ -165,6 +170,14 @@ class ShardLayout:
                 if part is not None:
                     self._bind_part(bound, copy, part, part.slice_of(view, block.start))
         return bound
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of all parameters. What was bound at others must be bound again."""
+        return tuple(
+            kernel_tensor(copy.destination).data_ptr()
+            for copies in self.copies.values()
+            for copy in copies
+        )
 
     def start(self) -> None:
         """Before the first cell of a sync is written. Forgets what a failed one has left."""

@@ -150,20 +150,16 @@ class SharedMemorySender:
 class SharedMemoryReceiver:
     """A receiver's end of the shared-memory transport. Its peer must be a `SharedMemorySender`."""
 
-    def __init__(
-        self, store: dist.Store, receiver: int, device: torch.device, timeout_s: float
-    ) -> None:
+    def __init__(self, store: dist.Store, receiver: int, timeout_s: float) -> None:
         """Map the sender's buffers.
 
         Args:
             store: the sender's, with the prefix of the epoch.
             receiver: this receiver's number, one of the sender's `receivers`.
-            device: where the buffers are.
             timeout_s: for one message.
         """
         self.store = store
         self.receiver = receiver
-        self.device = device
         self.timeout_s = timeout_s
         self.messages_received = 0
         self.answer_store = store.clone()  # while one thread waits in a store, no other can use it
@@ -206,8 +202,6 @@ class SharedMemoryReceiver:
 
     def free(self) -> None:
         """Answer that the last message may be overwritten."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
         self.answer_store.set(_answer_key(self.messages_received, self.receiver), b"")
 
     def close(self) -> None:
@@ -217,4 +211,4 @@ class SharedMemoryReceiver:
 
 def map_sender(stream: Stream, receiver: int) -> SharedMemoryReceiver:
     """Map the buffers of a sender on this device. `stream`: its stream to its other receivers."""
-    return SharedMemoryReceiver(stream.store, receiver, stream.device, stream.timeout_s)
+    return SharedMemoryReceiver(stream.store, receiver, stream.timeout_s)

@@ -112,8 +112,8 @@ class ReceiveEnd(Protocol):
         ...
 
     def free(self) -> None:
-        """The bucket that was received last is not used any more. Not called for messages of
-        numbers."""
+        """The bucket that was received last is not used any more, and the device has done all work
+        on it. Not called for messages of numbers."""
 
     def close(self) -> None:
         """Leave the stream."""

@@ -3,10 +3,12 @@ layout of their models."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from one_step_off.weight_sync.bound_copies import BoundCopies
 from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.shard_blocks import Block, ShardBlocks
 from tests.unit.weight_sync.weight_stream import Job, Weights, WeightStream
@@ -56,19 +58,14 @@ def kept_by_rank(rank: int, ranks: int, shapes: dict[str, tuple] = SHAPES) -> Sh
     return kept
 
 
-class BoundViews:
-    """Pairs of views: of the model and of a buffer."""
-
-    def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.pairs = pairs
+class BoundViews(BoundCopies):
+    """From a message buffer into the model."""
 
     def write(self) -> None:
-        for place, view in self.pairs:
-            place.copy_(view)
+        self.copy()
 
     def read(self) -> None:
-        for place, view in self.pairs:
-            view.copy_(place)
+        self.copy_back()
 
 
 class StandInLayout:
@@ -79,6 +76,9 @@ class StandInLayout:
         self.tensors: Weights = {
             name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in shapes.items()
         }
+
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() for tensor in self.tensors.values())
 
     def bind(self, shards: list[tuple[str, Block, torch.Tensor]]) -> BoundViews:
         pairs = []
@@ -108,15 +108,22 @@ class KeptStream(WeightStream):
     """A stream to `replicas` engines of `ranks` workers each."""
 
     def __init__(
-        self, senders: int, replicas: int, ranks: int, bucket_bytes: int = 300, **more: Any
+        self,
+        senders: int,
+        replicas: int,
+        ranks: int,
+        bucket_bytes: int = 300,
+        kept_by: Callable[[int, int, dict], ShardBlocks] = kept_by_rank,
+        **more: Any,
     ) -> None:
+        """`kept_by`: what a rank of so many keeps of these shapes."""
         self.kept: ShardsOfReceivers | None = None
         dtype = more.pop("dtype", "bfloat16")
         shapes = more.pop("shapes", SHAPES)
         super().__init__(shapes, senders, 0, bucket_bytes, dtype=dtype, **more)
         self.layouts = []
         for receiver in range(replicas * ranks):
-            kept = kept_by_rank(receiver % ranks, ranks, shapes)
+            kept = kept_by(receiver % ranks, ranks, shapes)
             self.layouts.append(StandInLayout(kept, shapes, getattr(torch, dtype)))
             self.receivers.append(self.new_receiver(receiver))
             self.receivers[-1].layout = self.layouts[-1]

@@ -12,6 +12,7 @@ from one_step_off.weight_sync.bucket_plan import (
     Bucket,
     BucketPlan,
     BucketSlot,
+    automatic_bucket_mb,
     checksum,
     weighted_sums,
 )
@@ -157,6 +158,27 @@ def test_checksum_detects_one_changed_bit_and_a_swap(checksum_function, words, d
     if not torch.equal(rows[i], rows[j]):
         rows[[i, j]] = rows[[j, i]]
         assert not torch.equal(before, checksum_function(flat))
+
+
+@pytest.mark.parametrize("words", [2, 1022, 1024, 1026, 5000])
+def test_the_gpu_checksum_is_its_definition(words):
+    flat = torch.randint(0, 256, (8 * words,), dtype=torch.uint8)
+    sums = [0, 0]
+    for i, word in enumerate(flat.view(torch.int64).tolist()):
+        sums[0] += word * (2 * (i % 1024) + 1)
+        sums[1] += word * (2 * (i // 1024) + 1)
+    signed = [(total + 2**63) % 2**64 - 2**63 for total in sums]
+    assert weighted_sums(flat).tolist() == signed
+    written = torch.zeros(3, 2, dtype=torch.int64)
+    weighted_sums(flat, written[1])
+    assert written[1].tolist() == signed
+
+
+@pytest.mark.parametrize(
+    ("gib", "expected_mb"), [(0, 64), (4, 64), (24, 192), (80, 640), (141, 1024), (288, 1024)]
+)
+def test_the_automatic_size_of_a_bucket_grows_with_the_device(gib, expected_mb):
+    assert automatic_bucket_mb(gib << 30) == expected_mb
 
 
 def test_one_sender_may_own_several_parts_of_a_tensor():

@@ -89,7 +89,7 @@ READER = """
 import torch
 from one_step_off.weight_sync.transports.same_device import SharedMemoryReceiver
 store = torch.distributed.TCPStore("127.0.0.1", {port})
-receiver = SharedMemoryReceiver(store, 0, torch.device("cuda", 0), 60.0)
+receiver = SharedMemoryReceiver(store, 0, 60.0)
 for expected in (1, 2):
     buffer = torch.empty(1 << 20, dtype=torch.uint8, device="meta")
     assert (receiver.finish_receive(buffer) == expected).all()

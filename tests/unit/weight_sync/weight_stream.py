@@ -117,7 +117,7 @@ class WeightStream:
     def connect(self, epoch: int, same_device: list[list[int]] | None = None) -> None:
         """Create the groups of an epoch."""
         results = run_together(self.connect_jobs(epoch, same_device))
-        assert results == [None] * len(results)
+        assert results == [None] * len(results), results
 
     def connect_jobs(self, epoch: int, same_device: list[list[int]] | None = None) -> list[Job]:
         """One call per sender, then one per receiver."""
