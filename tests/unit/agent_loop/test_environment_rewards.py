@@ -25,17 +25,9 @@ class SlowThirdTurn(EndlessEngine):
 def test_the_rewards_before_a_kill_at_the_time_limit_are_kept(setting):
     with serving(Game().routes()) as url:
         run = setting(environment=f"openenv:{url}")
-
-        async def main() -> Any:
-            async with run.endpoint.serving():
-                try:
-                    await run.episode(task=7)  # its process starts, which may take long
-                    engine = SlowThirdTurn(run.tokenizer)
-                    return await run.episode(replace(LIMITS, seconds=2.0), engine, task=7)
-                finally:
-                    await run.close()
-
-        episode = asyncio.run(main())
+        limits = replace(LIMITS, seconds=2.0)
+        engine = SlowThirdTurn(run.tokenizer)
+        episode = run.run(limits, started=True, engine=engine, task=7)
     assert episode.over == "time"
     assert episode.reward == -0.5
     assert episode.facts["lost_rewards"] == 0
