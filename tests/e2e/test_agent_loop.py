@@ -1,4 +1,5 @@
-"""Conversations of several turns through real Ray, vLLM, FSDP2 and gloo on a tiny random model."""
+"""Conversations of several turns through real Ray, FSDP2 and gloo on a tiny random model, with each
+engine."""
 
 from __future__ import annotations
 
@@ -43,11 +44,13 @@ def write_rows_of_two_loops(path: Path) -> None:
     path.write_text("\n".join(lines))
 
 
-def config_of_two_loops(model: str, folder: Path) -> Config:
+def config_of_two_loops(model: str, folder: Path, engine: str, replicas: int) -> Config:
     """A run in which half of the prompts retry with feedback and the others call a tool."""
     data_file = folder / "data.jsonl"
     write_rows_of_two_loops(data_file)
     settings = {
+        "rollout.engine": engine,
+        "placement.pools": {"rollout": [replicas], "actor": [1]},
         "data.train_files": str(data_file),
         "data.shuffle": False,
         "agent.tools": "python",
@@ -78,6 +81,7 @@ def assert_metrics_of_two_loops(rows: list[dict[str, Any]]) -> None:
         assert row["agent/tool_errors/mean"] == 0
         assert row["actor/grad_norm"] > 0
         assert row["staleness/max"] == min(1, row["step"])
+        assert row["canary/logprob_diff_max"] < 1e-4
 
 
 def assert_only_generated_tokens_train(sample: Sample) -> None:
@@ -103,13 +107,17 @@ def assert_observations(sample: Sample, tokenizer: Any) -> None:
         assert observed_text.count(observation) == expected_count
 
 
-def test_retries_and_tool_calls_train_on_generated_tokens_alone(models, tmp_path):
-    """Two loops in each batch. In the first step theta is mu, so the trainer's log-probs must equal
-    the engine's over all turns."""
+@pytest.mark.parametrize(
+    ("engine", "replicas"),
+    [("transformers", 2), pytest.param("vllm", 1, marks=[pytest.mark.slow, pytest.mark.ci])],
+)
+def test_retries_and_tool_calls_train_on_generated_tokens_alone(models, tmp_path, engine, replicas):
+    """Two loops in each batch, with more samples than the agents' limit. In the first step theta is
+    mu, so the trainer's log-probs must equal the engine's over all turns."""
     from one_step_off.checkpoint import finished, read_samples
     from one_step_off.runtime import launch
 
-    assert launch.run(config_of_two_loops(models("qwen3"), tmp_path)) == 0
+    assert launch.run(config_of_two_loops(models("qwen3"), tmp_path, engine, replicas)) == 0
     rows = read_rows(tmp_path, "metrics.jsonl")
     assert_metrics_of_two_loops(rows)
     assert rows[0]["ratio/mean"] == pytest.approx(1.0, abs=1e-5)

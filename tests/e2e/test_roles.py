@@ -15,6 +15,7 @@ import torch
 
 from one_step_off.config.schema import Config
 from tests.conftest import tiny_config
+from tests.e2e.commands import REFERENCE_ENGINE
 from tests.e2e.rewards import LETTER_SHARE
 from tests.e2e.run_folder import (
     CLOCK_PREFIXES,
@@ -179,7 +180,7 @@ def test_colocated_replicas_read_every_ranks_shards_out_of_shared_memory(models,
     from one_step_off.runtime import launch
 
     folder = tmp_path / "run"
-    settings = {
+    settings = REFERENCE_ENGINE | {
         "reward.function": LETTER_SHARE,
         "trainer.val_before_train": True,
         "placement.pools": {"all": [2]},

@@ -224,7 +224,7 @@ def assert_ended(processes: list[tuple[int, Any]]) -> None:
     assert not running, "the engine of the killed replica must not survive it"
 
 
-@pytest.mark.slow  # test_chaos.py has a shorter one
+@pytest.mark.slow  # test_broken_syncs.py has a shorter one
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("extension", [None, "tests.unpacked_engine"])
 def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_path, extension):

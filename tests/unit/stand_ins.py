@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import functools
 import gc
 import time
 import warnings
@@ -16,6 +18,19 @@ from one_step_off.cluster.run_events import RunEvents, Span
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
+
+
+@functools.cache
+def _trained_tokenizer(kind: str) -> Any:
+    from one_step_off.models import tiny_qwen  # slow to import, and most tests need none
+
+    return tiny_qwen.build_tokenizer(kind)
+
+
+def tiny_tokenizer(kind: str = "") -> Any:
+    """A copy of `tiny_qwen.build_tokenizer(kind)`, which trains it for a tenth of a second."""
+    return copy.deepcopy(_trained_tokenizer(kind))
+
 
 TRAINER_CONTROL = {"alive": None, "abort_sync": None, "fail_sync": None}
 """Methods that any trainer answers, however busy it is."""

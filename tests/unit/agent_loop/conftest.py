@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from one_step_off.models import tiny_qwen
 from tests.unit.agent_loop.external_setting import Setting
+from tests.unit.stand_ins import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return tiny_qwen.build_tokenizer()
+    return tiny_tokenizer()
 
 
 @pytest.fixture

@@ -52,12 +52,15 @@ class Setting:
         prompt = make_prompt(self.tokenizer, **extra)
         return await self.loop.run(prompt, engine, score, limits)
 
-    def run(self, limits: Limits = LIMITS, **extra: Any) -> Any:
-        """One episode, and the end of the program."""
+    def run(self, limits: Limits = LIMITS, started: bool = False, **extra: Any) -> Any:
+        """One episode, and the end of the program. `started`: the program starts before the
+        episode's time begins, so that a short limit leaves time for turns."""
 
         async def main() -> Any:
             async with self.endpoint.serving():
                 try:
+                    if started:
+                        await self.loop.hosts._host()
                     return await self.episode(limits, **extra)
                 finally:
                     await self.close()

@@ -10,14 +10,14 @@ import pytest
 from agent_loop.base import Loops
 from agent_loop.tool_loop import hermes_calls, llama_calls
 from one_step_off.config.errors import ConfigError
-from one_step_off.models import tiny_qwen
 from tests.unit.agent_loop.stand_ins import CHATML, LLAMA, make_config
+from tests.unit.stand_ins import tiny_tokenizer
 
 NO_TURN = np.array([])
 
 
 def tokenizer_with(template: str, *special_tokens: str) -> Any:
-    tokenizer = tiny_qwen.build_tokenizer()
+    tokenizer = tiny_tokenizer()
     if special_tokens:
         tokenizer.add_special_tokens({"additional_special_tokens": list(special_tokens)})
     tokenizer.chat_template = template
@@ -89,7 +89,7 @@ def test_a_tool_cannot_open_a_turn_and_its_text_is_kept(template, parser, writte
 
 def test_added_tokens_that_are_not_special_are_kept():
     """Some tokenizers have runs of blanks as added tokens."""
-    tokenizer = tiny_qwen.build_tokenizer()
+    tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["    "])
     loop = Loops(make_config(), tokenizer).get()
     ids = loop.encode_messages(tool_messages("if x:\n    y"), NO_TURN)
@@ -144,7 +144,7 @@ def test_a_template_that_hides_the_policys_turn_is_refused():
 @pytest.mark.parametrize("loop", ["tool", "retry_with_feedback", "environment"])
 def test_loops_with_several_turns_need_a_chat_template(tokenizer, loop):
     cfg = make_config(loop=loop)
-    without_template = tiny_qwen.build_tokenizer()
+    without_template = tiny_tokenizer()
     without_template.chat_template = None
     with pytest.raises(ConfigError, match="has several turns, so it needs a chat template"):
         Loops(cfg, without_template).get()

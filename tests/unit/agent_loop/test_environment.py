@@ -17,7 +17,6 @@ from agent_loop.environment import Puzzle
 from one_step_off.config.errors import ConfigError
 from one_step_off.data.samples import Prompt
 from one_step_off.data.word_problems import make_puzzles
-from one_step_off.models import tiny_qwen
 from tests.unit.agent_loop.stand_ins import (
     LONG_LIMITS,
     USUAL_LIMITS,
@@ -27,13 +26,14 @@ from tests.unit.agent_loop.stand_ins import (
     observations,
     run_loop,
 )
+from tests.unit.stand_ins import tiny_tokenizer
 
 
 def environment_loop(name: str, **settings: Any) -> Any:
     """The loop with an environment of tests/environments.py."""
     kwargs = {"environment": {"env": f"tests.environments:{name}"}}
     cfg = make_config(loop="environment", loop_kwargs=kwargs, **settings)
-    return Loops(cfg, tiny_qwen.build_tokenizer()).get()
+    return Loops(cfg, tiny_tokenizer()).get()
 
 
 def play(name: str, *turns: str, limits: Limits = LONG_LIMITS, **settings: Any) -> Trajectory:
@@ -221,10 +221,10 @@ def test_many_confined_episodes_at_once_are_in_time(monkeypatch):
 
 
 def test_an_episode_waits_for_a_core_no_longer_than_its_time():
-    loop = environment_loop("Busy", tool_timeout_s=1.0)
+    loop = environment_loop("Busy", tool_timeout_s=4.0)
     engine = ScriptedEngine(loop.tokenizer, " x")
     prompt = make_prompt(loop.tokenizer)
-    limits = Limits(400, 8, seconds=0.5)
+    limits = Limits(400, 8, seconds=2.0)  # the reset takes a quarter of a second of a core
 
     async def main() -> Trajectory:
         async with contextlib.AsyncExitStack() as stack:

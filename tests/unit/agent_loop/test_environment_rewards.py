@@ -25,8 +25,9 @@ class SlowThirdTurn(EndlessEngine):
 def test_the_rewards_before_a_kill_at_the_time_limit_are_kept(setting):
     with serving(Game().routes()) as url:
         run = setting(environment=f"openenv:{url}")
-        limits = replace(LIMITS, seconds=4.0)
-        episode = run.run(limits, engine=SlowThirdTurn(run.tokenizer), task=7)
+        limits = replace(LIMITS, seconds=2.0)
+        engine = SlowThirdTurn(run.tokenizer)
+        episode = run.run(limits, started=True, engine=engine, task=7)
     assert episode.over == "time"
     assert episode.reward == -0.5
     assert episode.facts["lost_rewards"] == 0

@@ -239,10 +239,10 @@ def test_an_agent_may_end_before_its_answer_is_recorded_as_received(setting):
 
 
 def test_a_returned_reward_is_kept_where_the_time_ends_with_the_agent(setting, monkeypatch):
-    monkeypatch.setattr(external, "SETTLE_S", 6.0)
+    monkeypatch.setattr(external, "SETTLE_S", 3.0)
     run = setting(command=f"{MODULE}:two_turns")
-    run.endpoint.record_s = 5.5
-    episode = run.run(replace(LIMITS, seconds=5.0))
+    run.endpoint.record_s = 2.2
+    episode = run.run(replace(LIMITS, seconds=2.0), started=True)
     assert episode.over == "ended", "the wait for a record is not the agent's time"
     assert episode.reward == 1.0
     assert "agent_failure" not in episode.extra
@@ -254,21 +254,22 @@ def test_an_agent_without_a_turn_is_an_error(setting):
 
 
 def test_a_coroutine_that_hangs_ends_at_the_time_limit_with_what_it_has(setting):
-    episode = setting(command=f"{MODULE}:hangs").run(replace(LIMITS, seconds=6.0))
+    limits = replace(LIMITS, seconds=1.5)
+    episode = setting(command=f"{MODULE}:hangs").run(limits, started=True)
     assert episode.over == "time"
     sample = sample_of(episode)
     assert sample.extra["agent"]["killed"] == 1
-    assert sample.extra["agent_failure"] == "agent.timeout_s=6 is over; its agent was killed"
+    assert sample.extra["agent_failure"] == "agent.timeout_s=1.5 is over; its agent was killed"
     assert sample.finish_reason == "time"
 
 
 def test_a_time_limit_is_named_as_the_episode_has_it(setting):
     """A data source may have another one than the config's agent.timeout_s."""
     run = setting(command=f"{MODULE}:hangs")
-    episode = run.run(replace(LIMITS, seconds=4.0))
-    assert episode.over_message == "agent.timeout_s=4 is over"
-    with pytest.raises(AgentFailed, match=r"killed at agent\.timeout_s=4, before"):
-        setting(command=f"{MODULE}:asks_nobody").run(replace(LIMITS, seconds=4.0))
+    episode = run.run(replace(LIMITS, seconds=1.5), started=True)
+    assert episode.over_message == "agent.timeout_s=1.5 is over"
+    with pytest.raises(AgentFailed, match=r"killed at agent\.timeout_s=0\.5, before"):
+        setting(command=f"{MODULE}:asks_nobody").run(replace(LIMITS, seconds=0.5), started=True)
 
 
 @pytest.mark.parametrize("command", [f"{PROGRAM} hangs", f"{MODULE}:plain_hangs"])
@@ -407,7 +408,8 @@ def test_a_host_whose_coroutine_cannot_be_cancelled_is_replaced_and_killed(
 
     async def main() -> None:
         async with run.endpoint.serving():
-            episode = await run.episode(replace(LIMITS, seconds=6.0), pids=str(marker))
+            await run.loop.hosts._host()  # its start is not the episode's time
+            episode = await run.episode(replace(LIMITS, seconds=1.5), pids=str(marker))
             assert episode.over == "time"
             first = int(marker.read_text())
             await asyncio.to_thread(wait_for, lambda: not is_running(first))

@@ -17,7 +17,6 @@ from agent_loop.tool_loop import FIRST_PIECE, hermes_calls, llama_calls
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.data.word_problems import make_products
-from one_step_off.models import tiny_qwen
 from tests.unit.agent_loop.stand_ins import (
     LONG_LIMITS,
     USUAL_LIMITS,
@@ -29,6 +28,7 @@ from tests.unit.agent_loop.stand_ins import (
     run_loop,
 )
 from tests.unit.data.chat_templates import KIMI, QWEN
+from tests.unit.stand_ins import tiny_tokenizer
 
 
 def test_calls_of_hermes_and_qwen():
@@ -146,14 +146,14 @@ def test_calls_beyond_the_most_of_a_turn_are_answered_in_one_message(tokenizer):
 
 
 def test_a_model_whose_calls_no_text_shows_is_refused():
-    tokenizer = tiny_qwen.build_tokenizer()
+    tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>"]})
     with pytest.raises(ConfigError, match="<tool_call> is a special token"):
         Loops(make_config(), tokenizer).get()
 
 
 def test_the_config_of_the_example_answers_by_tool_within_its_limits():
-    tokenizer = tiny_qwen.build_tokenizer("tools")
+    tokenizer = tiny_tokenizer("tools")
     path = Path(__file__).parents[3] / "config" / "tool_agent.yaml"
     cfg = load_config([f"config={path}"])
     assert cfg.agent.tools == "calculator"
@@ -173,7 +173,7 @@ def test_the_config_of_the_example_answers_by_tool_within_its_limits():
 
 
 def test_answers_have_the_id_and_the_name_of_their_call():
-    tokenizer = tiny_qwen.build_tokenizer()
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = KIMI + "{# <tool_call> #}"
     turns = (calculator_call("2 * 3") * 2, " <tool_call>{oops</tool_call>", calculator_call("4"))
     engine = ScriptedEngine(tokenizer, *turns, " 6")
@@ -198,7 +198,7 @@ def test_a_template_that_looks_up_the_name_of_a_call_gets_it():
         "{% for call in m.tool_calls or [] %}<call>{% endfor %}<|im_end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    tokenizer = tiny_qwen.build_tokenizer()
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template.replace("messages | length == 3", "true", 1)
     engine = ScriptedEngine(tokenizer, calculator_call("2 * 3"), " 6")
     trajectory = run_loop(make_config(), tokenizer, engine)
@@ -206,7 +206,7 @@ def test_a_template_that_looks_up_the_name_of_a_call_gets_it():
 
 
 def test_every_turn_has_the_settings_of_the_run_and_of_the_row():
-    tokenizer = tiny_qwen.build_tokenizer()
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = QWEN
     cfg = make_config()
     loop = Loops(cfg, tokenizer).get()

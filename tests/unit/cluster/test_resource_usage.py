@@ -88,11 +88,12 @@ def test_without_nvml_there_are_no_such_figures(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "device_count", lambda: 1
     )  # utilization() raises: there is no GPU
+    others = set(threading.enumerate())  # those of another test sleep for a minute
     probe = UsageProbe()
     assert set(probe.usage(True)) == {"memory_bytes", "device"}
-    newest = [thread for thread in threading.enumerate() if thread.name == "gpu-usage"][-1:]
-    for thread in newest:
+    for thread in set(threading.enumerate()) - others:
         thread.join(5.0)  # it has ended, or does so at once
+        assert not thread.is_alive()
     assert set(probe.usage(True)) == {"memory_bytes", "device"}
 
 

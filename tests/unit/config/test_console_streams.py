@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import select
 import subprocess
 import sys
 import textwrap
@@ -21,7 +22,7 @@ from one_step_off.config import console_streams
 
 ROOT = Path(__file__).parents[3]
 TINY = f"config={ROOT}/config/gsm8k_tiny_cpu.yaml"
-STEPS = 40
+STEPS = 30
 EXIT_CODE = 7
 RUN = f"""
     import logging, sys, time, warnings
@@ -33,7 +34,7 @@ RUN = f"""
     from one_step_off.monitoring.loggers import Loggers
     from tests.unit.monitoring.test_console import row
 
-    console_streams.STALL_S = console_streams.CLOSE_TIMEOUT_S = 0.5
+    console_streams.STALL_S = console_streams.CLOSE_TIMEOUT_S = 0.2
     folder = Path(sys.argv[1])
 
     def run(argv):
@@ -50,7 +51,7 @@ RUN = f"""
                     logging.getLogger("library").warning("of step %s", step)
                     loggers.add("a logger", lambda: 1 / 0)
                     (folder / "steps").write_text(str(step + 1))
-                    time.sleep(0.04)
+                    time.sleep(0.02)  # longer together than a console may stall
             loggers.close()
         return {EXIT_CODE}
 
@@ -382,14 +383,13 @@ def test_output_to_a_full_disk_is_an_error_that_names_stdout(command: list[str])
     assert done.returncode == 1
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
-def test_output_shows_what_its_encoding_has(encoding: str, command: list[str]) -> None:
+def test_output_shows_what_its_encoding_has(command: list[str]) -> None:
     done = subprocess.run(
         command,
         cwd=ROOT,
         capture_output=True,
         timeout=60,
-        env=os.environ | {"PYTHONIOENCODING": encoding},
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == b""
@@ -401,7 +401,8 @@ def test_output_waits_for_its_reader(tmp_path: Path) -> None:
     write_samples(tmp_path)
     argv = [sys.executable, "-m", *COMMANDS["view"](tmp_path)]
     process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE)
-    time.sleep(2.0)
+    select.select([process.stdout], [], [], 60)
+    time.sleep(0.3)
     assert process.poll() is None, "more than a pipe holds"
     assert process.communicate(timeout=60)[0].count(b"--- best ") == 3000
     assert process.returncode == 0

@@ -204,6 +204,17 @@ def test_what_is_recommended_exists() -> None:
                 load_config([f"{ours}={value}"])
 
 
+def test_names_of_other_lengths_are_not_compared(monkeypatch) -> None:
+    """A key of 5,000 letters was compared with every key, which took minutes."""
+    compared: list[str] = []
+    monkeypatch.setattr(unknown_keys, "distance", lambda a, b: compared.append(a) or 9)
+    assert not unknown_keys.is_typo("x" * 5000, "total_steps")
+    assert not unknown_keys.is_typo("l", "learning_rate")
+    assert compared == []
+    assert not unknown_keys.is_typo("total_stops", "total_steps")
+    assert compared == ["total_stops"]
+
+
 @given(
     st.text(string.ascii_lowercase + "_.", max_size=20),
     st.text(string.ascii_lowercase + "_.", max_size=20),

@@ -12,10 +12,10 @@ from agent_loop.base import Generated
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.engines.vllm.engine import VllmEngine
-from one_step_off.models import tiny_qwen
 from one_step_off.rewards.reward import RewardError, RewardItem
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling
+from tests.unit.stand_ins import tiny_tokenizer
 
 
 class FakeScorer:
@@ -83,7 +83,7 @@ def replica_of(
 ) -> RolloutReplica:
     """A replica with verified weights, whose engine is `generate`."""
     replica = RolloutReplica(cfg or Config(), 0, "cpu", scorers or [FakeScorer()])
-    replica.tokenizer = tokenizer or tiny_qwen.build_tokenizer()
+    replica.tokenizer = tokenizer or tiny_tokenizer()
     replica._generate = generate
     replica.stamp = (0, 0)
     return replica

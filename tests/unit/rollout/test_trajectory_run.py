@@ -14,7 +14,6 @@ from agent_loop.base import AgentLoop, Generated, Trajectory
 from one_step_off.checkpoint.files import read_samples, write_samples
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Sample
-from one_step_off.models import tiny_qwen
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.sampling import Sampling
@@ -27,6 +26,7 @@ from tests.unit.rollout.stand_ins import (
     plain_tokenizer,
     replica_of,
 )
+from tests.unit.stand_ins import tiny_tokenizer
 
 PARTS = {"right": 1.0, "form": 0.5}
 
@@ -153,7 +153,7 @@ def test_a_last_try_whose_reward_is_late_is_marked_as_such(tries, reward, late):
     cfg.agent.loop = "retry_with_feedback"
     cfg.agent.max_turns = 2
     cfg.agent.loop_kwargs = {"retry_with_feedback": {"passes_at": 9.0, "discount": 0.5}}
-    tokenizer = tiny_qwen.build_tokenizer()
+    tokenizer = tiny_tokenizer()
     texts = iter(tries)
 
     async def engine(*_):

@@ -12,9 +12,9 @@ from agent_loop import tools
 from agent_loop.base import Loops
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
-from one_step_off.models import tiny_qwen
 from one_step_off.rollout.replica import RolloutReplica
 from tests.unit.rollout.stand_ins import UNSEEDED, FakeScorer, vllm_engine
+from tests.unit.stand_ins import tiny_tokenizer
 
 
 def test_nothing_is_generated_before_verified_weights():
@@ -135,7 +135,7 @@ def test_a_colocated_engine_sleeps_between_its_turns_and_wakes_for_the_sync(devi
 @pytest.fixture
 def start_with(tmp_path, monkeypatch):
     """A function that starts a replica, whose engine is what a function returns in vLLM's place."""
-    tiny_qwen.build_tokenizer().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr("gc.freeze", lambda: None)
 
     def start(replica, make_engine):
@@ -194,7 +194,7 @@ def test_replicas_ask_no_server_for_the_schemas_that_the_driver_has(monkeypatch)
     cfg.agent.loop = "tool"
     cfg.agent.loop_kwargs = {"tool": {"taught": True}}
     with pytest.raises(ConfigError, match="the server lists no tools"):
-        Loops(cfg, tiny_qwen.build_tokenizer()).get()
+        Loops(cfg, tiny_tokenizer()).get()
     replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()], {url: [schema]})
-    replica.tokenizer = tiny_qwen.build_tokenizer()
+    replica.tokenizer = tiny_tokenizer()
     assert replica.loops.get().tools == [{"type": "function", "function": schema}]

@@ -25,6 +25,7 @@ from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.runtime.failure_report import report_failure
+from tests.unit.stand_ins import tiny_tokenizer
 
 MODULE = """
 import json
@@ -136,7 +137,7 @@ class Fails(AgentLoop):
 
 def test_a_loop_that_raises_names_its_line_and_the_response():
     cfg = Config()
-    tokenizer = tiny_qwen.build_tokenizer()
+    tokenizer = tiny_tokenizer()
     cfg.agent.loop = f"{__name__}:Fails"
 
     async def engine(*_):
@@ -198,7 +199,7 @@ def test_a_module_that_cannot_be_imported_names_its_line(own):
 
 def test_an_environment_that_raises_names_its_line():
     cfg = Config()
-    tokenizer = tiny_qwen.build_tokenizer()
+    tokenizer = tiny_tokenizer()
     cfg.agent.loop = "environment"
     cfg.agent.loop_kwargs = {"environment": {"env": "tests.environments:Moody"}}
 
