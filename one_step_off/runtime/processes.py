@@ -224,42 +224,29 @@ class RunProcesses:
     async def setup(self) -> None:
         """Load every model and engine, and connect the weight sync.
 
-        All at once, but not on shared devices: there the engines go first, because vLLM measures
-        how much memory it may use while nothing else is loaded. Engines that were kept drop what
-        they have of the attempt before."""
+        All at once, but not in a pool that roles share: there the engines go first, and then sleep.
+        On a GPU that pools share the processes take turns where one measures its memory, see
+        `device_turns`. Engines that were kept drop what they have of the attempt before."""
         engines = self.engines
         loading = [self._load_groups]
         shares_pool = any(group.colocated for group in self.groups.values())
-        shares_devices = shares_device(self.cfg, self.cfg.placement.roles["rollout"])
-        if not self.keeps_engines and (shares_pool or shares_devices):
+        if shares_pool and not self.keeps_engines:
             await engines.load()
-            if shares_devices:
-                await engines.keep_kv_cache_sizes()
-            if shares_pool:
-                await engines.rollout.sleep()
+            await engines.rollout.sleep()
         else:
             loading.append(engines.load)
         if self.endpoint:
             loading.append(self.endpoint.start)
         await asyncio.gather(*(load() for load in loading))
+        if shares_device(self.cfg, self.cfg.placement.roles["rollout"]) and not self.keeps_engines:
+            await engines.keep_kv_cache_sizes()
         await self.roles.sync.connect()
         self.has_started = True
 
     async def _load_groups(self) -> None:
-        """Load the models of all roles that were not kept, those of teachers in engines first where
-        they measure a GPU that other roles share."""
+        """Load the models of all roles that were not kept."""
         groups = [group for role, group in self.groups.items() if role not in self.reused_groups]
-        measuring = [group for group in groups if self._measures_shared_gpu(group)]
-        for group in measuring:
-            await group.setup()
-        await asyncio.gather(*(group.setup() for group in groups if group not in measuring))
-
-    def _measures_shared_gpu(self, group: WorkerGroup) -> bool:
-        """Whether these are engines that choose their memory by what is free on a GPU, which other
-        roles use too. On CPUs `rollout.kv_cache_mb` says it."""
-        has_engines = role_settings(self.cfg, group.role).backend == "vllm"
-        shares = shares_device(self.cfg, self.cfg.placement.roles[group.role])
-        return self.device == "cuda" and has_engines and shares
+        await asyncio.gather(*(group.setup() for group in groups))
 
     async def is_process_failure(self, error: Exception, rejoin_failed: bool = False) -> bool:
         """Whether the attempt ended because a process died or hangs, so that another attempt may

@@ -1,11 +1,13 @@
 """A trainer process on a GPU that it shares: its part of the memory, and what to do if it is too
 small."""
 
-from collections.abc import Awaitable
-from typing import TypeVar
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import torch
 
+from one_step_off.cluster.device_turns import device_turn
 from one_step_off.cluster.errors import RoleError
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.placement import memory_share
@@ -44,6 +46,20 @@ def limit_memory(cfg: Config, role: str, device: torch.device) -> None:
             "before any model; give the pool a larger share"
         )
     torch.cuda.set_per_process_memory_fraction(usable_bytes / total_bytes, device)
+
+
+def in_device_turn(setup: Callable[..., None]) -> Callable[..., None]:
+    """Let the `setup` of a rank wait while an engine measures the GPU that both share."""
+
+    @functools.wraps(setup)
+    def wait_and_set_up(self: Any, *args: Any) -> None:
+        if self._device_type != "cuda" or memory_share(self.cfg, self.role) == 1:
+            setup(self, *args)
+            return
+        with device_turn(alone=False, limit_s=self.cfg.trainer.start_timeout_s):
+            setup(self, *args)
+
+    return wait_and_set_up
 
 
 async def with_memory_advice(cfg: Config, role: str, work: Awaitable[T]) -> T:

@@ -42,7 +42,7 @@ from one_step_off.data.packing import AbsentSample, PackedShares
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.training import lora
-from one_step_off.training.device_memory import limit_memory
+from one_step_off.training.device_memory import in_device_turn, limit_memory
 from one_step_off.training.token_outputs import Figure, TokenOutputs
 from one_step_off.training.update_stats import PhaseTimer
 from one_step_off.training.worker_interface import BatchShare
@@ -143,6 +143,7 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         with socket.create_server((reachable_host(host), 0)) as server:
             return server.getsockname()[:2]
 
+    @in_device_turn
     def setup(self, master_addr: str, master_port: int) -> None:
         """Join the process group, which meets at rank 0's address; build, load and shard the model,
         with an optimizer for a role that learns (collective).

@@ -13,7 +13,7 @@ from one_step_off.data.samples import PolicyVersion
 from one_step_off.engines.engine import GenerationRequest
 from one_step_off.engines.vllm import checks
 from one_step_off.engines.vllm.engine_args import engine_args
-from one_step_off.engines.vllm.kv_cache import apply_plan, plan_kv_cache
+from one_step_off.engines.vllm.kv_cache import apply_plan, measuring_turn, plan_kv_cache
 from one_step_off.engines.vllm.processes import (
     engine_processes,
     failed_start_names_its_reason,
@@ -72,9 +72,10 @@ class VllmEngine:
             engine_config = AsyncEngineArgs(**arguments).create_engine_config()
             if self.device == "cuda":
                 self._size_kv_cache(engine_config)
-            self.llm = AsyncLLM.from_vllm_config(
-                engine_config, disable_log_stats=arguments["disable_log_stats"]
-            )
+            with measuring_turn(self.cfg, "rollout", self.device, engine_config):
+                self.llm = AsyncLLM.from_vllm_config(
+                    engine_config, disable_log_stats=arguments["disable_log_stats"]
+                )
         self.max_sequences = self.llm.vllm_config.scheduler_config.max_num_seqs
         self.own_processes = engine_processes()
 

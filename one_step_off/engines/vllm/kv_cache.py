@@ -12,10 +12,13 @@ the bound does not leave enough of the share for activations, and where loops as
 times, since what is left of the cache keeps the prefixes of trajectories that wait for a tool.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any
 
+from one_step_off.cluster.device_turns import device_turn
+from one_step_off.config.placement import shares_device
 from one_step_off.config.schema import Config
 
 BLOCK_TOKENS = 64
@@ -177,3 +180,20 @@ def apply_plan(plan: KvCachePlan, engine_config: Any, gpu_bytes: int) -> None:
     # share where the engine needs less, so that other processes may have taken theirs.
     needed_share = plan.engine_bytes / gpu_bytes
     cache.gpu_memory_utilization = min(cache.gpu_memory_utilization, needed_share)
+
+
+def measuring_turn(
+    cfg: Config, role: str, device: str, engine_config: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Around the start of an engine: it is alone where it measures a GPU that it shares.
+
+    Args:
+        role: of the engine.
+        device: "cpu" or "cuda".
+        engine_config: vLLM's `VllmConfig`.
+    """
+    if device != "cuda" or not shares_device(cfg, cfg.placement.roles[role]):
+        return contextlib.nullcontext()
+    if engine_config.cache_config.kv_cache_memory_bytes is not None:
+        return contextlib.nullcontext()
+    return device_turn(alone=True, limit_s=cfg.trainer.start_timeout_s)

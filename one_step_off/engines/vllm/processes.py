@@ -24,6 +24,31 @@ EXIT_S = 5.0
 POINTS_ELSEWHERE = "root cause"
 """In the messages that vLLM raises instead of the error itself."""
 
+MEMORY_ERRORS = {
+    "No available memory for the cache blocks": (
+        "weights and activations take all of the engine's memory; raise "
+        "rollout.gpu_memory_utilization, or its pool's share in placement.pools "
+        "(on CPUs rollout.kv_cache_mb)"
+    ),
+    "To serve at least one request with the model's max seq len": (
+        "the KV cache does not hold one sequence; raise rollout.gpu_memory_utilization (on CPUs "
+        "rollout.kv_cache_mb), or lower data.max_response_length"
+    ),
+    "on startup is less than desired GPU memory utilization": (
+        "other processes use memory of this GPU that the engine counts on; end them, or lower "
+        "rollout.gpu_memory_utilization"
+    ),
+    "Error in memory profiling": (
+        "another process has freed memory of this GPU while the engine measured it; start again, "
+        "or set rollout.engine_kwargs.kv_cache_memory_bytes, with which nothing is measured"
+    ),
+    "CUDA out of memory": (
+        "the engine does not fit into what is free on this GPU; end other processes, lower "
+        "rollout.engine_kwargs.max_num_seqs, or raise rollout.tensor_parallel_size"
+    ),
+}
+"""What vLLM says of a lack of memory -> its cause, and the keys to change."""
+
 # (EngineCore pid=7) ERROR 11-25 20:55:08 [core.py:1510] ValueError: no kernel for this
 _LOGGED_ERROR = re.compile(r"ERROR .*\] (?:[\w.]+\.)?(\w*(?:Error|Exception): .+)$", re.MULTILINE)
 # Value error, Unknown quantization method: x. [type=value_error, input_value=...]
@@ -87,13 +112,23 @@ def log_size(log: str) -> int:
 
 
 def start_failure(error: Exception, log: str, start: int) -> str:
-    """The reason for which an engine did not start, in one line.
+    """The reason for which an engine did not start, in one line; for a lack of memory with the keys
+    to change.
 
     Args:
         error: what vLLM raised.
         log: the file with the output of this process and of the engine's; "": there is none.
         start: the size of the log when the engine was started.
     """
+    reason = _vllms_reason(error, log, start)
+    for said, cause in MEMORY_ERRORS.items():
+        if said in reason:
+            return f"{cause}; vLLM: {reason}"
+    return reason
+
+
+def _vllms_reason(error: Exception, log: str, start: int) -> str:
+    """As `start_failure`, in vLLM's words."""
     argument_error = _ARGUMENT_ERROR.search(str(error))
     if argument_error:
         return argument_error[1].strip()

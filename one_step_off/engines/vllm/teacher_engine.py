@@ -16,6 +16,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays
 from one_step_off.engines.engine_processes import not_running
 from one_step_off.engines.vllm.engine_args import CPU_ENGINE_ARGS, MAX_BATCHED_TOKENS
+from one_step_off.engines.vllm.kv_cache import measuring_turn
 from one_step_off.engines.vllm.processes import (
     engine_processes,
     failed_start_names_its_reason,
@@ -87,7 +88,11 @@ class TeacherEngine(UsageProbe):
         arguments = teacher_engine_args(self.cfg, self.device)
         what_failed = f"teacher.path={self.cfg.teacher.path}: vLLM cannot serve it here"
         with failed_start_names_its_reason(what_failed, self.log):
-            self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            engine_config = AsyncEngineArgs(**arguments).create_engine_config()
+            with measuring_turn(self.cfg, "teacher", self.device, engine_config):
+                self.llm = AsyncLLM.from_vllm_config(
+                    engine_config, disable_log_stats=arguments["disable_log_stats"]
+                )
         self.engine_processes = engine_processes()
 
     async def score_responses(self, work: tuple[list[np.ndarray], list[int]]) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ import pytest
 from one_step_off.config.schema import Config
 from one_step_off.config.sections import rollout
 from one_step_off.engines.vllm.engine_args import engine_args
+from one_step_off.engines.vllm.processes import MEMORY_ERRORS
 from tests.unit.project.library_sources import (
     assigned_attributes,
     constants,
@@ -42,7 +43,6 @@ TRANSFER = "vllm.distributed.weight_transfer"
 ENGINE_CALLS = {
     # method of AsyncLLM -> the arguments that are given
     "collective_rpc": ("method", "args"),
-    "from_engine_args": ("engine_args",),
     "from_vllm_config": ("vllm_config", "disable_log_stats"),
     "generate": ("prompt", "sampling_params", "request_id", "lora_request"),
     "is_sleeping": (),
@@ -129,6 +129,28 @@ def test_the_frame_that_waits_for_an_engine_has_its_processes() -> None:
     assert "launch.engine_manager" in ast.unparse(definition(utils, "wait_for_engine_startup"))
     assert "engine_manager" in fields(utils, "CoreEngineLaunch")
     assert "processes" in assigned_attributes(utils, "CoreEngineProcManager")
+
+
+@pytest.mark.parametrize("said", [said for said in MEMORY_ERRORS if "CUDA" not in said])
+def test_what_vllm_says_of_a_lack_of_memory(said: str) -> None:
+    """The words by which `processes.start_failure` recognizes it."""
+    modules = (
+        "vllm.v1.core.kv_cache_utils",
+        "vllm.v1.worker.utils",
+        "vllm.v1.worker.gpu_worker",
+    )
+    strings = [text for module in modules for text in constants(module) if isinstance(text, str)]
+    assert any(said in text for text in strings)
+
+
+def test_a_given_cache_size_is_not_measured() -> None:
+    """`kv_cache.apply_plan` and `kv_cache.measuring_turn` rely on it."""
+    source = ast.unparse(definition(WORKER, "Worker.determine_available_memory"))
+    given, _, measured = source.partition("memory_profiling(")
+    assert "self.cache_config.kv_cache_memory_bytes" in given
+    assert "return reserve_mm_ipc_gpu_memory" in given
+    assert "profile_cudagraph_memory" in measured
+    assert "profile_cudagraph_memory" not in given
 
 
 # ---- sleep, wake, pause --------------------------------------------------------------------------

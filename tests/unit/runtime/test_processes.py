@@ -93,68 +93,23 @@ class Parts:
         return run
 
 
-@pytest.mark.parametrize(
-    ("pools", "order"),
-    [
-        ("{rollout: [0.5], actor: [0.5]}", ["rollout begins", "rollout ends", "actor begins"]),
-        ("{rollout: [1], actor: [1]}", ["rollout begins", "actor begins", "rollout ends"]),
-    ],
-)
-def test_on_a_shared_device_the_engine_measures_before_the_trainer_loads(pools, order) -> None:
+@pytest.mark.parametrize("sizes", ["[0.5]", "[1]"])
+def test_engines_and_trainers_load_at_once(sizes: str) -> None:
+    """On a GPU that they share the processes themselves take turns."""
     parts = Parts()
-    asyncio.run(parts.run(f"placement.pools={pools}").setup())
-    assert parts.loaded[:3] == order
+    asyncio.run(parts.run(f"placement.pools={{rollout: {sizes}, actor: {sizes}}}").setup())
+    assert parts.loaded[:3] == ["rollout begins", "actor begins", "rollout ends"]
     assert parts.loaded[-1] == "connected"
-
-
-TEACHER = ("teacher.path=tiny:teacher", "teacher.backend=vllm")
-TEACHER_ROLES = "placement.roles={rollout: rollout, actor: actor, teacher: teacher}"
-TEACHER_FIRST = ["teacher begins", "teacher ends", "actor begins", "actor ends"]
-AT_ONCE = ["actor begins", "teacher begins", "actor ends", "teacher ends"]
-
-
-@pytest.mark.parametrize(
-    ("device", "pools", "overrides", "order"),
-    [
-        ("cuda", "{rollout: [1], actor: [0.5], teacher: [0.5]}", [], TEACHER_FIRST),
-        ("cuda", "{rollout: [0.4], actor: [0.4], teacher: [0.2]}", [], TEACHER_FIRST),
-        ("cuda", "{rollout: [1], actor: [1], teacher: [1]}", [], AT_ONCE),
-        (
-            "cuda",
-            "{rollout: [1], actor: [0.5], teacher: [0.5]}",
-            ["teacher.backend=fsdp"],
-            AT_ONCE,
-        ),
-        ("cpu", "{rollout: [1], actor: [0.5], teacher: [0.5]}", [], AT_ONCE),
-    ],
-)
-def test_a_teacher_in_an_engine_measures_a_shared_gpu_before_the_trainer_loads(
-    device, pools, overrides, order
-) -> None:
-    """On CPUs it measures nothing, so there it does not wait. GPUs of its own neither."""
-    parts = Parts()
-    keys = (f"placement.pools={pools}", TEACHER_ROLES, *TEACHER, *overrides)
-    asyncio.run(parts.run(*keys, device=device).setup())
-    without_rollout = [event for event in parts.loaded if not event.startswith("rollout")]
-    assert without_rollout == [*order, "connected"]
-    if "rollout: [0" in pools:
-        assert parts.loaded[:2] == ["rollout begins", "rollout ends"]
-    else:
-        assert parts.loaded.index("rollout begins") < 2, "its own GPU: it does not wait"
-
-
-def test_beside_kept_engines_the_teacher_measures_first_too() -> None:
-    parts = Parts()
-    pools = "placement.pools={rollout: [1], actor: [0.5], teacher: [0.5]}"
-    run = parts.run(pools, TEACHER_ROLES, *TEACHER, device="cuda", keeps_engines=True)
-    asyncio.run(run.setup())
-    without_rollout = [event for event in parts.loaded if not event.startswith("rollout")]
-    assert without_rollout == [*TEACHER_FIRST, "connected"]
 
 
 def test_a_teacher_that_was_kept_is_not_loaded_again() -> None:
     parts = Parts()
-    pools = "placement.pools={rollout: [1], actor: [0.5], teacher: [0.5]}"
-    run = parts.run(pools, TEACHER_ROLES, *TEACHER, device="cuda", reused_groups={"teacher"})
-    asyncio.run(run.setup())
+    overrides = (
+        "placement.pools={rollout: [1], actor: [0.5], teacher: [0.5]}",
+        "placement.roles={rollout: rollout, actor: actor, teacher: teacher}",
+        "teacher.path=tiny:teacher",
+        "teacher.backend=vllm",
+    )
+    asyncio.run(parts.run(*overrides, device="cuda", reused_groups={"teacher"}).setup())
     assert "teacher begins" not in parts.loaded
+    assert "actor ends" in parts.loaded

@@ -6,14 +6,17 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from one_step_off.cluster.errors import ProcessDied
 from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
+from one_step_off.engines.engine_processes import kill_processes, not_running
 from one_step_off.engines.vllm.processes import (
     kill_engines_of_run,
     killed_engine_raises_process_died,
@@ -100,3 +103,13 @@ def test_engines_without_their_replica_are_killed_and_no_others(processes, monke
     kill_engines_of_run()
     assert ours.wait(10) == -signal.SIGKILL
     assert [process.poll() for process in others] == [None, None]
+
+
+def test_a_killed_process_has_ended_before_another_engine_starts() -> None:
+    """Its memory is free by then. It stays a zombie here, since nothing has waited for it."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
+        process = psutil.Process(child.pid)
+        kill_processes([(child.pid, process.create_time() + 1)])  # another process, by now
+        assert not_running(process) == ""
+        kill_processes([(child.pid, process.create_time())])
+        assert not_running(process)

@@ -88,3 +88,34 @@ def test_a_killed_engine_has_died_whatever_the_log_says(
         wait_for_engine_startup(
             SimpleNamespace(engine_manager=SimpleNamespace(processes=[process]))
         )
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ("No available memory for the cache blocks. Try in", "rollout.gpu_memory_utilization"),
+        (
+            "Free memory on device cuda:0 (20/80 GiB) on startup is less than desired GPU memory "
+            "utilization (0.36, 28.8 GiB).",
+            "end them",
+        ),
+        (
+            "Error in memory profiling. Initial free memory 20 GiB, current free memory 21 GiB.",
+            "rollout.engine_kwargs.kv_cache_memory_bytes",
+        ),
+        (
+            "To serve at least one request with the model's max seq len (4096), (1 GiB KV cache is",
+            "data.max_response_length",
+        ),
+        ("CUDA out of memory. Tried to allocate 9.00 GiB.", "rollout.engine_kwargs.max_num_seqs"),
+    ],
+)
+def test_a_lack_of_memory_names_its_cause_and_the_key(tmp_path: Path, said: str, key: str) -> None:
+    log = tmp_path / "rollout_0.log"
+    kind = "torch.OutOfMemoryError" if "CUDA" in said else "ValueError"
+    log.write_text(f"(EngineCore pid=7) ERROR 11-26 20:55:08 [core.py:1510] {kind}: {said}\n")
+    reason = start_failure(RuntimeError(CORE), str(log), 0)
+    cause, _, vllms = reason.partition("; vLLM: ")
+    assert key in cause
+    assert said in vllms
+    assert "\n" not in reason
