@@ -478,7 +478,7 @@ class WeightSender(StreamPeer):
         if self.full_every == 0:
             return [messages]
         sizes = {
-            number: torch.tensor([len(message)], device=self.device)
+            number: torch.full((1,), len(message), dtype=torch.int64, device=self.device)
             for number, message in messages.items()
         }
         return [sizes, messages]
