@@ -29,6 +29,10 @@ class PlainLayout:
     def __init__(self) -> None:
         self.kept: dict = {}
 
+    def addresses(self) -> tuple[int, ...]:
+        """Nothing moves."""
+        return ()
+
     def bind(self, cells: list[tuple[str, Block, torch.Tensor]]) -> BoundCells:
         """A parameter for each block."""
         views = [view for _, _, view in cells]
@@ -64,7 +68,7 @@ def measure() -> dict[str, float]:
 
     def cut() -> None:
         for copies in cuts:
-            copies.copy()
+            copies.write()
 
     def bind() -> None:
         model.bound.clear()

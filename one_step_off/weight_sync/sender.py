@@ -498,7 +498,7 @@ class WeightSender(StreamPeer):
                 key = (index, message.receivers, part.data_ptr(), cut.data_ptr())
                 if key not in self.bound_cuts:
                     self.bound_cuts[key] = message.bind_cut(part, cut)
-                self.bound_cuts[key].copy()
+                self.bound_cuts[key].write()
                 messages[message.receivers] = cut
         return messages
 

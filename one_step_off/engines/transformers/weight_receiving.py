@@ -12,6 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from one_step_off.cluster.errors import SyncError
 from one_step_off.engines.receiving_worker import ReceivingWorker
+from one_step_off.weight_sync.bound_copies import BoundCopies
 from one_step_off.weight_sync.shard_blocks import Block, plain_shards
 
 NAMES_SHOWN = 3
@@ -110,11 +111,15 @@ class WholeModelLayout:
             if view.untyped_storage().data_ptr() in storages:
                 self.parameter_names.append(name)
 
-    def bind(self, cells: list[Cell]) -> "BoundViews":
+    def addresses(self) -> tuple[int, ...]:
+        """Of the tensors."""
+        return tuple(view.data_ptr() for view in self.views.values())
+
+    def bind(self, cells: list[Cell]) -> BoundCopies:
         """Find the places of these cells."""
-        messages = [message for _, _, message in cells]
-        places = [block.slice_of(self.views[name]) for name, block, _ in cells]
-        return BoundViews(messages, places)
+        return BoundCopies(
+            (block.slice_of(self.views[name]), message) for name, block, message in cells
+        )
 
     def missing_names(self, loaded: set[str]) -> list[str]:
         """The parameters that were not loaded. A tied one is loaded with the other of its name."""
@@ -122,24 +127,6 @@ class WholeModelLayout:
         return [
             name for name in self.parameter_names if self.views[name].data_ptr() not in addresses
         ]
-
-
-class BoundViews:
-    """Views of message buffers, and the places in the model that hold the same numbers."""
-
-    def __init__(self, messages: list[Tensor], places: list[Tensor]) -> None:
-        self.messages = messages
-        self.places = places
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """Copy the messages into the model."""
-        torch._foreach_copy_(self.places, self.messages)
-
-    @torch.no_grad()
-    def read(self) -> None:
-        """Copy from the model into the messages."""
-        torch._foreach_copy_(self.messages, self.places)
 
 
 class WholeModelWorker(ReceivingWorker):
