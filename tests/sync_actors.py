@@ -140,6 +140,9 @@ class LightLayout:
         self.replica = replica
         self.kept = {name: (Block.whole(tuple(shape)),) for name, (_, shape) in shapes.items()}
 
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() for tensor in self.replica.weights.values())
+
     def bind(self, shards: list[tuple[str, Block, torch.Tensor]]) -> LightShards:
         return LightShards(self, shards)
 

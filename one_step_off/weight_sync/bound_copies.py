@@ -18,7 +18,7 @@ class BoundCopies:
         """
         Args:
             pairs: dtypes may differ. No target overlaps another one.
-            paddings: views that `copy` fills with zeros.
+            paddings: views that `write` fills with zeros.
         """
         # One kernel copies many pairs only if they have the same dtypes and no gaps.
         alike: dict[tuple, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -33,7 +33,7 @@ class BoundCopies:
         self.paddings = [padding for padding in paddings if padding.numel()]
 
     @torch.no_grad()
-    def copy(self) -> None:
+    def write(self) -> None:
         """Sources to targets, and zeros into the paddings."""
         for targets, sources in self.alike:
             torch._foreach_copy_(targets, sources, non_blocking=True)
@@ -41,7 +41,7 @@ class BoundCopies:
             torch._foreach_zero_(self.paddings)
 
     @torch.no_grad()
-    def copy_back(self) -> None:
-        """Targets to sources."""
+    def read(self) -> None:
+        """Targets back to sources."""
         for targets, sources in self.alike:
             torch._foreach_copy_(sources, targets, non_blocking=True)

@@ -142,15 +142,6 @@ class Bucket:
             named_tensors.append((name, tensor))
         return named_tensors
 
-    def unjoin(self, parts: Parts, join_buffer: torch.Tensor) -> None:
-        """The inverse of `join`: fill each sender's part with what it would send, from tensors that
-        lie where `tensors` says."""
-        for slot in self.slots:
-            slot.padding(parts[slot.sender]).zero_()
-        for _, tensor, joined_slots in self.tensors(parts, join_buffer):
-            for slot in joined_slots:
-                slot.view(parts[slot.sender]).copy_(slot.piece.slice_of(tensor))
-
 
 @dataclass
 class BucketPlan:

@@ -17,13 +17,18 @@ the next wider stream. A column starts in the 16-bit stream if half of it would 
 one.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from one_step_off.weight_sync import delta
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts
 
 # Words per block: few enough for small temporaries, enough to hide the fixed cost of an operation.
-_BLOCK_WORDS = {"cpu": 1 << 21, "cuda": 1 << 23}
+_BLOCK_WORDS = {"cpu": 1 << 21, "cuda": 1 << 25}
+_COUNTS_FIRST = {"cpu": False, "cuda": True}
+"""By device type: whether all counts of a payload are found first, and read together. Each read
+makes the host wait for a GPU; on CPUs finding them takes longer than it saves."""
 _STREAM_DTYPES = (torch.int32, torch.int16, torch.uint8)
 _STREAMS_PER_BLOCK = 2 * len(_STREAM_DTYPES)
 _HEADER_BYTES = 8
@@ -58,44 +63,86 @@ def encode(new: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor | None, 
     new_words = new.view(torch.int16)
     base_words = base.view(torch.int16)
     block_words = _BLOCK_WORDS[new.device.type]
+    blocks = list(zip(new_words.split(block_words), base_words.split(block_words), strict=True))
+    columns: list[torch.Tensor] = []
+    for (new_block, base_block), counts in zip(blocks, _read(_count_changes, blocks), strict=True):
+        columns += _changes(new_block, base_block, *counts)
+    changed = sum(map(len, columns[::2]))
     streams: Streams = []
-    changed = 0
-    for start in range(0, len(new_words), block_words):
-        stop = start + block_words
-        gaps, steps = _changes(new_words[start:stop], base_words[start:stop])
-        streams += [*_split(gaps), *_split(steps)]
-        changed += len(gaps)
+    of_columns = _read(_count_wide, [(column,) for column in columns])
+    for column, counts in zip(columns, of_columns, strict=True):
+        streams += _split(column, *counts)
     stream_bytes = sum(stream.nbytes for stream in streams)
     size = _align(_HEADER_BYTES + 4 * len(streams) + stream_bytes)
     if size >= len(new) or len(new_words) >= _MAX_WORDS:
         return None, changed
     numbers = [len(new_words), block_words, *map(len, streams)]
-    header = torch.tensor(numbers, dtype=torch.int32).to(new.device)
+    # Pinned on GPUs: the host would wait for a copy from other memory.
+    header = torch.tensor(numbers, dtype=torch.int32, pin_memory=new.is_cuda)
+    header = header.to(new.device, non_blocking=True)
     widest_first = sorted(streams, key=lambda stream: -stream.itemsize)
     padding = new.new_zeros(_ALIGNMENT)
     payload = torch.cat([part.view(torch.uint8) for part in [header, *widest_first, padding]])
     return payload[:size], changed
 
 
-def _changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gaps and folded differences (int32 [c] each) of the words (int16 [k]) that differ.
+def _read(
+    count: Callable[..., list[torch.Tensor]], arguments: list[tuple[torch.Tensor, ...]]
+) -> list[list]:
+    """What `count` finds for each of these arguments, as numbers; [None, None] where _COUNTS_FIRST
+    is False."""
+    if not arguments or not _COUNTS_FIRST[arguments[0][0].device.type]:
+        return [[None, None]] * len(arguments)
+    found = [number for one in arguments for number in count(*one)]
+    return torch.stack(found).view(-1, 2).tolist()
 
-    It looks for rows of words first, of 64 bytes if the block divides into such: finding single
-    words costs much more than comparing.
+
+def _count_changes(new: torch.Tensor, old: torch.Tensor) -> list[torch.Tensor]:
+    """How many rows and how many words differ."""
+    differs = new.view(torch.int64) != old.view(torch.int64)
+    _, row_dtype = _rows_of(new)
+    return [differs.view(row_dtype).count_nonzero(), (new != old).count_nonzero()]
+
+
+def _count_wide(column: torch.Tensor) -> list[torch.Tensor]:
+    """How many numbers of a column do not fit the 8-bit, and the 16-bit stream."""
+    return [(column >= _MAX_BYTE).count_nonzero(), (column >= _MAX_WORD).count_nonzero()]
+
+
+def _nonzero(values: torch.Tensor, count: int | None) -> torch.Tensor:
+    """The positions that are not zero, int64 [count]. None: the host must find the count."""
+    if count is None:
+        return values.nonzero().flatten()
+    return torch.nonzero_static(values, size=count).flatten()
+
+
+def _rows_of(block: torch.Tensor) -> tuple[int, torch.dtype]:
+    """Words in a row of a block (int16 [k]), as a power of two; and the dtype that holds the
+    comparison of its int64 numbers.
+
+    A row has 64 bytes if the block divides into such.
     """
-    if len(new) % 32:
-        row_shift = 3  # a row is 8 words, compared as 2 int64: their equality as one int16
-        row_dtype = torch.int16
-    else:
-        row_shift = 5  # a row is 32 words, compared as 8 int64: their equality as one int64
-        row_dtype = torch.int64
+    if len(block) % 32:
+        return 3, torch.int16  # a row is compared as 2 int64
+    return 5, torch.int64  # as 8
+
+
+def _changes(
+    new: torch.Tensor, old: torch.Tensor, row_count: int | None, word_count: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gaps and folded differences (int32 [c] each) of the words (int16 [k]) that differ; the counts
+    as `_count_changes` finds them.
+
+    It looks for rows of words first: finding single words costs much more than comparing.
+    """
+    row_shift, row_dtype = _rows_of(new)
     int64_per_row = (1 << row_shift) // 4
     differs = new.view(torch.int64) != old.view(torch.int64)
-    rows = differs.view(row_dtype).nonzero().flatten()
+    rows = _nonzero(differs.view(row_dtype), row_count)
     new_rows = new.view(torch.int64).view(-1, int64_per_row).index_select(0, rows)
     old_rows = old.view(torch.int64).view(-1, int64_per_row).index_select(0, rows)
     differences = (new_rows.view(torch.int16) - old_rows.view(torch.int16)).flatten()
-    index_in_rows = differences.nonzero().flatten()
+    index_in_rows = _nonzero(differences, word_count)
     steps = differences.index_select(0, index_in_rows).int()
     row_starts = (rows << row_shift).index_select(0, index_in_rows >> row_shift)
     positions = (row_starts + (index_in_rows & (1 << row_shift) - 1)).int()
@@ -104,15 +151,16 @@ def _changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.
     return gaps, folded_steps
 
 
-def _split(column: torch.Tensor) -> Streams:
-    """The streams of a column (int32 [c], none negative)."""
+def _split(column: torch.Tensor, wide_count: int | None, widest_count: int | None) -> Streams:
+    """The streams of a column (int32 [c], none negative); the counts as `_count_wide` finds
+    them."""
     narrow = column
-    wide = column[column >= _MAX_BYTE]
+    wide = column.index_select(0, _nonzero(column >= _MAX_BYTE, wide_count))
     if 2 * len(wide) >= len(column):
         narrow = column[:0]
         wide = column
     return [
-        wide[wide >= _MAX_WORD],
+        wide.index_select(0, _nonzero(wide >= _MAX_WORD, widest_count)),
         wide.clamp(max=_MAX_WORD).to(torch.int16),
         narrow.clamp(max=_MAX_BYTE).to(torch.uint8),
     ]
@@ -131,30 +179,35 @@ def apply(payload: torch.Tensor, words: torch.Tensor) -> None:
         ValueError: the payload belongs to another size, or contradicts itself. `words` is unchanged
             then.
     """
-    blocks = _parse(payload, words.view(torch.int16))
-    # Nothing is written before all blocks have been checked.
-    for block, gaps, steps in blocks:
-        _decode(block, gaps, steps)
-    for block, gaps, steps in blocks:
-        positions, differences = _decode(block, gaps, steps)
+    faults: list[torch.Tensor] = []
+    decoded = []
+    for block, gaps, steps in _parse(payload, words.view(torch.int16)):
+        positions, differences = _decode(gaps, steps, len(block), faults)
+        decoded.append((block, positions, differences))
+    # One read for all blocks, before anything is written.
+    if faults and bool(torch.stack(faults).any()):
+        raise ValueError("delta: its streams do not fit together, or positions not within a block")
+    for block, positions, differences in decoded:
         block.scatter_(0, positions, block.index_select(0, positions) + differences)
 
 
 def _decode(
-    block: torch.Tensor, gaps: Streams, steps: Streams
+    gaps: Streams, steps: Streams, block_words: int, faults: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions (int64 [c]) and differences (int16 [c]) of a block's changes. Raises ValueError:
-    they do not fit it."""
-    positions = (_join(gaps).long() + 1).cumsum(0) - 1
-    folded_steps = _join(steps)
-    if len(positions) != len(folded_steps) or not _within(positions, len(block)):
-        raise ValueError("delta: its positions are not within a block")
+    """Positions (int64 [c]) and differences (int16 [c]) of a block's changes. Adds to `faults` what
+    must not be true.
+
+    Raises:
+        ValueError: the columns have different lengths.
+    """
+    positions = (_join(gaps, faults).long() + 1).cumsum(0) - 1
+    folded_steps = _join(steps, faults)
+    if len(positions) != len(folded_steps):
+        raise ValueError("delta: as many positions as differences must be within a block")
+    first, last = positions.aminmax()
+    faults += [first < 0, last >= block_words]
     differences = ((folded_steps >> 1) ^ -(folded_steps & 1)).to(torch.int16)
     return positions, differences
-
-
-def _within(positions: torch.Tensor, length: int) -> bool:
-    return 0 <= int(positions.min()) <= int(positions.max()) < length
 
 
 def _parse(
@@ -171,11 +224,13 @@ def _parse(
     lengths: list[int] = []
     is_aligned = len(payload) >= _ALIGNMENT and len(payload) % _ALIGNMENT == 0
     if is_aligned:
-        word_count, block_words = payload[:_HEADER_BYTES].view(torch.int32).tolist()
+        # The longest header that the words can have, in one read.
+        most_blocks = -(-len(words) // min(_BLOCK_WORDS.values()))
+        longest = _HEADER_BYTES + 4 * _STREAMS_PER_BLOCK * most_blocks
+        word_count, block_words, *lengths = payload[:longest].view(torch.int32).tolist()
     starts = range(0, len(words), max(block_words, 1))
     header_end = _HEADER_BYTES + 4 * _STREAMS_PER_BLOCK * len(starts)
-    if is_aligned:
-        lengths = payload[_HEADER_BYTES:header_end].view(torch.int32).tolist()
+    lengths = lengths[: _STREAMS_PER_BLOCK * len(starts)]
     size = header_end
     for i, length in enumerate(lengths):
         size += length * _STREAM_DTYPES[i % len(_STREAM_DTYPES)].itemsize
@@ -209,22 +264,27 @@ def _columns(payload: torch.Tensor, offset: int, lengths: list[int]) -> list[Str
     return columns
 
 
-def _join(streams: Streams) -> torch.Tensor:
-    """The column (int32 [c]) that was split into `streams`. Raises ValueError: they do not belong
-    together."""
+def _join(streams: Streams, faults: list[torch.Tensor]) -> torch.Tensor:
+    """The column (int32 [c]) that was split into `streams`; faults as `_decode`."""
     column, words, numbers = streams
-    column = _insert_escaped(words.int() & _MAX_WORD, column, _MAX_WORD)
+    column = _insert_escaped(words.int() & _MAX_WORD, column, _MAX_WORD, faults)
     if not len(numbers):  # the column begins in the 16-bit stream
         return column
-    return _insert_escaped(numbers.int() & _MAX_BYTE, column, _MAX_BYTE)
+    return _insert_escaped(numbers.int() & _MAX_BYTE, column, _MAX_BYTE, faults)
 
 
-def _insert_escaped(column: torch.Tensor, wider: torch.Tensor, escape: int) -> torch.Tensor:
-    """Replace each `escape` in a column by the next number of the wider stream."""
+def _insert_escaped(
+    column: torch.Tensor, wider: torch.Tensor, escape: int, faults: list[torch.Tensor]
+) -> torch.Tensor:
+    """Replace each `escape` in a column by the next number of the wider stream; faults as
+    `_decode`."""
     escaped = column == escape
-    if int(escaped.sum()) != len(wider):
-        raise ValueError("delta: the streams of a column do not fit together")
-    return column.masked_scatter_(escaped, wider)
+    faults.append(escaped.count_nonzero() != len(wider))
+    if len(wider) and len(column):
+        # Also where there are fewer: then it is a fault, and any place in the column will do.
+        places = torch.nonzero_static(escaped, size=len(wider), fill_value=0).flatten()
+        column.index_copy_(0, places, wider)
+    return column
 
 
 class Mirror:

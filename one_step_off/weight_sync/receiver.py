@@ -369,9 +369,9 @@ class WeightReceiver(StreamPeer):
         targets = dict(zip(sizes, buffer.split(list(sizes.values())), strict=True))
         if has_deltas:
             announced = self._receive_numbers(targets, 1)
-            targets = {
-                stream: target[: int(announced[stream])] for stream, target in targets.items()
-            }
+            numbers = torch.cat(list(announced.values())).tolist()
+            for (stream, target), size in zip(list(targets.items()), numbers, strict=True):
+                targets[stream] = target[:size]
         messages = self._receive_messages(targets)
         seconds = time.perf_counter() - begin
         self.record.wire_bytes += sum(len(message) for message in messages.values())

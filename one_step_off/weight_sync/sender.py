@@ -478,7 +478,7 @@ class WeightSender(StreamPeer):
         if self.full_every == 0:
             return [messages]
         sizes = {
-            number: torch.tensor([len(message)], device=self.device)
+            number: torch.full((1,), len(message), dtype=torch.int64, device=self.device)
             for number, message in messages.items()
         }
         return [sizes, messages]
@@ -498,7 +498,7 @@ class WeightSender(StreamPeer):
                 key = (index, message.receivers, part.data_ptr(), cut.data_ptr())
                 if key not in self.bound_cuts:
                     self.bound_cuts[key] = message.bind_cut(part, cut)
-                self.bound_cuts[key].copy()
+                self.bound_cuts[key].write()
                 messages[message.receivers] = cut
         return messages
 

@@ -218,7 +218,7 @@ class PiecePacker:
         if key not in self.bound:
             pairs = zip(self.places[key].views, self._live_sources(index), strict=True)
             self.bound[key] = BoundCopies(pairs, self.places[key].zeros.paddings)
-        self.bound[key].copy()
+        self.bound[key].write()
 
     def end(self) -> None:
         """The tensor in work may be a copy, whose memory is free now."""
@@ -234,7 +234,7 @@ class PiecePacker:
                 self._check_shape(own.source, self.tensor_in_work)
             source = own.piece.slice_of(self.tensor_in_work, own.source.start)
             place.copy_(source, non_blocking=True)
-        places.zeros.copy()
+        places.zeros.write()
 
     def _live_sources(self, index: int) -> Iterator[torch.Tensor]:
         """The data of a bucket's shards, in the live tensors."""
@@ -337,7 +337,7 @@ class GroupLeader:
             if key not in self.bound:
                 pairs = [(shard.place_in(part), shard.own.view(message)) for shard in shards]
                 self.bound[key] = BoundCopies(pairs)
-            self.bound[key].copy()
+            self.bound[key].write()
             if queue:
                 # The next message takes the place of this one. This stream waits for nothing else.
                 queue.wait(queue.mark())

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from one_step_off.cluster.errors import SyncError
 from one_step_off.engines.receiving_worker import ReceivingWorker
 from one_step_off.models.checkpoint_layout import CheckpointLayout, saved_tensors
+from one_step_off.weight_sync.bound_copies import BoundCopies
 from one_step_off.weight_sync.shard_blocks import Block, plain_shards
 
 NAMES_SHOWN = 3
@@ -32,33 +33,19 @@ class WholeModelLayout:
             place.name for place in layout.places if place.parameter in parameters
         ]
 
-    def bind(self, cells: list[Cell]) -> "BoundViews":
+    def addresses(self) -> tuple[int, ...]:
+        """Of the tensors."""
+        return tuple(view.data_ptr() for view in self.views.values())
+
+    def bind(self, cells: list[Cell]) -> BoundCopies:
         """Find the places of these cells."""
-        messages = [message for _, _, message in cells]
-        places = [block.slice_of(self.views[name]) for name, block, _ in cells]
-        return BoundViews(messages, places)
+        return BoundCopies(
+            (block.slice_of(self.views[name]), message) for name, block, message in cells
+        )
 
     def missing_names(self, loaded: set[str]) -> list[str]:
         """The parameters that were not loaded."""
         return [name for name in self.parameter_names if name not in loaded]
-
-
-class BoundViews:
-    """Views of message buffers, and the places in the model that hold the same numbers."""
-
-    def __init__(self, messages: list[Tensor], places: list[Tensor]) -> None:
-        self.messages = messages
-        self.places = places
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """Copy the messages into the model."""
-        torch._foreach_copy_(self.places, self.messages)
-
-    @torch.no_grad()
-    def read(self) -> None:
-        """Copy from the model into the messages."""
-        torch._foreach_copy_(self.messages, self.places)
 
 
 class WholeModelWorker(ReceivingWorker):

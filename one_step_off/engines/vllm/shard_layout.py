@@ -82,7 +82,7 @@ class BoundCells:
         Raises:
             SyncError: it cannot be packed.
         """
-        self.copies.copy()
+        self.copies.write()
         for packed_copy, count in self.copied_numbers.items():
             packed_copy.note_written(count)
         for cell in self.packed_cells:
@@ -95,7 +95,7 @@ class BoundCells:
         Raises:
             NotInPlace: a layer is packed, and the layout was not told to keep plain copies.
         """
-        self.copies.copy_back()
+        self.copies.read()
         for cell in self.packed_cells:
             numbers = cell.layer.read(cell.weight, cell.block)
             cell.cell_view.copy_(numbers.view(cell.cell_view.shape))

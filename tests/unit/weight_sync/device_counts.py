@@ -14,7 +14,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from one_step_off.weight_sync import launch_order, receiver, sender, sender_groups, stream_peer
+from one_step_off.weight_sync import (
+    delta,
+    launch_order,
+    receiver,
+    sender,
+    sender_groups,
+    stream_peer,
+)
 from one_step_off.weight_sync.bucket_plan import weighted_sums
 from one_step_off.weight_sync.gpu_queue import GpuQueue
 from one_step_off.weight_sync.sender import KEEP_THREAD
@@ -76,10 +83,10 @@ class _HostReads(TorchFunctionMode):
         reads = name in HOST_READS
         if name == "__getitem__":  # by a mask, whose count the host must know
             reads = isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool
-        if name == "tensor":  # from memory that is not pinned
-            reads = True
-        if name == "to":
-            reads = "cpu" in map(str, args[1:2])
+        if name == "tensor":
+            reads = "pin_memory" not in (kwargs or {})  # a copy from other memory is waited for
+        if name == "to":  # to pinned memory, or from it, nobody waits
+            reads = "cpu" in map(str, args[1:2]) and "non_blocking" not in (kwargs or {})
         if reads:
             self.counts.note(self.counts.host_waits, name)
         return func(*args, **(kwargs or {}))
@@ -156,3 +163,4 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, counts: SyncCounts) -> None:
         monkeypatch.setattr(module, "checksum", weighted_sums)
     monkeypatch.setattr(StreamPeer, "prepare_thread", prepare)
     monkeypatch.setitem(launch_order.IS_ORDERED, "cpu", True)
+    monkeypatch.setitem(delta._COUNTS_FIRST, "cpu", True)

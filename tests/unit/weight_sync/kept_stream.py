@@ -58,16 +58,6 @@ def kept_by_rank(rank: int, ranks: int, shapes: dict[str, tuple] = SHAPES) -> Sh
     return kept
 
 
-class BoundViews(BoundCopies):
-    """From a message buffer into the model."""
-
-    def write(self) -> None:
-        self.copy()
-
-    def read(self) -> None:
-        self.copy_back()
-
-
 class StandInLayout:
     """A model that holds whole tensors, NaN where its worker keeps nothing."""
 
@@ -80,12 +70,12 @@ class StandInLayout:
     def addresses(self) -> tuple[int, ...]:
         return tuple(tensor.data_ptr() for tensor in self.tensors.values())
 
-    def bind(self, shards: list[tuple[str, Block, torch.Tensor]]) -> BoundViews:
+    def bind(self, shards: list[tuple[str, Block, torch.Tensor]]) -> BoundCopies:
         pairs = []
         for name, block, view in shards:
             assert any(own.contains(block) for own in self.kept[name]), (name, block)
             pairs.append((block.slice_of(self.tensors[name]), view))
-        return BoundViews(pairs)
+        return BoundCopies(pairs)
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Take whole tensors, as vLLM's loader does."""

@@ -45,7 +45,13 @@ def assert_round_trip(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor | N
     """Encode and apply; the payload, or None where it would not be smaller."""
     payload, count = delta.encode(new.view(torch.uint8), base.view(torch.uint8))
     assert count == int((new != base).sum())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(delta._COUNTS_FIRST, "cpu", True)  # as on GPUs
+        as_on_gpus, same_count = delta.encode(new.view(torch.uint8), base.view(torch.uint8))
+    assert same_count == count
+    assert (payload is None) == (as_on_gpus is None)
     if payload is not None:
+        assert torch.equal(payload, as_on_gpus)
         assert payload.dtype == torch.uint8
         assert len(payload) % 16 == 0
         assert len(payload) < 2 * len(new)

@@ -135,6 +135,26 @@ def test_a_side_waits_once_per_bucket_and_launches_few_kernels(
             assert kernels["aten::_foreach_copy_"] == buckets
 
 
+@pytest.mark.parametrize("near", [True, False], ids=["same device", "collective"])
+def test_deltas_have_few_waits_per_message(counts, near):
+    stream = CountedStream(counts, 1, 1, near)
+    stream.senders[0].full_every = 50
+    stream.connect(3, stream.near)
+    for version in range(3):
+        stream.senders[0].finish_keeping()
+        for tensor in stream.weights.values():
+            tensor += 0.01 * torch.randn_like(tensor) * (torch.rand_like(tensor) < 0.05)
+        counts.clear()
+        stream.run(version, sharded_only=version > 0)
+    buckets = len(stream.plan.buckets)
+    # Beside the bucket itself: the counts of a payload in two reads, and its size as a message.
+    waits = {"sender": 3 + near, "receiver": 4}
+    for side, most in waits.items():
+        found = counts.host_waits[side]
+        assert sum(found.values()) <= buckets * most + PER_SYNC, found
+        assert found["tolist"] > buckets
+
+
 def test_a_checksum_is_five_kernels(counts):
     flat = torch.zeros(100_000, dtype=torch.uint8)
     words = torch.zeros(2, dtype=torch.int64)
