@@ -324,6 +324,12 @@ BENCHMARKS = [
         *("--models", "tiny", "--arms", "Megatron, 2 ranks, TP=2", "--repeats", "1"),
         needs="megatron.core",
     ),
+    benchmark(
+        "rollout",
+        *"--rows 16 --requests 24 --tokens 12 --repeats 1 --parts host end-to-end".split(),
+        *SMALL,
+        writes=(*RESULTS, "rollout.png"),
+    ),
     benchmark("estimators", "--repeats", "1"),
     benchmark(
         "distillation",
