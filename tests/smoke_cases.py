@@ -313,6 +313,12 @@ BENCHMARKS = [
         needs="megatron.core",
     ),
     benchmark(
+        "rollout",
+        *"--rows 16 --requests 24 --tokens 12 --repeats 1 --parts host end-to-end".split(),
+        *SMALL,
+        writes=(*RESULTS, "rollout.png"),
+    ),
+    benchmark(
         "distillation",
         *("--seeds", "0", "--arms", "grpo", "top_k", "--test-freq", "2"),
         *("--teacher", "outputs/plain/hf_model"),

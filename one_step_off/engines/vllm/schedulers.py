@@ -1,21 +1,23 @@
-"""The scheduler of vLLM's engine in a run: vLLM's own, which schedules ahead of a GPU and not of a
-CPU, with less work per token. It decides what vLLM's decides.
+"""The scheduler of vLLM's engine in a run: vLLM's own, with less work per token. It decides what
+vLLM's decides.
 
 - `LogProbColumns`: the log-probs of a response leave the engine's process once, as one column.
 - `BlockEdges`: the books of the KV cache's blocks are opened where a block begins or ends.
+- `ReplicaScheduler`: both, and a short way for rows that get one more token and nothing else.
 - `PrefixesPerVersion`: each version of the weights has prefix caches of its own
   (`weight_sync.in_flight=keep`). vLLM clears its prefix cache only together with the KV caches of
   unfinished requests, and `keep` keeps those. So a prefix is known by the version that computed it,
   too. Only the engine's process can tell that version: a request may wait there while the weights
   change.
 
-A model of a few hundred million parameters takes less time for a step of 512 sequences than the
-Python around it.
+A GPU takes less time for a step of 512 sequences of a small model than vLLM's Python around it.
 """
 
 from __future__ import annotations
 
+import copy
 from array import array
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
 
 COLUMN = "log_prob_column"
 """The key under which a request asks for its log-probs as a column, in SamplingParams.extra_args,
@@ -44,7 +48,7 @@ class LogProbColumns(Scheduler):
     under which it arrives.
 
     vLLM cuts, packs and unpacks three small arrays for each new token, and its client appends the
-    values to five lists. A model of 0.5B parameters takes less time for the token.
+    values to six lists.
 
     Only a request that the engine alone ends, with its last output (`RequestOutputKind.FINAL_ONLY`,
     no stop strings, n = 1, log-probs of the sampled token alone), may ask for a column. All others
@@ -64,12 +68,12 @@ class LogProbColumns(Scheduler):
         if log_probs is None:
             return super().update_from_output(scheduler_output, model_runner_output)
         # The scheduler forgets a request in the step in which it ends.
-        scheduled: list[tuple[str, Any]] = [
-            (name, self.requests[name])
+        requests: dict[str, Any] = self.requests
+        columns = {
+            name: requests[name].log_prob_column
             for name in scheduler_output.num_scheduled_tokens
-            if name in self.requests
-        ]
-        columns = {name: request.log_prob_column for name, request in scheduled}
+            if name in requests
+        }
         if None not in columns.values():
             model_runner_output.logprobs = None  # no row needs a slice of them
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output)
@@ -93,8 +97,8 @@ class LogProbColumns(Scheduler):
 
 
 class BlockEdges(KVCacheManager):
-    """Does what vLLM's manager does for a token at which a block begins or ends; for the others
-    that is nothing, and vLLM takes a third of a step to find that out.
+    """Does what vLLM's manager does for a token at which a block begins or ends. For the others
+    vLLM's does nothing, after many calls.
 
     Of a scheduler with one group of full attention and prefix caching, without speculative
     decoding.
@@ -103,8 +107,9 @@ class BlockEdges(KVCacheManager):
     attention: FullAttentionManager
 
     @classmethod
-    def use_in(cls, scheduler: Scheduler) -> None:
-        """Make a scheduler's manager one of this class, where each answer would be vLLM's."""
+    def use_in(cls, scheduler: Scheduler) -> FullAttentionManager | None:
+        """Make a scheduler's manager one of this class, where each answer would be vLLM's. Returns
+        what keeps the blocks of its attention; None: the manager stays vLLM's."""
         manager: Any = scheduler.kv_cache_manager
         groups = manager.coordinator.single_type_managers
         fits = (
@@ -116,16 +121,24 @@ class BlockEdges(KVCacheManager):
             and scheduler.num_spec_tokens == 0
             and scheduler.num_lookahead_tokens == 0
         )
-        if fits:
-            # vLLM's scheduler has no place where another class of manager can be named.
-            manager.__class__ = cls
-            manager.attention = groups[0]
+        if not fits:
+            return None
+        # vLLM's scheduler has no place where another class of manager can be named.
+        manager.__class__ = cls
+        manager.attention = groups[0]
+        return groups[0]
 
     def allocate_slots(
-        self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any
+        self,
+        request: Any,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> KVCacheBlocks | None:
         """As vLLM's. Nothing is new for one more token that has its slot and fills no block."""
-        is_running = "new_computed_blocks" not in kwargs and not args
+        is_running = new_computed_blocks is None
         if is_running and num_new_tokens == 1:
             attention = self.attention
             size = attention.block_size
@@ -135,7 +148,9 @@ class BlockEdges(KVCacheManager):
             known_tokens = min(place + 1, request.num_tokens)
             if has_slot and known_tokens // size <= attention.num_cached_block.get(name, -1):
                 return self.empty_kv_cache_blocks
-        return super().allocate_slots(request, num_new_tokens, *args, **kwargs)
+        return super().allocate_slots(
+            request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, *args, **kwargs
+        )
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         """As vLLM's. Nothing is to be done where all full blocks are cached."""
@@ -145,11 +160,99 @@ class BlockEdges(KVCacheManager):
 
 
 class ReplicaScheduler(LogProbColumns):
-    """The scheduler of a replica whose device waits for each step's tokens, as a CPU does."""
+    """The scheduler of a replica whose device waits for each step's tokens, as a CPU does.
+
+    Most rows of a step are plain: one token is added, and neither the response nor a block ends.
+    They are done here, in a few statements; vLLM's own method, which looks at whatever a row may
+    need, does the others.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        BlockEdges.use_in(self)
+        self.attention: Any = BlockEdges.use_in(self)
+        self.has_plain_rows = (
+            self.attention is not None
+            and not self.return_sampling_mask
+            and self.connector is self.ec_connector is self.aux_output_connector is None
+            and self.perf_metrics is None
+        )
+        self.is_async = isinstance(self, AsyncScheduler)
+
+    def add_request(self, request: Any) -> None:
+        """Take a request."""
+        super().add_request(request)
+        params = request.sampling_params
+        request.may_be_plain = (
+            self.has_plain_rows
+            and request.log_prob_column is not None
+            and request.structured_output_request is None
+            and request.trace_headers is None
+            and params.repetition_detection is None
+            and not (request.resumable or request.mm_features)
+        )
+        if request.may_be_plain:
+            request.end_tokens = {params.eos_token_id, *(params.stop_token_ids or ())}
+            longest_response = request.num_prompt_tokens + request.max_tokens
+            request.longest = min(longest_response, self.max_model_len)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        """What vLLM's own method returns; the plain rows come after the others."""
+        made = model_runner_output
+        if made.logprobs is None or not made.sampled_token_ids or made.num_nans_in_logits:
+            return super().update_from_output(scheduler_output, made)
+        others, plain = self._append_to_plain_rows(scheduler_output, made)
+        rest = copy.copy(scheduler_output)
+        rest.num_scheduled_tokens = others
+        outputs_by_client = super().update_from_output(rest, made)
+        for client, outputs in plain.items():
+            outputs_by_client.setdefault(client, EngineCoreOutputs()).outputs.extend(outputs)
+        return outputs_by_client
+
+    def _append_to_plain_rows(
+        self, scheduled: Any, made: Any
+    ) -> tuple[dict[str, int], dict[int, list[EngineCoreOutput]]]:
+        """The rows that are not plain, with their scheduled tokens; and the outputs of the plain
+        ones, by client."""
+        values = made.logprobs.logprobs[:, 0].tolist()
+        requests: dict[str, Any] = self.requests
+        others: dict[str, int] = {}
+        plain: dict[int, list[EngineCoreOutput]] = defaultdict(list)
+        for name, count in scheduled.num_scheduled_tokens.items():
+            row = made.req_id_to_index[name]
+            tokens = made.sampled_token_ids[row]
+            request = requests.get(name)
+            has_one_token = count == len(tokens) == 1
+            if request is None or not has_one_token or not self._is_plain(request, tokens[0]):
+                others[name] = count
+                continue
+            request.num_in_flight_tokens -= 1
+            if self.is_async:
+                request.num_output_placeholders -= 1
+            # Not its own method, which also looks for a block to hash.
+            request._output_token_ids.append(tokens[0])
+            request._all_token_ids.append(tokens[0])
+            request.log_prob_column.append(values[row])
+            plain[request.client_index].append(EngineCoreOutput(name, tokens))
+        return others, plain
+
+    def _is_plain(self, request: Any, token: int) -> bool:
+        """Whether a row's only token is nothing but one more: it ends neither the response nor a
+        block, and nothing else is to be told to the client."""
+        if not request.may_be_plain or request.status is not RequestStatus.RUNNING:
+            return False
+        attention = self.attention
+        length = len(request._all_token_ids) + 1
+        computed = request.num_computed_tokens - request.num_output_placeholders + self.is_async
+        return (
+            length < request.longest
+            and length % attention.block_size != 0
+            and token not in request.end_tokens
+            and request.prefill_stats is None  # told with the first token
+            and not request.num_stale_output_tokens
+            and not request.events
+            and computed // attention.block_size
+            <= attention.num_cached_block.get(request.request_id, -1)
+        )
 
 
 class PrefixesPerVersion(ReplicaScheduler):

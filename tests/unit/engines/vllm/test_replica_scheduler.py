@@ -88,17 +88,18 @@ def test_a_name_that_is_used_again_begins_anew(models):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_books_are_opened_at_the_edges_of_blocks_alone(models, is_async, monkeypatch):
-    """One row: as many calls of vLLM's manager as it has blocks, and not as many as tokens."""
+def test_vllms_methods_are_called_at_the_edges_of_blocks_alone(models, is_async, monkeypatch):
+    """One row: about as many calls as it has blocks, and not as many as tokens."""
     calls = []
-    for name in ("allocate_slots", "cache_blocks"):
-        own = getattr(KVCacheManager, name)
+    vllms = [(KVCacheManager, "allocate_slots"), (KVCacheManager, "cache_blocks")]
+    for owner, name in [*vllms, (Scheduler, "_update_request_with_output")]:
+        own = getattr(owner, name)
 
         def count(self, request, *args, name=name, own=own, **kwargs):
             calls.append(name)
             return own(self, request, *args, **kwargs)
 
-        monkeypatch.setattr(KVCacheManager, name, count)
+        monkeypatch.setattr(owner, name, count)
     scene = Scene(is_async, requests=1, blocks=60, seed=2)
     drive = Drive(make_scheduler(replica_scheduler, models(), scene), scene)
     drive.params = lambda kind, own=drive.params: _long(own(kind))
@@ -108,6 +109,7 @@ def test_books_are_opened_at_the_edges_of_blocks_alone(models, is_async, monkeyp
     assert tokens == 40
     assert calls.count("allocate_slots") <= 2 * blocks + 1 < tokens
     assert calls.count("cache_blocks") <= blocks + 1
+    assert calls.count("_update_request_with_output") <= 2 * blocks + 1
 
 
 def _long(params: Any) -> Any:
@@ -128,7 +130,7 @@ def test_other_caches_keep_vllms_manager(models, change):
     else:
         (group,) = manager.coordinator.single_type_managers
         group.__class__ = type("WindowManager", (type(group),), {})
-    BlockEdges.use_in(scheduler)
+    assert BlockEdges.use_in(scheduler) is None
     assert type(manager) is KVCacheManager
 
 
@@ -140,8 +142,8 @@ def test_the_schedulers_are_made_of_vllms(monkeypatch):
         (prefixes_per_version, False): PrefixesPerVersion,
         (prefixes_per_version, True): AsyncPrefixesPerVersion,
     }
-    monkeypatch.setattr(Scheduler, "__init__", lambda self, **_: None)
-    monkeypatch.setattr(AsyncScheduler, "__init__", lambda self, **_: None)
+    for vllms in (Scheduler, AsyncScheduler):
+        monkeypatch.setattr(vllms, "__init__", lambda self, **_: None)
     monkeypatch.setattr(BlockEdges, "use_in", lambda scheduler: None)
     for (make, is_async), made in expected.items():
         config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
