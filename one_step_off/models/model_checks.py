@@ -26,8 +26,8 @@ MODEL_SECTIONS = (
     "teacher",
 )  # the sections of a config with a `path`
 STALE_IN_VLLM = {
-    "gpt_oss": "vLLM's loader of its experts copies past the hooks of a reload, so the engine would "
-    "go on with the experts that it began with",
+    "gpt_oss": "its loader copies experts past the hooks of a reload, so the engine would go on "
+    "with those that it began with",
 }
 """`model_type` of a model that vLLM serves and cannot update -> why. A test notices when it can."""
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # or an index of several such files
