@@ -254,7 +254,7 @@ def _names_not_stored(
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
-    tied = {names[0]: names for names in names_of.values()}
+    tied = {names[0]: names for names in names_of.values() if len(names) > 1}
     # transformers takes files that were written by the backbone alone: GPT-2's.
     prefix = f"{model.base_model_prefix}."
     missing = []

@@ -27,6 +27,11 @@ MODEL_SECTIONS = (
     "reward_model",
     "teacher",
 )  # the sections of a config with a `path`
+STALE_IN_VLLM = {
+    "gpt_oss": "its loader copies experts past the hooks of a reload, so the engine would go on "
+    "with those that it began with",
+}
+"""`model_type` of a model that vLLM serves and cannot update -> why. A test notices when it can."""
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # or an index of several such files
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -49,6 +54,7 @@ def check_models(cfg: Config, longest_sequence: int) -> Any:
     model_config = _check_files(cfg, "model", longest_sequence)
     if not cfg.model.trust_remote_code:  # a model's own code decides what kind of model it is
         _require_causal_model(name, model_config)
+    _check_updates_in_engine(cfg, name, model_config)
     _check_attention_heads(cfg, name, model_config)
     _check_rotary_embeddings(cfg, "actor", name, model_config)
     tokenizer = load_tokenizer(cfg, "model")
@@ -120,6 +126,16 @@ def load_tokenizer(cfg: Config, section: str) -> Any:
 
 def _key_and_path(cfg: Config, section: str) -> str:
     return f"{section}.path={getattr(cfg, section).path}"
+
+
+def _check_updates_in_engine(cfg: Config, name: str, model_config: Any) -> None:
+    """Refuse a model whose weights vLLM takes once, and then silently no more."""
+    reason = STALE_IN_VLLM.get(model_config.get_text_config().model_type)
+    if reason and "rollout" in cfg.placement.roles and cfg.rollout.engine == "vllm":
+        raise ConfigError(
+            f"{name}: vLLM cannot take new weights of this family ({reason}); give another model, "
+            "or set rollout.engine=transformers"
+        )
 
 
 def _check_attention_heads(cfg: Config, name: str, model_config: Any) -> None:

@@ -50,10 +50,12 @@ from one_step_off.training.worker_interface import BatchShare
 
 @dataclass
 class WorkItem:
-    """A micro-batch, and what its loss needs of every wanted token: name -> tensor [n]."""
+    """A micro-batch, what its loss needs of every wanted token (name -> tensor [n]), and the tokens
+    of each of its sequences."""
 
     layout: batching.MicroBatch
     columns: dict[str, Tensor] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
 
 
 def token_ids_of(sample: Sample) -> np.ndarray:

@@ -10,7 +10,6 @@ Gradients are summed over the micro-batches and over all ranks. A step is skippe
 none.
 """
 
-import functools
 import os
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -80,6 +79,18 @@ class TrainedWorker(CheckpointedWorker):
         """Called before the weights change. A weight sender that still reads them waits here."""
 
     # What a back end defines.
+
+    def _auxiliary_loss(
+        self, item: WorkItem, mini_batch_tokens: int, stats: UpdateStats
+    ) -> Tensor | None:
+        """The model's own part of the loss of the micro-batch that has just run forward, as the
+        load balancing of experts; None: it has none.
+
+        Args:
+            mini_batch_tokens: of all ranks.
+            stats: counts it.
+        """
+        return None
 
     @abstractmethod
     def _grad_norm(self) -> Tensor | float:
@@ -177,7 +188,11 @@ class TrainedWorker(CheckpointedWorker):
                 positions = [mini_batch[index] for index in indices]
                 yield self._work_item(batch, positions, weights[indices])
 
-        compute_loss = functools.partial(self._micro_batch_loss, stats=stats, first_step=first_step)
+        def compute_loss(item: WorkItem) -> Tensor:
+            loss = self._micro_batch_loss(item, stats, first_step)
+            auxiliary = self._auxiliary_loss(item, sum(lengths), stats)
+            return loss if auxiliary is None else loss + auxiliary
+
         self._run_micro_batches(items(), compute_loss, timer)
         stats.add(tokens_total=sum(lengths[i] for indices in micro_batches for i in indices))
 
@@ -206,7 +221,8 @@ class TrainedWorker(CheckpointedWorker):
         sequences = [token_ids_of(s) for s in samples]
         wanted = [len(s.prompt_ids) + np.flatnonzero(s.loss_mask) for s in samples]
         layout = self._lay_out(sequences, wanted)
-        return WorkItem(layout, self._token_columns(batch, positions, weights))
+        columns = self._token_columns(batch, positions, weights)
+        return WorkItem(layout, columns, [len(sequence) for sequence in sequences])
 
     def _token_columns(
         self, batch: Batch, positions: list[int], weights: np.ndarray
@@ -284,6 +300,9 @@ class TrainedWorker(CheckpointedWorker):
         metrics["loss"] = sums["loss"] / mini_batches
         if "clip" in sums:
             metrics["clip_frac"] = sums["clip"] / max(sums["tokens"], 1.0)
+        if "load_balancing" in sums:
+            metrics["load_balancing_loss"] = sums["load_balancing"] / mini_batches
+            metrics["expert_load_max"] = maxima["expert_load"]
         metrics["lr"] = learning_rate
         metrics["skipped_updates"] = float(stats.skipped_updates)
         metrics["skipped_in_a_row"] = float(self.skipped_in_a_row)

@@ -320,7 +320,10 @@ def _token_outputs(
     replaces the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm,
     head) around that method alone.
     """
-    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
+    output = self.base_model(**inputs, use_cache=False)
+    hidden = output.last_hidden_state
+    # There if config.json has output_router_logits.
+    self.router_logits = getattr(output, "router_logits", None) or ()
     scalar_head = getattr(self, SCALAR_HEAD, None)
 
     def project(hidden: Tensor, tokens: Tensor) -> TokenOutputs:
@@ -329,6 +332,44 @@ def _token_outputs(
         return log_probs_and_entropy(logits_of(self, hidden), tokens, temperature, entropy)
 
     return in_chunks(project, hidden, logit_index, tokens, chunk)
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """How the routers of a model spread tokens over its experts.
+
+    Attributes:
+        loss: scalar, 1 where all experts are equally likely: the load-balancing loss of
+            arXiv:2101.03961, over all layers together as transformers computes it.
+        largest: scalar, tokens of the busiest expert of any layer over the mean of its layer.
+    """
+
+    loss: Tensor
+    largest: Tensor
+
+
+def expert_load(router_logits: tuple[Tensor, ...], top_k: int, is_token: Tensor) -> ExpertLoad:
+    """The load in one micro-batch.
+
+    Args:
+        router_logits: of each layer with experts, [rows * width, experts].
+        top_k: experts per token.
+        is_token: float32 [rows * width]; 0 at padding, which counts for nothing.
+    """
+    shares = []
+    probabilities = []
+    for logits in router_logits:
+        weights = logits.float().softmax(-1)
+        chosen = weights.topk(top_k, dim=-1).indices.flatten()
+        counts = torch.zeros_like(weights[0]).scatter_add_(
+            0, chosen, is_token.repeat_interleave(top_k)
+        )
+        shares.append(counts.detach() / is_token.sum())
+        probabilities.append((weights * is_token[:, None]).sum(0) / is_token.sum())
+    share = torch.stack(shares)  # [layers, experts]
+    probability = torch.stack(probabilities)
+    loss = share.shape[1] * (share.mean(0) * probability.mean(0)).sum()
+    return ExpertLoad(loss, (share.amax(1) / share.mean(1)).max())
 
 
 def sharded_weights(

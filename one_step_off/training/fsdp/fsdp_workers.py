@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -25,7 +26,7 @@ from one_step_off.training import (
 from one_step_off.training.fsdp import fsdp_model
 from one_step_off.training.model_worker import ModelWorker, WorkItem
 from one_step_off.training.token_outputs import Figure, TokenOutputs
-from one_step_off.training.update_stats import PhaseTimer
+from one_step_off.training.update_stats import PhaseTimer, UpdateStats
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
@@ -80,6 +81,22 @@ class FsdpBackend(ModelWorker):
             return {}
         cu_seqlens = self._tensor(layout.cu_seqlens)
         return packed_attention.boundary_arguments(layout, cu_seqlens, self.attention.kernel)
+
+    def _auxiliary_loss(
+        self, item: WorkItem, mini_batch_tokens: int, stats: UpdateStats
+    ) -> Tensor | None:
+        """`router_aux_loss_coef` times the load-balancing loss of the experts, where config.json
+        has `output_router_logits`. A micro-batch counts by its tokens."""
+        logits, self.model.router_logits = self.model.router_logits, ()
+        coefficient = getattr(self.model, "router_aux_loss_coef", None)
+        if not (logits and coefficient and item.lengths):
+            return None
+        is_token = self._tensor(_token_mask(item))
+        load = fsdp_model.expert_load(logits, self.model.num_experts_per_tok, is_token)
+        share = sum(item.lengths) / mini_batch_tokens
+        stats.add(load_balancing=load.loss.detach() * share)
+        stats.maximum(expert_load=load.largest)
+        return coefficient * share * load.loss
 
     # The optimizer.
 
@@ -161,6 +178,15 @@ class FsdpBackend(ModelWorker):
 
     def _sent_adapters(self) -> list[tuple[WeightPiece, Tensor]]:
         return fsdp_model.sharded_adapters(self.model, self.cfg.model.dtype)
+
+
+def _token_mask(item: WorkItem) -> np.ndarray:
+    """1 where a row has a token, 0 at its padding; float32 [rows * width]."""
+    rows, width = item.layout.input_ids.shape
+    # A packed row holds all sequences, one after the other.
+    lengths = item.lengths if rows > 1 or len(item.lengths) == 1 else [sum(item.lengths)]
+    mask = np.arange(width) < np.array(lengths)[:, None]
+    return mask.astype(np.float32).reshape(-1)
 
 
 class PolicyWorker(FsdpBackend, roles.PolicyWorker):

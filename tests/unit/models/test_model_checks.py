@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -12,10 +13,11 @@ import pytest
 import ray
 import transformers
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors.torch import load_file, save_file
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
-from one_step_off.models import weight_checks
+from one_step_off.models import checkpoint_layout, weight_checks
 from one_step_off.models.quantization import quantization_method
 from one_step_off.runtime.prepare import prepare
 from tests.conftest import tiny_config
@@ -307,3 +309,54 @@ def test_a_teacher_must_have_logits_for_all_of_the_policys_tokens(models, tmp_pa
     small = copy_model(models(), tmp_path, vocab_size=380)
     cfg = teacher_config(models(), tmp_path, str(small), {})
     assert_refused(cfg, f"teacher.path={small}: has 380 token ids, and the policy 384")
+
+
+def gpt_oss_model(folder: Path) -> str:
+    """The folder of a small random model."""
+    from one_step_off.models import tiny_qwen
+
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "rope_scaling": None}
+    return tiny_qwen.build("gpt_oss", str(folder), tie_word_embeddings=False, **sizes)
+
+
+def test_a_family_whose_experts_stay_stale_in_vllm_is_refused(tmp_path):
+    model = gpt_oss_model(tmp_path / "model")
+    cfg = tiny_config(model, str(tmp_path / "run"))
+    assert_refused(cfg, "vLLM cannot take new weights of this family .*rollout.engine=transformers")
+
+
+def test_vllms_loader_of_gpt_oss_still_copies_past_the_hooks_of_a_reload():
+    """Once it calls the parameters' weight loaders, `STALE_IN_VLLM` can go."""
+    package = importlib.util.find_spec("vllm")
+    assert package is not None
+    (folder,) = package.submodule_search_locations
+    source = (Path(folder) / "model_executor/models/gpt_oss.py").read_text()
+    begin = source.index("def _load_weights_other(")
+    loader = source[begin : source.index("\n    def ", begin + 1)]
+    assert "w13_weight" in loader
+    assert "param.copy_(narrow_weight)" in loader
+
+
+def test_a_checkpoint_with_tensors_that_the_model_has_not_is_refused(models, tmp_path):
+    copy = copy_model(models(), tmp_path)
+    file = copy / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.experts.7.up_proj.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    cfg = tiny_config(str(copy), str(tmp_path / "run"))
+    words = r"has 1 tensors that the model has not, such as .*\.7\.up_proj\.weight"
+    assert_refused(cfg, words)
+
+
+def test_files_with_other_names_than_the_conversion_gives_are_refused(
+    models, tmp_path, monkeypatch
+):
+    """A conversion that transformers forgot on the way back: what is streamed would have names
+    that no engine knows."""
+    monkeypatch.setattr(
+        checkpoint_layout,
+        "revert_weight_conversion",
+        lambda _, state: {name.replace("mlp", "ffn"): tensor for name, tensor in state.items()},
+    )
+    cfg = tiny_config(models(), str(tmp_path / "run"))
+    assert_refused(cfg, r"6 of its tensors have other names in the files .*, such as .*\.ffn\.")
