@@ -3,7 +3,6 @@ process."""
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
