@@ -15,6 +15,7 @@ FEW_SAMPLES = ("data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollou
 SMALL = (*TWO_STEPS, *FEW_SAMPLES)
 CALIBRATING = ("trainer.total_steps=5", *SMALL[1:])  # the planner drops the first three steps
 TINY = "config=config/gsm8k_tiny_cpu.yaml"
+REFERENCE = "rollout.engine=transformers"  # it starts sooner than vLLM
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ PROGRAM = [
     run(
         "plain",
         *(*SMALL, "actor.lr=1e-4", "trainer.test_freq=1", "trainer.save_freq=1", "--profile", "1"),
+        REFERENCE,
         program="shell/run_qwen_gsm8k.sh",
         writes=(*RUN, "profile", "checkpoints", "evaluations.jsonl"),
     ),
@@ -119,7 +121,6 @@ PROGRAM = [
         writes=("val_only",),
     ),
     run("distill_config", "config=config/distill_tiny_cpu.yaml", *SMALL),
-    run("reference_engine", TINY, *SMALL, "rollout.engine=transformers"),
     run("vllm_scheduler", TINY, *SMALL, "rollout.engine_kwargs={scheduler_cls: null}"),
     run(
         "kept_caches",
@@ -142,7 +143,7 @@ PROGRAM = [
             'agent.loop_kwargs={"my_loop:Doubt": {question: "Really?"}}',
         ),
         *("pipeline.staleness=0", "model.lora_rank=8", "actor.lr=2e-3"),
-        *("model.dtype=bfloat16", "rollout.temperature=0.7"),
+        *("model.dtype=bfloat16", "rollout.temperature=0.7", REFERENCE),
     ),
     run(
         "script_megatron",
@@ -156,7 +157,7 @@ PROGRAM = [
         variables={"BACKEND": "megatron"},
         needs="megatron.core",
     ),
-    run("script_split", *SMALL, program="shell/run_split_placement.sh"),
+    run("script_split", *SMALL, REFERENCE, program="shell/run_split_placement.sh"),
     # The next one starts with the model of this one.
     run("sft_tiny_cpu", "config=config/sft_tiny_cpu.yaml", *SMALL, program="one_step_off.main_sft"),
     run(

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import AsyncIterator, Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +43,8 @@ CPU = torch.device("cpu")
 HOST = "127.0.0.1"
 ROWS, COLUMNS = 64, 256  # of each of the two tensors "a" and "b"
 STEPS = 3
+SOON_S = 15.0
+"""With liveness checks on a busy machine; the limits that would end a hang are minutes."""
 
 
 @dataclass
@@ -380,3 +384,18 @@ class Team:
     def kill(self) -> None:
         for actor in (*self.roles.actor.ranks, *self.rollout.replicas):
             ray.kill(actor)
+
+
+@asynccontextmanager
+async def connected_team(*args: Any, **options: Any) -> AsyncIterator[Team]:
+    """A `Team` with these arguments, killed at the end."""
+    team = Team(*args, **options)
+    try:
+        await team.connect()
+        yield team
+    finally:
+        team.kill()
+
+
+async def soon(work: Awaitable[Any]) -> Any:
+    return await asyncio.wait_for(work, SOON_S)

@@ -254,6 +254,7 @@ def check_evaluation_alone(model: str, folder: Path) -> None:
         "reward.function": LETTER_SHARE,
         "trainer.val_before_train": True,
         "trainer.val_only": True,
+        "rollout.engine": "transformers",
         "data.val_sets": {"other": "generator:products"},
         "data.val_size": 4,
         "data.max_prompt_length": 512,

@@ -11,7 +11,13 @@ import pytest
 
 from one_step_off.config.schema import Config
 from tests.conftest import tiny_config
-from tests.e2e.commands import assert_all_ended, descendants, start_run, wait_for_steps
+from tests.e2e.commands import (
+    REFERENCE_ENGINE,
+    assert_all_ended,
+    descendants,
+    start_run,
+    wait_for_steps,
+)
 from tests.e2e.rewards import EVEN_AND_SHORT
 from tests.e2e.run_folder import (
     assert_same_weights,
@@ -106,7 +112,7 @@ def test_six_and_six_steps_equal_twelve(models, tmp_path, monkeypatch):
 def test_ctrl_c_saves_and_the_same_command_resumes(models, tmp_path):
     """Ctrl-C as a terminal sends it, to every process of the group. Then the same command, to the
     end."""
-    run = start_run(models, tmp_path)
+    run = start_run(models, tmp_path, **REFERENCE_ENGINE)
     wait_for_steps(tmp_path, 2, run)
     processes = descendants(run.pid)
     os.killpg(run.pid, signal.SIGINT)
@@ -118,7 +124,8 @@ def test_ctrl_c_saves_and_the_same_command_resumes(models, tmp_path):
     assert_all_ended(processes)
     steps_done = len(read_rows(tmp_path, "metrics.jsonl"))
     total_steps = steps_done + 2
-    run = start_run(models, tmp_path, **{"trainer.total_steps": total_steps})
+    changes = REFERENCE_ENGINE | {"trainer.total_steps": total_steps}
+    run = start_run(models, tmp_path, **changes)
     output, _ = run.communicate(timeout=300)
     assert run.returncode == 0, output
     assert "its files are replaced" not in output
