@@ -71,19 +71,28 @@ def table(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Bars: the parts of the host's work, and tokens per second."""
-    figure, (parts, speed) = pyplot().subplots(1, 2, figsize=(9, 3.2))
-    arms = result.get("host", {})
+    """Bars: the parts of the host's work, and tokens per second; of what was measured."""
+    drawings = {"host": _draw_host, "end_to_end": _draw_speed}
+    measured = [name for name in drawings if name in result]
+    width = 5 * len(measured)
+    figure, axes = pyplot().subplots(1, len(measured), figsize=(width, 3.2), squeeze=False)
+    for name, axis in zip(measured, axes[0], strict=True):
+        drawings[name](result[name], axis)
+    figure.tight_layout()
+    save_figure(figure, path)
+
+
+def _draw_host(arms: dict[str, list[dict[str, float]]], axis: Any) -> None:
     left = dict.fromkeys(arms, 0.0)
     for part, color in zip(PARTS, (BLUE, ORANGE, GREEN, GREY, RED), strict=True):
         widths = [statistics.median(one[part] for one in repeats) for repeats in arms.values()]
-        parts.barh(list(arms), widths, left=list(left.values()), color=color, label=part)
+        axis.barh(list(arms), widths, left=list(left.values()), color=color, label=part)
         left = {arm: left[arm] + width for arm, width in zip(arms, widths, strict=True)}
-    if arms:
-        parts.legend(fontsize="small")
-    for arm, values in result.get("end_to_end", {}).items():
-        speed.bar(arm, statistics.median(values), color=BLUE)
-    parts.set_xlabel("microseconds per token")
-    speed.set_ylabel("tokens/s")
-    figure.tight_layout()
-    save_figure(figure, path)
+    axis.legend(fontsize="small")
+    axis.set_xlabel("microseconds per token")
+
+
+def _draw_speed(arms: dict[str, list[float]], axis: Any) -> None:
+    for arm, values in arms.items():
+        axis.bar(arm, statistics.median(values), color=BLUE)
+    axis.set_ylabel("tokens/s")

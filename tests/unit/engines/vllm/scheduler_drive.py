@@ -43,6 +43,7 @@ class Scene:
         drafts: tokens that are guessed for each row, which may be accepted.
         requests: how many.
         kinds: of requests, see `Drive.params`.
+        has_stats: the scheduler notes when each request was queued and scheduled.
     """
 
     is_async: bool = True
@@ -51,6 +52,7 @@ class Scene:
     requests: int = 60
     kinds: tuple[str, ...] = ("column",)
     seed: int = 0
+    has_stats: bool = False
 
 
 def make_scheduler(scheduler: Any, model: str, scene: Scene) -> Any:
@@ -74,7 +76,7 @@ def make_scheduler(scheduler: Any, model: str, scene: Scene) -> Any:
         kv_cache_config=KVCacheConfig(scene.blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_TOKENS,
-        log_stats=True,
+        log_stats=scene.has_stats,
     )
 
 
@@ -85,14 +87,17 @@ class Record:
     Attributes:
         steps: of each step the rows with their tokens, new blocks, preempted and ended requests,
             and the hashes of all cached blocks.
-        answers: request -> token ids, log-probs, weight versions, why it ended.
+        answers: request -> token ids, log-probs, weight versions, cached tokens, why it ended.
         prompt_log_probs: request -> those of its prompt.
+        events: when each request was queued, scheduled and preempted, as its client is told.
         hits: tokens of prompts that were found in the prefix cache.
+        messages: outputs with log-probs of their own.
     """
 
     steps: list[Any] = field(default_factory=list)
     answers: dict[str, Any] = field(default_factory=dict)
     prompt_log_probs: dict[str, Any] = field(default_factory=dict)
+    events: list[Any] = field(default_factory=list)
     hits: int = 0
     preemptions: int = 0
     messages: int = 0
@@ -247,9 +252,12 @@ class Drive:
         outputs_by_client = self.scheduler.update_from_output(scheduled, output)
         for outputs in outputs_by_client.values():
             outputs.weight_version = f"0.{self.version}"
-            stats, outputs.scheduler_stats = outputs.scheduler_stats, None
-            if stats is not None and stats.prefix_cache_stats is not None:
-                self.record.hits += stats.prefix_cache_stats.hits
+            outputs.scheduler_stats = None
+            self.record.events += [
+                (one.request_id, event.type)
+                for one in outputs.outputs
+                for event in one.events or ()
+            ]
             self.record.messages += sum(one.new_logprobs is not None for one in outputs.outputs)
             received = self.decoder.decode(self.encoder.encode(outputs))
             processed = self.processor.process_outputs(
@@ -271,7 +279,10 @@ class Drive:
             assert not log_probs
             log_probs = column.tolist()
         spans = completion.weight_versions
-        more = (list(completion.token_ids), log_probs, spans, completion.finish_reason)
+        hits = answer.num_cached_tokens or 0
+        if answer.finished:
+            self.record.hits += hits
+        more = (list(completion.token_ids), log_probs, spans, hits, completion.finish_reason)
         self.record.answers.setdefault(answer.request_id, []).append(more)
         if answer.prompt_logprobs is not None:
             self.record.prompt_log_probs[answer.request_id] = answer.prompt_logprobs.logprobs

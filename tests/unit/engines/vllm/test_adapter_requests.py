@@ -33,7 +33,7 @@ class RecordingEngine:
             finish_reason="length",
             weight_versions=[SimpleNamespace(version="0.1", start=0, end=1)],
         )
-        yield SimpleNamespace(outputs=[completion], prompt_logprobs=rows)
+        yield SimpleNamespace(outputs=[completion], prompt_logprobs=rows, kv_transfer_params=None)
 
 
 async def generate_and_score(lora: str) -> list[Any]:

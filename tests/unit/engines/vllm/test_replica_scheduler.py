@@ -38,13 +38,15 @@ def drive_both(models: Any, scene: Scene) -> tuple[Record, Record]:
 @pytest.mark.parametrize("is_async", [False, True])
 def test_every_step_is_vllms(models, is_async, seed):
     """Starts, ends, stop tokens, prefix hits, preemptions, aborts, syncs in mid-sequence."""
-    scene = Scene(is_async, blocks=40, requests=80, kinds=("column",), seed=seed)
+    scene = Scene(is_async, blocks=40, requests=80, seed=seed, has_stats=seed % 2 == 1)
     theirs, ours = drive_both(models, scene)
     assert len(ours.steps) == len(theirs.steps) > 70
     for one, other in zip(ours.steps, theirs.steps, strict=True):
         assert one == other
     assert ours.answers == theirs.answers
     assert (ours.hits, ours.preemptions) == (theirs.hits, theirs.preemptions)
+    assert sorted(ours.events) == sorted(theirs.events)
+    assert bool(ours.events) == scene.has_stats
     assert ours.hits > 100 and ours.preemptions > 5
     assert ours.messages == 0 < theirs.messages, "no log-prob travels by itself"
     reasons = {answer[-1] for answers in ours.answers.values() for answer in answers}
