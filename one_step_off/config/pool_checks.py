@@ -33,7 +33,6 @@ COMPILERS = ("g++", "clang++", "c++")
 # Settings that only the FSDP back end has, and the value that turns each off.
 _FSDP_ONLY = {
     "fsdp_size": -1,
-    "torch_compile": False,
     "param_offload": False,
     "optimizer_offload": False,
 }

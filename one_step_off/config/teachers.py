@@ -76,7 +76,7 @@ _NOT_OF_ENGINES = {
     "sequence_parallel": False,
     "virtual_pipeline_parallel_size": None,
     "fsdp_size": -1,
-    "torch_compile": False,
+    "torch_compile": None,
     "param_offload": False,
 }
 

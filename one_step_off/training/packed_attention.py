@@ -214,10 +214,11 @@ def boundary_arguments(
         "packed_kernel": kernel,
     }
     if kernel == PER_SEQUENCE:  # it cuts on the host, and must not read the device for that
-        arguments["sequence_lengths"] = np.diff(layout.cu_seqlens).tolist()
+        arguments["sequence_lengths"] = np.diff(layout.cu_seqlens)
     return arguments
 
 
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -230,11 +231,12 @@ def packed_attention(
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    sequence_lengths: list[int] | None = None,
+    sequence_lengths: np.ndarray | None = None,
     packed_kernel: str = "",
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each of the sequences of one packed row.
+    """Causal attention within each of the sequences of one packed row. It is not compiled: its
+    kernels gain nothing, and it would be compiled again for other boundaries.
 
     Args:
         module: the layer that calls.
@@ -243,7 +245,8 @@ def packed_attention(
         sliding_window: tokens that a token sees, itself included; None: all before it.
         cu_seq_lens_q: int32 [sequences + 1]; the first token of each sequence, and T.
         max_length_q: tokens of the longest sequence.
-        sequence_lengths: for the kernel PER_SEQUENCE, the tokens of each sequence.
+        sequence_lengths: for the kernel PER_SEQUENCE, the tokens of each sequence. (A list would
+            be a constant to torch.compile: a compilation for each.)
         packed_kernel: of `AttentionChoice`.
 
     Returns:
@@ -260,7 +263,8 @@ def packed_attention(
         names = ", ".join(_UNSUPPORTED_ARGUMENTS)
         raise RuntimeError(f"packed attention is causal, without mask, dropout, {names}")
     if packed_kernel == PER_SEQUENCE:
-        output = attend_per_sequence(query, key, value, sequence_lengths, scaling, sliding_window)
+        lengths = sequence_lengths.tolist()
+        output = attend_per_sequence(query, key, value, lengths, scaling, sliding_window)
         return output.transpose(1, 2), None
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     left = -1 if sliding_window is None else sliding_window - 1
@@ -304,7 +308,6 @@ def _attend_flash_attn(
     )
 
 
-@torch.compiler.disable
 def attend_per_sequence(
     query: Tensor,
     key: Tensor,
@@ -313,8 +316,7 @@ def attend_per_sequence(
     scaling: float | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """Causal attention of packed sequences, one after the other. Not compiled: each batch has other
-    lengths, and would be compiled again.
+    """Causal attention of packed sequences, one after the other.
 
     Args:
         query: [1, heads, T, width]; key, value: [1, key-value heads, T, width].

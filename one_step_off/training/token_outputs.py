@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from one_step_off.training.compilation import Compiler
+
 TokenOutputs = tuple[Tensor, Tensor | None]
 """Outputs for n tokens: their log-probs (or the values of a scalar head), [n]; and [n] of the
 statistic that was asked for, such as their entropy, or None."""
@@ -28,7 +30,7 @@ statistic that was asked for, such as their entropy, or None."""
 Figure = str | Callable[[Tensor], Tensor]
 """The statistic of `log_probs_and_entropy`."""
 
-BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Logits that are in float32 at a time, where the function is not compiled: on a CPU they stay in
 its caches, and a GPU is busy for longer than the host needs for a launch."""
 
@@ -55,7 +57,11 @@ class RowStatistics:
 
 
 def log_probs_and_entropy(
-    logits: Tensor, tokens: Tensor, temperature: float = 1.0, entropy: Figure = "none"
+    logits: Tensor,
+    tokens: Tensor,
+    temperature: float = 1.0,
+    entropy: Figure = "none",
+    compiled: bool = False,
 ) -> TokenOutputs:
     """The log-prob of each token and a statistic of its distribution, after temperature, in nats:
     float32, or float64 of such logits.
@@ -67,38 +73,44 @@ def log_probs_and_entropy(
         entropy: the statistic: "none"; the entropy, as "metric" without a gradient, or as "grad"
             with one; without a gradient also "squares": sum_v p(v)^2; or a function of all
             log-probs, [rows, vocabulary], which is called for some rows after the others.
+        compiled: compute by a kernel that torch.compile makes, which moves a fraction of the bytes;
+            but not for a function.
 
     Returns:
         As `tokens`; and [n], what the function returns, or None.
     """
-    rows = row_statistics(logits, tokens, temperature, entropy)
+    rows = row_statistics(logits, tokens, temperature, entropy, compiled)
     return rows.chosen.reshape(tokens.shape), rows.figure
 
 
 def row_statistics(
-    logits: Tensor, tokens: Tensor, temperature: float, entropy: Figure
+    logits: Tensor, tokens: Tensor, temperature: float, entropy: Figure, compiled: bool
 ) -> RowStatistics:
     """As `log_probs_and_entropy`, with the sums by which rows that are split over ranks join."""
     places = tokens if tokens.ndim == 2 else tokens.unsqueeze(-1)
-    statistics: Any = _RowStatistics.apply(logits, places, temperature, entropy)
+    statistics: Any = _RowStatistics.apply(logits, places, temperature, entropy, compiled)
     return RowStatistics(*statistics)
 
 
 class _RowStatistics(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, places: Tensor, temperature: float, entropy: Figure
+        ctx: Any,
+        logits: Tensor,
+        places: Tensor,
+        temperature: float,
+        entropy: Figure,
+        compiled: bool,
     ) -> tuple[Tensor | None, ...]:
-        parts = []
-        for rows in _blocks(logits):
-            parts.append(_measured(logits[rows], places[rows], temperature, entropy))
-        columns = [_concatenated(column) for column in zip(*parts, strict=True)]
-        chosen, figure, log_total, highest = columns
+        is_compiled = compiled and not callable(entropy)
+        measure = _compiled_measure if is_compiled else _measured_in_blocks
+        chosen, figure, log_total, highest = measure(logits, places, temperature, entropy)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(highest)
         if entropy != "grad" and figure is not None:
             ctx.mark_non_differentiable(figure)
         ctx.temperature = temperature
+        ctx.is_compiled = is_compiled
         kept_figure = figure if entropy == "grad" else None
         ctx.save_for_backward(logits, places, kept_figure, log_total, highest)
         return chosen, figure, log_total, highest
@@ -113,12 +125,26 @@ class _RowStatistics(torch.autograd.Function):
         _: None,
     ) -> tuple[Tensor | None, ...]:
         tensors = (*ctx.saved_tensors, of_chosen, of_figure, of_log_total)
-        logits = tensors[0]
-        written = torch.empty_like(logits)
-        for rows in _blocks(logits):
-            of_rows: Any = [None if tensor is None else tensor[rows] for tensor in tensors]
-            written[rows] = _gradient(*of_rows, ctx.temperature)
-        return written, None, None, None
+        differentiate = _compiled_gradient if ctx.is_compiled else _gradient_in_blocks
+        return differentiate(*tensors, ctx.temperature), None, None, None, None
+
+
+def _measured_in_blocks(
+    logits: Tensor, places: Tensor, temperature: float, entropy: Figure
+) -> list[Tensor | None]:
+    parts = []
+    for rows in _blocks(logits):
+        parts.append(_measured(logits[rows], places[rows], temperature, entropy))
+    return [_concatenated(column) for column in zip(*parts, strict=True)]
+
+
+def _gradient_in_blocks(logits: Tensor, *tensors_and_temperature: Any) -> Tensor:
+    *tensors, temperature = tensors_and_temperature
+    written = torch.empty_like(logits)
+    for rows in _blocks(logits):
+        of_rows: Any = [None if tensor is None else tensor[rows] for tensor in tensors]
+        written[rows] = _gradient(logits[rows], *of_rows, temperature)
+    return written
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
@@ -203,6 +229,31 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     if temperature == 1.0:  # a pass over all logits that would change nothing
         return exact
     return exact / temperature
+
+
+_compiler = Compiler("log-probs of the logits")
+_measure = _compiler.compiled(_measured, otherwise=_measured_in_blocks)
+_differentiate = _compiler.compiled(_gradient, otherwise=_gradient_in_blocks)
+
+
+def _compiled_measure(*arguments: Any) -> tuple[Tensor | None, ...]:
+    return _measure(*_of_any_length(arguments))
+
+
+def _compiled_gradient(*arguments: Any) -> Tensor:
+    return _differentiate(*_of_any_length(arguments))
+
+
+def _of_any_length(arguments: tuple[Any, ...]) -> list[Any]:
+    """For the compiler: any number of rows, and tensors without a history, or it would compile
+    again for others."""
+    marked = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            argument = argument.detach()
+            torch._dynamo.maybe_mark_dynamic(argument, 0)
+        marked.append(argument)
+    return marked
 
 
 def in_chunks(

@@ -62,9 +62,10 @@ class BackendConfig:
     fsdp_size: int = config_key(
         -1, "fsdp: ranks that share one copy of the model (HSDP); -1: all", low=1, also=-1
     )
-    torch_compile: bool = config_key(
-        False,
-        "fsdp: compile each decoder layer with torch.compile, which makes the first steps slow",
+    torch_compile: Optional[bool] = config_key(
+        None,
+        "compile the log-probs, and with fsdp each decoder layer, by torch.compile, which makes "
+        "the first steps slow; null: on GPUs",
     )
     param_offload: bool = config_key(
         False, "GPUs: keep parameters in host memory while they are not used"

@@ -49,7 +49,7 @@ from one_step_off.models.hf_model import (
     read_checkpoint,
 )
 from one_step_off.models.stored_weights import StoredWeights
-from one_step_off.training import lora, packed_attention
+from one_step_off.training import compilation, lora, packed_attention
 from one_step_off.training.packed_attention import AttentionChoice
 from one_step_off.training.token_outputs import TokenOutputs, in_chunks, log_probs_and_entropy
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -222,11 +222,13 @@ def _shard(
         "offload_policy": offload_policy,
     }
     recomputes = getattr(role_config, "activation_checkpointing", False)  # of trainable roles
+    compiles = compilation.is_wanted(role_config.torch_compile, device)
+    compiler = compilation.Compiler("decoder layers", dynamic=True)
     for layer in _decoder_layers(model):
         # Wrapping the method, not the module, keeps parameter names as the checkpoint has them, and
         # FSDP's hooks outside.
-        if role_config.torch_compile:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if compiles:
+            layer.forward = compiler.compiled(layer.forward)
         if recomputes:
             layer.forward = functools.partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
@@ -311,6 +313,7 @@ def _token_outputs(
     temperature: float,
     entropy: str,
     chunk: int,
+    compiled: bool,
     **inputs: Any,
 ) -> TokenOutputs:
     """Log-probs (and entropies) of the wanted tokens, or the scalar head's output there, float32
@@ -329,7 +332,8 @@ def _token_outputs(
     def project(hidden: Tensor, tokens: Tensor) -> TokenOutputs:
         if scalar_head:
             return scalar_head(hidden).float().squeeze(-1), None
-        return log_probs_and_entropy(logits_of(self, hidden), tokens, temperature, entropy)
+        logits = logits_of(self, hidden)
+        return log_probs_and_entropy(logits, tokens, temperature, entropy, compiled)
 
     return in_chunks(project, hidden, logit_index, tokens, chunk)
 

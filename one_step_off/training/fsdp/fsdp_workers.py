@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from one_step_off.algorithms import batching
 from one_step_off.training import (
+    compilation,
     lora,
     optimizer_trial,
     optimizers,
@@ -74,6 +75,7 @@ class FsdpBackend(ModelWorker):
             temperature=temperature,
             entropy=figure,
             chunk=self.cfg.actor.log_prob_chunk,
+            compiled=compilation.is_wanted(self.role_config.torch_compile, self.device),
         )
 
     def _boundaries(self, layout: batching.MicroBatch) -> dict[str, Any]:

@@ -292,6 +292,7 @@ def at_positions(
     temperature: float,
     entropy: str,
     chunk: int,
+    compiled: bool,
     **hook: Any,
 ) -> TokenOutputs:
     """GPTModel's `output_processor` on the last stage: log-probs (and entropies) of wanted tokens,
@@ -302,6 +303,7 @@ def at_positions(
         vocabulary: entries without padding.
         temperature, entropy: as in `token_outputs.log_probs_and_entropy`.
         chunk: how many tokens' logits exist at once.
+        compiled: as in `token_outputs.log_probs_and_entropy`.
         hook: what GPTModel gives: hidden states, head, weight of the head, config.
     """
     hidden = hook["hidden_states"]
@@ -327,7 +329,7 @@ def at_positions(
     def log_probs(hidden: Tensor, tokens: Tensor) -> TokenOutputs:
         copied = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
         logits = F.linear(copied, weight)[:, :entries]
-        return split_log_probs(logits, tokens, first_entry, temperature, entropy)
+        return split_log_probs(logits, tokens, first_entry, temperature, entropy, compiled)
 
     return in_chunks(log_probs, hidden, logit_index, tokens, chunk)
 
@@ -342,7 +344,12 @@ def joined(values: Tensor, indices: Tensor, count: int) -> Tensor:
 
 
 def split_log_probs(
-    logits: Tensor, tokens: Tensor, first_entry: int, temperature: float, entropy: str
+    logits: Tensor,
+    tokens: Tensor,
+    first_entry: int,
+    temperature: float,
+    entropy: str,
+    compiled: bool,
 ) -> TokenOutputs:
     """As `token_outputs.log_probs_and_entropy`, of logits whose vocabulary is split over the
     tensor-parallel ranks. Each rank computes the distribution over its own entries, of which the
@@ -360,7 +367,7 @@ def split_log_probs(
     entries = logits.shape[1]
     is_here = (tokens >= first_entry) & (tokens < first_entry + entries)
     index = (tokens - first_entry).clamp(0, entries - 1)
-    own = row_statistics(logits, index, temperature, entropy)
+    own = row_statistics(logits, index, temperature, entropy, compiled)
     highest = own.highest.clone()
     torch.distributed.all_reduce(
         highest, torch.distributed.ReduceOp.MAX, mpu.get_tensor_model_parallel_group()

@@ -25,7 +25,7 @@ from torch import Tensor
 from one_step_off.algorithms import batching
 from one_step_off.config.sections.roles import TrainedConfig
 from one_step_off.models import megatron_support
-from one_step_off.training import roles
+from one_step_off.training import compilation, roles
 from one_step_off.training.megatron import megatron_model, megatron_weights
 from one_step_off.training.megatron.megatron_checkpoint import BackgroundWriter, copy_to_host
 from one_step_off.training.megatron.megatron_shims import count_padding_in_checkpoints, cuda_is_cpu
@@ -185,6 +185,7 @@ class MegatronBackend(ModelWorker):
                 temperature,
                 figure,
                 self.cfg.actor.log_prob_chunk,
+                compilation.is_wanted(self.role_config.torch_compile, self.device),
                 **hook,
             )
             return [

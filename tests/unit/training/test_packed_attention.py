@@ -198,7 +198,7 @@ def test_every_kernel_is_the_definition(lengths, groups, window, scaling, kernel
             sliding_window=window,
             cu_seq_lens_q=cu_seqlens,
             max_length_q=max(lengths),
-            sequence_lengths=lengths,
+            sequence_lengths=np.array(lengths),
             packed_kernel=kernel,
         )
     wanted = block_diagonal(query, key, value, lengths, scaling, window)
@@ -225,7 +225,7 @@ def test_what_no_kernel_computes_is_refused():
     right = {
         "attention_mask": None,
         "cu_seq_lens_q": torch.tensor([0, 4], dtype=torch.int32),
-        "sequence_lengths": [4],
+        "sequence_lengths": np.array([4]),
         "packed_kernel": PER_SEQUENCE,
     }
     attend = packed_attention.packed_attention

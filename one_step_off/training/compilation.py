@@ -1,0 +1,64 @@
+"""torch.compile with a way out: where a function cannot be compiled, it runs as it is."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+
+
+def is_wanted(setting: bool | None, device: torch.device) -> bool:
+    """What `torch_compile` of a role means on this device; None: compile on GPUs."""
+    return device.type == "cuda" if setting is None else setting
+
+
+class Compiler:
+    """Compiles functions that belong together. The first that fails to compile is reported in one
+    line, and from then on all of them run as they are: a run need not end because of a missing C
+    compiler or a bug in the compiler.
+
+    Args:
+        what: what is compiled, for that line.
+        options: of torch.compile.
+    """
+
+    def __init__(self, what: str, **options: Any) -> None:
+        self._what = what
+        self._options = options
+        self._has_failed = False
+
+    def compiled(
+        self, function: Callable[..., Any], otherwise: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """`function`, compiled when it is called first.
+
+        Args:
+            otherwise: what runs in its place once compiling has failed; None: `function` itself.
+        """
+        plain = otherwise or function
+        fast = torch.compile(function, **self._options)
+        # Compile the backward pass together with the forward pass: when it is due, it is too late
+        # to compute both uncompiled.
+        torch._functorch.config.force_non_lazy_backward_lowering = True
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._has_failed:
+                try:
+                    return fast(*args, **kwargs)
+                except TorchDynamoException as e:
+                    self._report(e)
+            return plain(*args, **kwargs)
+
+        return call
+
+    def _report(self, error: TorchDynamoException) -> None:
+        self._has_failed = True
+        cause = getattr(error, "inner_exception", error)
+        reason = str(cause).strip().partition("\n")[0]
+        logging.getLogger(__name__).warning(
+            "%s: cannot be compiled and will run slower, without torch.compile (%s: %s)",
+            self._what,
+            type(cause).__name__,
+            reason,
+        )

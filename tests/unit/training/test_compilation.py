@@ -1,0 +1,108 @@
+"""torch.compile of a trainer's functions: where it is used, and what happens where it fails."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+
+from one_step_off.training import compilation
+from one_step_off.training.compilation import Compiler, is_wanted
+from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
+from tests.unit.training.fsdp_helpers import config, make_batch
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "expected"),
+    [
+        (None, "cuda", True),
+        (None, "cpu", False),
+        (True, "cpu", True),
+        (False, "cuda", False),
+    ],
+)
+def test_by_default_on_gpus_only(setting, device, expected):
+    assert is_wanted(setting, torch.device(device)) is expected
+
+
+def broken_compiler(graph, example_inputs):
+    raise OSError("no C compiler found\nlong explanation")
+
+
+def same_graph(graph, example_inputs):
+    return graph.forward
+
+
+BROKEN = {
+    "forward": broken_compiler,
+    "backward": aot_autograd(fw_compiler=same_graph, bw_compiler=broken_compiler),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_cannot_be_compiled_runs_as_it_is_and_is_reported_once(broken, caplog):
+    compiler = Compiler("two functions", backend=BROKEN[broken])
+    double = compiler.compiled(lambda x: x * 2)
+    triple = compiler.compiled(lambda x: x * 3, otherwise=lambda x: x * 3.0)
+    x = torch.ones(3, requires_grad=True)
+    with caplog.at_level(logging.WARNING, logger=compilation.__name__):
+        for _ in range(2):
+            (double(x) + triple(x)).sum().backward()
+    assert x.grad.tolist() == [10.0] * 3
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert message.startswith("two functions: cannot be compiled and will run slower")
+    assert "no C compiler" in message
+    assert "\n" not in message
+
+
+def test_errors_of_the_function_itself_pass():
+    def refuse(x):
+        torch._dynamo.graph_break()
+        raise ValueError(f"{len(x)} are too many")
+
+    with pytest.raises(ValueError, match="3 are too many"):
+        Compiler("a function", backend="eager").compiled(refuse)(torch.ones(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["on", "off"])
+def test_layers_are_compiled_once_for_batches_of_all_shapes(
+    model_folders, start_single, monkeypatch, packing
+):
+    """By a compiler that generates no code, so that this takes less time."""
+    path = model_folders["tied"]
+    monkeypatch.setattr(
+        compilation.torch, "compile", functools.partial(torch.compile, backend="aot_eager")
+    )
+    losses = {}
+    graphs = []
+    for compiles in (True, False):
+        cfg = config(
+            path,
+            actor__torch_compile=compiles,
+            actor__packing=packing,
+            actor__micro_batch_tokens=60,
+            algorithm__entropy_coef=0.01,
+        )
+        worker = start_single(cfg, cls=PolicyWorker)
+        losses[compiles] = []
+        for step in range(4):
+            batch = make_batch(path, seed=step, version=3 + step)
+            worker.version = 3 + step
+            worker.log_prob(batch)
+            losses[compiles].append(worker.update(batch)["actor/loss"])
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert losses[True] == pytest.approx(losses[False], abs=1e-5)
+    assert 0 < graphs[0] <= graphs[3] <= graphs[1] <= 30
+    assert graphs[-1] == graphs[3], "torch_compile=false has compiled"
