@@ -47,9 +47,16 @@ def check_adapted_layers(cfg: Config) -> None:
     key = f"model.lora_target_modules={cfg.model.lora_target_modules}"
     model = hf_model.empty_model(cfg, "actor", None, None)
     targets = [name.strip() for name in cfg.model.lora_target_modules.split(",")]
+    names = adapted_layers(model, ALL_LINEAR)
     if targets == [ALL_LINEAR]:
+        if has_experts(model):  # peft would adapt the stacked experts too, which cannot be merged
+            outside = sorted({name.split(".")[-1] for name in names if ".mlp." not in name})
+            raise ConfigError(
+                f"{key}: {cfg.model.path} is a mixture of experts; name layers outside of them: "
+                f"{','.join(outside)}"
+            )
         return
-    last_parts = sorted({name.split(".")[-1] for name in adapted_layers(model, ALL_LINEAR)})
+    last_parts = sorted({name.split(".")[-1] for name in names})
     embedding = model.get_input_embeddings().weight
     for target in targets:
         layers = [(n, m) for n, m in model.named_modules() if f".{n}".endswith(f".{target}")]
@@ -65,6 +72,11 @@ def check_adapted_layers(cfg: Config) -> None:
                 )
 
 
+def has_experts(model: Any) -> bool:
+    """Whether a `PreTrainedModel` is a mixture of experts."""
+    return any(name.split(".")[-1] == EXPERTS for name, _ in model.named_modules())
+
+
 def engine_targets(cfg: Config) -> list[str]:
     """The last parts of these names, as vLLM takes them: all other layers stay as they are, and
     cost nothing.
@@ -75,7 +87,7 @@ def engine_targets(cfg: Config) -> list[str]:
     from one_step_off.models import hf_model  # transformers: slow to import
 
     model = hf_model.empty_model(cfg, "actor", None, None)
-    if any(name.split(".")[-1] == EXPERTS for name, _ in model.named_modules()):
+    if has_experts(model):
         raise ConfigError(
             f"weight_sync.lora=adapter: {cfg.model.path} is a mixture of experts; "
             "use weight_sync.lora=merged"

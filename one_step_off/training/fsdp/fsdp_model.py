@@ -343,8 +343,8 @@ class ExpertLoad:
     """How the routers of a model spread tokens over its experts.
 
     Attributes:
-        loss: scalar, 1 where all experts are equally likely: the load-balancing loss of
-            arXiv:2101.03961, over all layers together as transformers computes it.
+        loss: scalar, the experts per token where all are equally likely: the load-balancing loss
+            of arXiv:2101.03961, over all layers together as transformers computes it.
         largest: scalar, tokens of the busiest expert of any layer over the mean of its layer.
     """
 

@@ -60,3 +60,14 @@ def test_experts_are_refused(models):
     cfg = tiny_config(models("qwen3_moe"), "", **{"model.lora_rank": 2})
     with pytest.raises(ConfigError, match=r"is a mixture of experts; use weight_sync.lora=merged"):
         adapted_layers.engine_targets(cfg)
+
+
+def test_all_linear_layers_of_a_mixture_of_experts_are_refused_with_names_that_can_be(models):
+    """peft would take the stacked experts for linear layers."""
+    cfg = tiny_config(models("qwen3_moe"), "", **{"model.lora_rank": 2})
+    words = r"is a mixture of experts; name layers outside of them: k_proj,o_proj,q_proj,v_proj$"
+    with pytest.raises(ConfigError, match=words):
+        adapted_layers.check_adapted_layers(cfg)
+    cfg.model.lora_target_modules = "k_proj,o_proj,q_proj,v_proj"
+    adapted_layers.check_adapted_layers(cfg)
+    lora.inject(hf_model.empty_model(cfg, "actor", None, None), cfg.model)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import transformers
+from safetensors.torch import load_file
 
 from one_step_off.cluster.errors import SyncError
 from one_step_off.config.errors import ConfigError
@@ -22,6 +23,7 @@ from one_step_off.training import lora
 from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
 from one_step_off.weight_sync import base_weights
 from one_step_off.weight_sync.base_weights import BaseModel
+from tests.unit.models.families import CONFIGS
 from tests.unit.training.fsdp_helpers import (
     Recorder,
     assert_gradients_equal,
@@ -32,6 +34,7 @@ from tests.unit.training.fsdp_helpers import (
     hf_model,
     make_batch,
     start,
+    write_model,
 )
 
 RANK = 3  # odd, so that two ranks do not share A's rows evenly
@@ -382,3 +385,34 @@ def test_settings_are_pefts():
     assert settings.r == 4
     assert settings.lora_alpha == 32
     assert settings.target_modules == {"q_proj", "v_proj"}
+
+
+def test_adapters_beside_experts_are_merged_under_the_names_in_the_files(tmp_path):
+    """The experts are frozen and travel as they are; layers that the files call otherwise are
+    merged too."""
+    path = str(tmp_path / "model")
+    write_model(CONFIGS["glm4_moe"](), path)
+    cfg = adapted(path, model__lora_target_modules="q_proj,o_proj")
+    worker = start(cfg, cls=PolicyWorker)
+    worker.update(make_batch(path))
+    sent = {rows.name: rows.tensor for rows in streamed(worker)}
+    stored = load_file(f"{path}/model.safetensors")
+    assert sent.keys() == stored.keys()
+    state = copied(worker)
+    adapted_names = set()
+    for name, tensor in stored.items():
+        layer = f"base_model.model.{name.removesuffix('weight')}"
+        if f"{layer}lora_A.weight" in state:
+            adapted_names.add(name)
+            product = state[f"{layer}lora_B.weight"] @ state[f"{layer}lora_A.weight"]
+            assert not torch.equal(sent[name], tensor)
+            torch.testing.assert_close(sent[name], tensor + SCALE * product)
+        else:
+            assert torch.equal(sent[name], tensor), name
+    assert len(adapted_names) == 4
+
+    adapters = lora.Adapters(worker.model, lambda name: f"files.{name}")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(adapters.merged(f"files.{name}", stored[name]), sent[name])
+    assert adapters.merged(name, stored[name]) is stored[name]
+    end()
