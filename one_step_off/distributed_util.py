@@ -45,7 +45,7 @@ ENVIRONMENT_LOCK = threading.Lock()
 """Held while a variable of the environment is changed for the creation of a group."""
 
 LEFT = b"left"
-"""What a receiver that has closed its group writes in place of its next announcement."""
+"""What a receiver that has closed its group writes under its key."""
 
 
 def connect_timeout(timeout_s: float, senders: int, receivers: int) -> float:
@@ -150,6 +150,7 @@ class DedicatedGroup:
         self.timeout_s = timeout_s
         self.rank = rank
         self.ready_keys = [f"{name}ready{member}" for member in range(world_size)]  # set by members
+        self.spent_keys: list[str] = []  # announcements of the broadcast that starts next
         self.announced = 0  # broadcasts that this receiver has announced, or this sender awaited
         self.abort_signal = AbortSignal(store)
         # A separate connection: while one thread waits in a store, no second thread can use it.
@@ -207,28 +208,21 @@ class DedicatedGroup:
             self.ready_store.wait(keys, first_wait)
         except dist.DistStoreError:  # not all yet; torch logs each such wait
             self._poll_for_announcements(keys, begin + self.timeout_s)
-        if LEFT in self.ready_store.multi_get(keys):
-            self._check_none_left(keys)
-        for key in keys:
-            self.ready_store.delete_key(key)
+        self.spent_keys = keys
 
     def _poll_for_announcements(self, keys: list[str], deadline: float) -> None:
         """The rest of a long wait. The store is in this process, so it always answers."""
         while not self.ready_store.check(keys):
-            self._check_none_left(keys)
+            for member, key in enumerate(self.ready_keys):
+                if self.ready_store.get(key) == LEFT:
+                    self.abort_signal.check()  # a receiver that fails says why before it leaves
+                    raise RuntimeError(f"group member {member} has left")
             self.abort_signal.check()
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"timed out: not all receivers were ready in {self.timeout_s:g} s"
                 )
             time.sleep(KEY_POLL_S)
-
-    def _check_none_left(self, keys: list[str]) -> None:
-        """Raises RuntimeError: a receiver has left. `keys`: of all announcements."""
-        for member, key in enumerate(keys, start=1):
-            if self.ready_store.check([key]) and self.ready_store.get(key) == LEFT:
-                self.abort_signal.check()  # a receiver that fails says why before it leaves
-                raise RuntimeError(f"group member {member} has left")
 
     def _announcement_key(self, member: int, number: int) -> str:
         """The key by which a member announces its `number`-th broadcast."""
@@ -237,6 +231,9 @@ class DedicatedGroup:
     def start_send(self, tensor: torch.Tensor) -> None:
         """Start to broadcast `tensor` from rank 0. It must not change until `wait` has returned."""
         self.work = self.group.broadcast(tensor, 0)
+        for key in self.spent_keys:  # now, while it travels
+            self.ready_store.delete_key(key)
+        self.spent_keys = []
 
     def start_receive(self, buffer: torch.Tensor) -> None:
         """Start to receive the next broadcast into `buffer`."""
@@ -284,8 +281,7 @@ class DedicatedGroup:
         self.work = None
         if self.rank != 0:
             with suppress(RuntimeError):  # the sender's process is gone, and its store with it
-                # In place of the announcement that the sender may wait for.
-                self.ready_store.set(self._announcement_key(self.rank, self.announced + 1), LEFT)
+                self.ready_store.set(self.ready_keys[self.rank], LEFT)
         self.abort_signal.close()
         if may_block:
             # Not on this thread: gloo's destructor waits for pending work, and NCCL's abort waits

@@ -121,7 +121,6 @@ class WeightSender(StreamPeer):
         # Deltas on GPUs: the part as it was sent last, and what is cut out of it.
         self.base_buffer = torch.zeros(0, dtype=torch.uint8, device=device)
         self.base_cut_buffer = self.base_buffer
-        self.keep_thread = WorkerThread(KEEP_THREAD, self.prepare_thread)
         self.keeping: Future[None] | None = None
 
     def close(self) -> None:
@@ -376,7 +375,9 @@ class WeightSender(StreamPeer):
         if progress.keeps:
             self.kept_version = progress.version
         else:
-            self.keeping = self.keep_thread.submit(self._keep, progress.version)
+            thread = WorkerThread(KEEP_THREAD, self.prepare_thread)
+            self.keeping = thread.submit(self._keep, progress.version)
+            thread.stop()  # afterwards: a thread that waits would hold this sender's memory
 
     def _mark(self) -> Mark | None:
         """Behind what was packed; None: a CPU has done it already."""

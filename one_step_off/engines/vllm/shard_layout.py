@@ -118,6 +118,8 @@ class ShardLayout:
         for copy in recording.copies:
             self.copies[copy.tensor].append(copy)
         self.kept = {name: _disjoint_blocks(name, copies) for name, copies in self.copies.items()}
+        destinations = (copy.destination.parameter for copy in recording.copies)
+        self.parameters = list(dict.fromkeys(destinations))
         memory = PlainMemory()
         self.packed: dict[Parameter, PackedLayer] = {}
         for weights in packed_weights(recording.loadables):
@@ -173,11 +175,7 @@ class ShardLayout:
 
     def addresses(self) -> tuple[int, ...]:
         """Of all parameters. What was bound at others must be bound again."""
-        return tuple(
-            kernel_tensor(copy.destination).data_ptr()
-            for copies in self.copies.values()
-            for copy in copies
-        )
+        return tuple(layer._parameters[name].data_ptr() for layer, name in self.parameters)
 
     def start(self) -> None:
         """Before the first cell of a sync is written. Forgets what a failed one has left."""

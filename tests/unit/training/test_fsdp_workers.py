@@ -254,6 +254,21 @@ def test_bfloat16_wire_and_save(model_folders, start_single, tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token == "w1"
 
 
+def test_live_rows_are_one_list_until_a_storage_moves(model_folders, start_single):
+    worker = start_single(config(model_folders["untied"]))
+    rows = worker.weight_tensors()
+    assert worker.weight_tensors() is rows
+    _, parameter = worker._weights[3]
+    rows[3].fill_(7.0)
+    assert (parameter.to_local() == 7.0).all(), "it is the parameter itself"
+    parameter._local_tensor.data = parameter._local_tensor.clone()
+    moved = worker.weight_tensors()
+    assert moved is not rows
+    assert worker.weight_tensors() is moved
+    rows[3].fill_(8.0)
+    assert (moved[3] == 7.0).all()
+
+
 def test_weights_can_be_read_while_a_forward_pass_runs(model_folders, start_single):
     """The stream of v(N) overlaps the first passes of step N, when modules hold gathered
     parameters."""

@@ -163,7 +163,7 @@ def _exchange(context: Context, same_device: bool) -> Figures:
         sent, received = results
         if kind == "delta":
             _require_deltas(sent)
-        last = received[-1]
+        last = received[FULL_EVERY - 1]  # of those before the next full one
         figures[f"{kind}: MB per sync"] = " ".join(
             f"{report['bytes'] / 1e6:.3f}" for report in sent
         )
@@ -216,7 +216,7 @@ def _send(
     sender.connect(1, 1, [0] if same_device else [])
     reports = []
     for version, weights in enumerate(made):
-        report = sender.send(iter(weights.values()), version)
+        report = sender.send(list(weights.values()), version)
         reports.append({"bytes": report["bytes"], "changed": report["changed"]})
     store.get("done")  # the receiver maps this process's memory until then
     return reports
