@@ -22,7 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from one_step_off.cluster.bounded_waits import POLL_INTERVAL_S, AbortSignal, poll_for_keys
+from one_step_off.cluster.bounded_waits import (
+    FIRST_STORE_WAIT_S,
+    POLL_INTERVAL_S,
+    AbortSignal,
+    poll_for_keys,
+)
 
 # What the creation of the groups may take beside weight_sync.timeout_s: per group, and per member
 # of each group.
@@ -38,15 +43,20 @@ NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 ENVIRONMENT_LOCK = threading.Lock()
 """Held while a variable of the environment is changed for the creation of a group."""
 
-LEFT = b"left"
-"""What a member that has closed its group writes instead of the number of its announcements."""
+READY = b"ready"
+"""What a receiver puts into its sender's queue when it is ready for the next broadcast."""
 
-FIRST_READY_POLL_S = 5e-5
-"""Seconds until a sender asks for the second time whether all receivers are ready; it doubles each
-time."""
+LEFT = b"left "
+"""What a member that has closed its group puts there, with its rank behind it."""
 
-LAST_READY_POLL_S = 2e-3
-"""The longest time between two of these questions."""
+READY_POLL_S = 2e-3
+"""Seconds between two looks into the queue once a sender has waited for long: torch logs each wait
+that ends without a word."""
+
+MAX_CTAS = 16
+"""NCCL's thread blocks for a broadcast, and so its channels, each of which has buffers on every
+member. NCCL's own choice takes more memory and compute units, and is not faster for one broadcast
+at a time. The environment variable NCCL_MAX_CTAS has priority."""
 
 
 def connect_timeout(timeout_s: float, senders: int, receivers: int) -> float:
@@ -150,11 +160,12 @@ class DedicatedGroup:
         self.device = device
         self.timeout_s = timeout_s
         self.rank = rank
-        self.ready_keys = [f"{name}ready{member}" for member in range(world_size)]  # set by members
-        self.announced = 0  # broadcasts that this receiver has announced, or this sender awaited
+        self.member_keys = [f"{name}member{member}" for member in range(world_size)]  # set by them
+        self.ready_queue = f"{name}ready"
         self.abort_signal = AbortSignal(store)
         # A separate connection: while one thread waits in a store, no second thread can use it.
-        self.ready_store = store.clone()
+        self.ready_store: Any = store.clone()
+        self.ready_store.set_timeout(timedelta(seconds=FIRST_STORE_WAIT_S))
         self.group: Any = None
         self.work: Any = None
         group_store = dist.PrefixStore(name, store) if name else store
@@ -172,15 +183,15 @@ class DedicatedGroup:
     def _meet(self, connect_timeout_s: float) -> None:
         """Wait for all members before any enters the backend. NCCL would wait in C++ for one that
         is missing, without a limit and deaf to an abort, and cannot be interrupted there."""
-        self.ready_store.set(self.ready_keys[self.rank], b"0")
+        self.ready_store.set(self.member_keys[self.rank], b"")
         try:
-            poll_for_keys(self.ready_keys, connect_timeout_s, self.abort_signal)
+            poll_for_keys(self.member_keys, connect_timeout_s, self.abort_signal)
         except TimeoutError as error:
             if self.rank != 0:
                 raise
             missing = [
                 rank
-                for rank, key in enumerate(self.ready_keys)
+                for rank, key in enumerate(self.member_keys)
                 if not self.abort_signal.contains([key])
             ]
             raise TimeoutError(f"{error}; group members missing: {missing}") from None
@@ -193,33 +204,30 @@ class DedicatedGroup:
         Raises:
             RuntimeError: the sender is gone.
         """
-        self.announced += 1
         # The store does not answer, so this does not wait for a sender that is stopped.
-        self.ready_store.set(self.ready_keys[self.rank], str(self.announced).encode())
+        self.ready_store.queue_push(self.ready_queue, READY)
 
     def await_receivers(self) -> None:
         """Wait until every receiver has announced the next broadcast. Raises as `wait`."""
-        self.announced += 1
-        keys = self.ready_keys[1:]
-        expected = [str(self.announced).encode()] * len(keys)
-        begin = time.monotonic()
-        next_check = begin + POLL_INTERVAL_S
-        pause_s = FIRST_READY_POLL_S
-        # The store is in this process, so it always answers.
-        while (announced := self.ready_store.multi_get(keys)) != expected:
-            now = time.monotonic()
-            if LEFT in announced:
+        deadline = time.monotonic() + self.timeout_s
+        # One word of each: none announces another broadcast before this one has ended.
+        for _ in self.member_keys[1:]:
+            word = self._next_word(deadline)
+            if word != READY:
                 self.abort_signal.check()  # a receiver that fails says why before it leaves
-                raise RuntimeError(f"group member {1 + announced.index(LEFT)} has left")
-            if now > next_check:
-                self.abort_signal.check()
-                next_check = now + POLL_INTERVAL_S
-            if now > begin + self.timeout_s:
-                raise TimeoutError(
-                    f"timed out: not all receivers were ready in {self.timeout_s:g} s"
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_READY_POLL_S)
+                raise RuntimeError(f"group member {word.removeprefix(LEFT).decode()} has left")
+
+    def _next_word(self, deadline: float) -> bytes:
+        """The next word of a receiver. Raises TimeoutError and Aborted as `wait`."""
+        # The store is in this process, so it always answers.
+        with suppress(dist.DistStoreError):
+            return self.ready_store.queue_pop(self.ready_queue)
+        while time.monotonic() < deadline:
+            self.abort_signal.check()
+            with suppress(dist.QueueEmptyError):
+                return self.ready_store.queue_pop(self.ready_queue, block=False)
+            time.sleep(READY_POLL_S)
+        raise TimeoutError(f"timed out: not all receivers were ready in {self.timeout_s:g} s")
 
     def start_send(self, tensor: torch.Tensor) -> None:
         """Start to broadcast `tensor` from rank 0. It must not change until `wait` has returned."""
@@ -270,7 +278,7 @@ class DedicatedGroup:
         self.group = None
         self.work = None
         with suppress(RuntimeError):  # the sender's process is gone, and its store with it
-            self.ready_store.set(self.ready_keys[self.rank], LEFT)
+            self.ready_store.queue_push(self.ready_queue, LEFT + str(self.rank).encode())
         self.abort_signal.close()
         if may_block:
             # Not on this thread: gloo's destructor waits for pending work, and NCCL's abort waits
@@ -333,6 +341,7 @@ def _create_nccl_group(
     # The communicator connects in blocking mode. torch can abort one that is still connecting only
     # in non-blocking mode, but that has hung with some NCCL versions (pytorch issue 153960).
     options.config.blocking = 1
+    options.config.max_ctas = MAX_CTAS
     with _without_watchdog():
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
