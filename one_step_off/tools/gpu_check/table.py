@@ -1,4 +1,5 @@
-"""The checks, in the order in which they run: those that say most, and the quick ones, first."""
+"""The checks, in the order in which they run: of the engine and of whole runs, which say most,
+first."""
 
 from one_step_off.tools.gpu_check.check import Check
 
@@ -16,6 +17,60 @@ def _check(name: str, title: str, function: str, limit_s: float, **more: object)
 
 CHECKS: tuple[Check, ...] = (
     _check("devices", "what torch sees, and whether it computes", "devices:devices", 90),
+    _check(
+        "engine_in_place",
+        "vLLM generates with the new weights after in-place updates, graphs included",
+        "engines:in_place",
+        360,
+        packages=ENGINE_PACKAGES,
+        cpu_title="vLLM generates with the new weights after updates by reload",
+    ),
+    _check(
+        "engine_sleep",
+        "vLLM sleeps, wakes and generates with synced weights",
+        "engines:sleep_and_wake",
+        240,
+        packages=ENGINE_PACKAGES,
+        cuda_only="vLLM's sleep mode exists for GPUs alone",
+    ),
+    _check(
+        "engine_trainer_difference",
+        "log-probs of engine and trainer in bfloat16",
+        "engines:trainer_difference",
+        240,
+        packages=ENGINE_PACKAGES,
+    ),
+    _check(
+        "run_shared",
+        "five steps one step off, half a device for each",
+        "runs:shared",
+        300,
+        packages=RUN_PACKAGES,
+        cpu_title="three steps one step off, half a device for each (tiny model)",
+    ),
+    _check(
+        "run_colocated",
+        "five steps, engine, then trainer, on one device",
+        "runs:colocated",
+        300,
+        packages=RUN_PACKAGES,
+        cpu_title="three steps, engine, then trainer, on one device (tiny model)",
+    ),
+    _check(
+        "run_disaggregated",
+        "five steps one step off, a device for each",
+        "runs:disaggregated",
+        300,
+        min_gpus=2,
+        packages=RUN_PACKAGES,
+        cpu_title="three steps one step off, a device for each (tiny model)",
+    ),
+    _check(
+        "weights_same_device",
+        "the same between two processes on one device: shared memory, CUDA IPC",
+        "weights:shared_memory",
+        150,
+    ),
     _check(
         "groups",
         "a dedicated group for each pair of devices, and its speed",
@@ -44,10 +99,11 @@ CHECKS: tuple[Check, ...] = (
         min_gpus=2,
     ),
     _check(
-        "weights_same_device",
-        "the same between two processes on one device: shared memory, CUDA IPC",
-        "weights:shared_memory",
-        150,
+        "streams",
+        "which streams wait for one another: hardware queues",
+        "devices:streams",
+        90,
+        cuda_only=ONE_STREAM,
     ),
     _check(
         "ipc_expandable_segments",
@@ -57,11 +113,11 @@ CHECKS: tuple[Check, ...] = (
         cuda_only="CPUs have no segments",
     ),
     _check(
-        "streams",
-        "which streams wait for one another: hardware queues",
-        "devices:streams",
-        90,
-        cuda_only=ONE_STREAM,
+        "packing",
+        "packed sequences give the log-probs and the gradient of padded ones",
+        "packing:packing",
+        150,
+        packages=("torch", "transformers", "peft"),
     ),
     _check(
         "mfu_0.5b",
@@ -78,61 +134,6 @@ CHECKS: tuple[Check, ...] = (
         150,
         packages=("torch", "transformers"),
         cpu_title="forward and backward of a tiny random model, activations computed again",
-    ),
-    _check(
-        "packing",
-        "packed sequences give the log-probs and the gradient of padded ones",
-        "packing:packing",
-        150,
-        packages=("torch", "transformers", "peft"),
-    ),
-    _check(
-        "engine_in_place",
-        "vLLM generates with the new weights after in-place updates, graphs included",
-        "engines:in_place",
-        360,
-        packages=ENGINE_PACKAGES,
-        cpu_title="vLLM generates with the new weights after updates by reload",
-    ),
-    _check(
-        "engine_sleep",
-        "vLLM sleeps, wakes and generates with synced weights",
-        "engines:sleep_and_wake",
-        240,
-        packages=ENGINE_PACKAGES,
-        cuda_only="vLLM's sleep mode exists for GPUs alone",
-    ),
-    _check(
-        "engine_trainer_difference",
-        "log-probs of engine and trainer in bfloat16",
-        "engines:trainer_difference",
-        240,
-        packages=ENGINE_PACKAGES,
-    ),
-    _check(
-        "run_colocated",
-        "five steps, engine, then trainer, on one device",
-        "runs:colocated",
-        300,
-        packages=RUN_PACKAGES,
-        cpu_title="three steps, engine, then trainer, on one device (tiny model)",
-    ),
-    _check(
-        "run_shared",
-        "five steps one step off, half a device for each",
-        "runs:shared",
-        300,
-        packages=RUN_PACKAGES,
-        cpu_title="three steps one step off, half a device for each (tiny model)",
-    ),
-    _check(
-        "run_disaggregated",
-        "five steps one step off, a device for each",
-        "runs:disaggregated",
-        300,
-        min_gpus=2,
-        packages=RUN_PACKAGES,
-        cpu_title="three steps one step off, a device for each (tiny model)",
     ),
     _check(
         "run_tp2",
