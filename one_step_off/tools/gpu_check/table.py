@@ -77,6 +77,7 @@ CHECKS: tuple[Check, ...] = (
         "groups:pairs",
         240,
         min_gpus=2,
+        ranks_may_share=True,
     ),
     _check(
         "missing_rank",
@@ -90,6 +91,7 @@ CHECKS: tuple[Check, ...] = (
         "groups:dead_peer",
         180,
         min_gpus=2,
+        ranks_may_share=True,
     ),
     _check(
         "weights_network",
@@ -97,6 +99,7 @@ CHECKS: tuple[Check, ...] = (
         "weights:network",
         150,
         min_gpus=2,
+        ranks_may_share=True,
     ),
     _check(
         "streams",

@@ -205,6 +205,7 @@ _KEPT_STORES: list[dist.TCPStore] = []
 def _device(device_type: str, index: int) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
+    index %= torch.cuda.device_count()  # ranks may share a GPU
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
