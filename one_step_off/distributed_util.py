@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from one_step_off.cluster.bounded_waits import (
     FIRST_STORE_WAIT_S,
-    KEY_POLL_S,
     POLL_INTERVAL_S,
     AbortSignal,
     poll_for_keys,
@@ -44,8 +43,20 @@ NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 ENVIRONMENT_LOCK = threading.Lock()
 """Held while a variable of the environment is changed for the creation of a group."""
 
-LEFT = b"left"
-"""What a receiver that has closed its group writes under its key."""
+READY = b"ready"
+"""What a receiver puts into its sender's queue when it is ready for the next broadcast."""
+
+LEFT = b"left "
+"""What a member that has closed its group puts there, with its rank behind it."""
+
+READY_POLL_S = 2e-3
+"""Seconds between two looks into the queue once a sender has waited for long: torch logs each wait
+that ends without a word."""
+
+MAX_CTAS = 16
+"""NCCL's thread blocks for a broadcast, and so its channels, each of which has buffers on every
+member. NCCL's own choice takes more memory and compute units, and is not faster for one broadcast
+at a time. The environment variable NCCL_MAX_CTAS has priority."""
 
 
 def connect_timeout(timeout_s: float, senders: int, receivers: int) -> float:
@@ -149,12 +160,12 @@ class DedicatedGroup:
         self.device = device
         self.timeout_s = timeout_s
         self.rank = rank
-        self.ready_keys = [f"{name}ready{member}" for member in range(world_size)]  # set by members
-        self.spent_keys: list[str] = []  # announcements of the broadcast that starts next
-        self.announced = 0  # broadcasts that this receiver has announced, or this sender awaited
+        self.member_keys = [f"{name}member{member}" for member in range(world_size)]  # set by them
+        self.ready_queue = f"{name}ready"
         self.abort_signal = AbortSignal(store)
         # A separate connection: while one thread waits in a store, no second thread can use it.
-        self.ready_store = store.clone()
+        self.ready_store: Any = store.clone()
+        self.ready_store.set_timeout(timedelta(seconds=FIRST_STORE_WAIT_S))
         self.group: Any = None
         self.work: Any = None
         group_store = dist.PrefixStore(name, store) if name else store
@@ -172,15 +183,15 @@ class DedicatedGroup:
     def _meet(self, connect_timeout_s: float) -> None:
         """Wait for all members before any enters the backend. NCCL would wait in C++ for one that
         is missing, without a limit and deaf to an abort, and cannot be interrupted there."""
-        self.ready_store.set(self.ready_keys[self.rank], b"0")
+        self.ready_store.set(self.member_keys[self.rank], b"")
         try:
-            poll_for_keys(self.ready_keys, connect_timeout_s, self.abort_signal)
+            poll_for_keys(self.member_keys, connect_timeout_s, self.abort_signal)
         except TimeoutError as error:
             if self.rank != 0:
                 raise
             missing = [
                 rank
-                for rank, key in enumerate(self.ready_keys)
+                for rank, key in enumerate(self.member_keys)
                 if not self.abort_signal.contains([key])
             ]
             raise TimeoutError(f"{error}; group members missing: {missing}") from None
@@ -193,47 +204,34 @@ class DedicatedGroup:
         Raises:
             RuntimeError: the sender is gone.
         """
-        self.announced += 1
         # The store does not answer, so this does not wait for a sender that is stopped.
-        self.ready_store.set(self._announcement_key(self.rank, self.announced), b"")
+        self.ready_store.queue_push(self.ready_queue, READY)
 
     def await_receivers(self) -> None:
         """Wait until every receiver has announced the next broadcast. Raises as `wait`."""
-        self.announced += 1
-        receivers = range(1, len(self.ready_keys))
-        keys = [self._announcement_key(member, self.announced) for member in receivers]
-        begin = time.monotonic()
-        first_wait = timedelta(seconds=min(FIRST_STORE_WAIT_S, self.timeout_s))
-        try:
-            self.ready_store.wait(keys, first_wait)
-        except dist.DistStoreError:  # not all yet; torch logs each such wait
-            self._poll_for_announcements(keys, begin + self.timeout_s)
-        self.spent_keys = keys
+        deadline = time.monotonic() + self.timeout_s
+        # One word of each: none announces another broadcast before this one has ended.
+        for _ in self.member_keys[1:]:
+            word = self._next_word(deadline)
+            if word != READY:
+                self.abort_signal.check()  # a receiver that fails says why before it leaves
+                raise RuntimeError(f"group member {word.removeprefix(LEFT).decode()} has left")
 
-    def _poll_for_announcements(self, keys: list[str], deadline: float) -> None:
-        """The rest of a long wait. The store is in this process, so it always answers."""
-        while not self.ready_store.check(keys):
-            for member, key in enumerate(self.ready_keys):
-                if self.ready_store.get(key) == LEFT:
-                    self.abort_signal.check()  # a receiver that fails says why before it leaves
-                    raise RuntimeError(f"group member {member} has left")
+    def _next_word(self, deadline: float) -> bytes:
+        """The next word of a receiver. Raises TimeoutError and Aborted as `wait`."""
+        # The store is in this process, so it always answers.
+        with suppress(dist.DistStoreError):
+            return self.ready_store.queue_pop(self.ready_queue)
+        while time.monotonic() < deadline:
             self.abort_signal.check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"timed out: not all receivers were ready in {self.timeout_s:g} s"
-                )
-            time.sleep(KEY_POLL_S)
-
-    def _announcement_key(self, member: int, number: int) -> str:
-        """The key by which a member announces its `number`-th broadcast."""
-        return f"{self.ready_keys[member]}.{number}"
+            with suppress(dist.QueueEmptyError):
+                return self.ready_store.queue_pop(self.ready_queue, block=False)
+            time.sleep(READY_POLL_S)
+        raise TimeoutError(f"timed out: not all receivers were ready in {self.timeout_s:g} s")
 
     def start_send(self, tensor: torch.Tensor) -> None:
         """Start to broadcast `tensor` from rank 0. It must not change until `wait` has returned."""
         self.work = self.group.broadcast(tensor, 0)
-        for key in self.spent_keys:  # now, while it travels
-            self.ready_store.delete_key(key)
-        self.spent_keys = []
 
     def start_receive(self, buffer: torch.Tensor) -> None:
         """Start to receive the next broadcast into `buffer`."""
@@ -279,9 +277,8 @@ class DedicatedGroup:
         may_block = is_nccl or (self.work is not None and not self.work.is_completed())
         self.group = None
         self.work = None
-        if self.rank != 0:
-            with suppress(RuntimeError):  # the sender's process is gone, and its store with it
-                self.ready_store.set(self.ready_keys[self.rank], LEFT)
+        with suppress(RuntimeError):  # the sender's process is gone, and its store with it
+            self.ready_store.queue_push(self.ready_queue, LEFT + str(self.rank).encode())
         self.abort_signal.close()
         if may_block:
             # Not on this thread: gloo's destructor waits for pending work, and NCCL's abort waits
@@ -344,6 +341,7 @@ def _create_nccl_group(
     # The communicator connects in blocking mode. torch can abort one that is still connecting only
     # in non-blocking mode, but that has hung with some NCCL versions (pytorch issue 153960).
     options.config.blocking = 1
+    options.config.max_ctas = MAX_CTAS
     with _without_watchdog():
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
 

@@ -19,8 +19,14 @@ CPU_ENGINE_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-# On GPUs one thread: more of them would wait in loops on the cores that launch kernels.
-GPU_ENGINE_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# On GPUs one thread: more of them would wait in loops on the cores that launch kernels. And workers
+# of an engine with several are spawned, as vLLM itself decides in a Ray actor: its core, which is
+# forked, no longer sees that it belongs to one.
+GPU_ENGINE_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
 ENGINE_ENV = {"cpu": CPU_ENGINE_ENV, "cuda": GPU_ENGINE_ENV}
 # The members of a communicator must agree on these, and NCCL does not compare them: with different
 # values it hangs. Trainers and engines share communicators, and Ray's processes on other nodes
@@ -72,6 +78,13 @@ def process_env(device: str, host: str) -> dict[str, str]:
 def trainer_env(device: str, host: str) -> dict[str, str]:
     """The environment variables of a rank."""
     env = process_env(device, host)
+    if device == "cuda" and "TMPDIR" in env:
+        from one_step_off.models.tiny_qwen import cache_dir  # transformers: slow to import
+
+        # torch would keep what it compiles in TMPDIR, which ends with the run. (vLLM has a cache of
+        # its own in the user's folder.)
+        folder = cache_dir() / "torchinductor"
+        env["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder))
     if device == "cpu":
         env["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", CPU_TRAINER_MALLOC)
     return env

@@ -15,6 +15,7 @@ from one_step_off.config.roles import role_settings, vocabulary_size
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays
 from one_step_off.engines.engine_processes import not_running
+from one_step_off.engines.vllm.core_process import core_is_forked, start_fork_server
 from one_step_off.engines.vllm.engine_args import CPU_ENGINE_ARGS, MAX_BATCHED_TOKENS
 from one_step_off.engines.vllm.kv_cache import measuring_turn
 from one_step_off.engines.vllm.processes import (
@@ -81,6 +82,7 @@ class TeacherEngine(UsageProbe):
             ProcessDied: a process of the engine was killed.
             RuntimeError: vLLM cannot serve this model here.
         """
+        start_fork_server(self.device)
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -89,7 +91,10 @@ class TeacherEngine(UsageProbe):
         what_failed = f"teacher.path={self.cfg.teacher.path}: vLLM cannot serve it here"
         with failed_start_names_its_reason(what_failed, self.log):
             engine_config = AsyncEngineArgs(**arguments).create_engine_config()
-            with measuring_turn(self.cfg, "teacher", self.device, engine_config):
+            with (
+                core_is_forked(self.device),
+                measuring_turn(self.cfg, "teacher", self.device, engine_config),
+            ):
                 self.llm = AsyncLLM.from_vllm_config(
                     engine_config, disable_log_stats=arguments["disable_log_stats"]
                 )

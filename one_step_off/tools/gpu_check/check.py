@@ -47,6 +47,7 @@ class Check:
             returns Figures; it may raise Skip or CheckFailed, and any other exception is a failure.
         limit_s: seconds after which it counts as hanging.
         min_gpus: GPUs that it needs on cuda.
+        ranks_may_share: one GPU will do where NCCL lets two ranks share it (2.30 and later).
         min_cores: cores that it needs on cpu.
         packages: without which it cannot run.
         cuda_packages: likewise, on cuda alone.
@@ -60,6 +61,7 @@ class Check:
     function: str
     limit_s: float
     min_gpus: int = 1
+    ranks_may_share: bool = False
     min_cores: int = 1
     packages: tuple[str, ...] = ("torch",)
     cuda_packages: tuple[str, ...] = ()

@@ -4,7 +4,9 @@ A check that hangs, crashes or leaves processes behind is reported, and what it 
 so that the next check finds the devices free.
 """
 
+import contextlib
 import ctypes
+import importlib.metadata
 import json
 import os
 import signal
@@ -26,6 +28,14 @@ PR_SET_CHILD_SUBREAPER = 36
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 """All models are local, so nothing waits for a hub."""
+
+RANKS_SHARE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+"""With it NCCL takes two ranks on one GPU."""
+
+SHARING_NCCL = (2, 30)
+"""The first NCCL that knows that variable."""
+
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 KILL_ROUNDS = 20
 KILL_WAIT_S = 0.25
@@ -90,7 +100,15 @@ class Runner:
         if self.device == "cpu" and self.cores < check.min_cores:
             return f"needs {check.min_cores} CPU cores, {self.cores} found"
         if self.device == "cuda" and self.gpus < check.min_gpus:
-            return f"needs {check.min_gpus} GPUs, {self.gpus} found"
+            if not check.ranks_may_share:
+                return f"needs {check.min_gpus} GPUs, {self.gpus} found"
+            nccl = nccl_version()
+            if nccl < SHARING_NCCL:
+                shown = ".".join(map(str, nccl)) or "none"
+                return (
+                    f"needs {check.min_gpus} GPUs, {self.gpus} found; or NCCL 2.30, whose ranks "
+                    f"may share one: {shown} found"
+                )
         needed = check.packages
         if self.device == "cuda":
             needed += check.cuda_packages
@@ -115,6 +133,8 @@ class Runner:
         command = [sys.executable, "-P", "-m", "one_step_off.tools.gpu_check.child"]
         command += [check.function, str(request), str(answer)]
         environment = os.environ | OFFLINE | check.variables | {"PYTHONPATH": _search_path()}
+        if self.device == "cuda" and self.gpus < check.min_gpus:
+            environment |= RANKS_SHARE_GPU
         with open(log, "wb") as output:
             process = subprocess.Popen(
                 command,
@@ -150,6 +170,15 @@ class Runner:
             figures = {}
         shown_log = _tail(log) if status is Status.FAIL else ""
         return Result(check.name, status, 0.0, reason, figures, shown_log)
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Major and minor number of the installed NCCL; (): there is none."""
+    for package in NCCL_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            major, minor, *_ = importlib.metadata.version(package).split(".")
+            return int(major), int(minor)
+    return ()
 
 
 def _search_path() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -101,6 +102,19 @@ def test_a_sender_waits_until_every_receiver_has_announced(create_group):
         receivers[0].announce()
         waiting.join(5)
         assert not waiting.is_alive()
+
+
+def test_a_receiver_that_is_late_is_waited_for(create_group):
+    """Longer than torch waits at once."""
+    sender, receiver = create_group(2)
+    sender.ready_store.set_timeout(timedelta(seconds=0.05))
+    waiting = threading.Thread(target=sender.await_receivers, daemon=True)
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    receiver.announce()
+    waiting.join(5)
+    assert not waiting.is_alive()
 
 
 def test_an_abort_ends_the_wait_for_announcements(create_group):

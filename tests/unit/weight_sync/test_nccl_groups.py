@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from one_step_off import distributed_util
 from one_step_off.cluster.bounded_waits import Aborted
-from one_step_off.distributed_util import DedicatedGroup, connect_store, open_store
+from one_step_off.distributed_util import MAX_CTAS, DedicatedGroup, connect_store, open_store
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.sender import WeightSender
 from tests.unit.weight_sync.weight_stream import CPU, HOST, SHAPES, row_pieces, run_together
@@ -112,6 +112,7 @@ def test_groups_are_created_without_watchdog_and_all_others_as_before(monkeypatc
     assert created[0].environment == "1"
     assert os.environ.get(BLOCKING_WAIT) == before
     assert created[0].options.config.blocking == 1
+    assert created[0].options.config.max_ctas == MAX_CTAS
 
 
 def test_nccl_is_not_entered_before_all_members_are_there(store):

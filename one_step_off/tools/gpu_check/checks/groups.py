@@ -41,12 +41,13 @@ GRACE_S = 15.0
 def _device(context_device: str, index: int) -> torch.device:
     if context_device == "cpu":
         return torch.device("cpu")
+    index %= torch.cuda.device_count()  # ranks may share a GPU
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def _members(context: Context) -> int:
-    return context.gpus if context.is_cuda else 2
+    return max(2, context.gpus)
 
 
 def _groups(count: int) -> list[tuple[int, ...]]:
@@ -239,7 +240,7 @@ def _good_receiver(device_type: str, port: int, shares_device: bool) -> None:
 def dead_peer(context: Context) -> Figures:
     """A receiver dies between two buckets: the sender and the other receiver must be freed, by an
     error, and go on."""
-    receivers = 1 if context.is_cuda and context.gpus == 2 else 2
+    receivers = 1 if context.is_cuda and context.gpus <= 2 else 2
     store = open_store(HOST, CONNECT_S)
     jobs: list[Any] = [(_sender_of_the_dying, (context.device, store.port, receivers))]
     for index in range(receivers):

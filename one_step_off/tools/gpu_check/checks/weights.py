@@ -163,12 +163,18 @@ def _exchange(context: Context, same_device: bool) -> Figures:
         sent, received = results
         if kind == "delta":
             _require_deltas(sent)
-        last = received[FULL_EVERY - 1]  # of those before the next full one
         figures[f"{kind}: MB per sync"] = " ".join(
             f"{report['bytes'] / 1e6:.3f}" for report in sent
         )
-        figures[f"{kind}: GB/s"] = last["bytes"] / 1e9 / last["seconds"]
+        figures[f"{kind}: GB/s"] = _rate(kind, received)
     return figures
+
+
+def _rate(kind: str, received: list[dict[str, float]]) -> float:
+    """GB of weights, sent or not, per second of the last sync of this kind: "full" or "delta"."""
+    # The last of the syncs with deltas is a full one.
+    report = received[FULL_EVERY - 1 if kind == "delta" else -1]
+    return report["bytes"] / 1e9 / report["seconds"]
 
 
 def _require_deltas(sent: list[dict[str, Any]]) -> None:
@@ -199,6 +205,7 @@ _KEPT_STORES: list[dist.TCPStore] = []
 def _device(device_type: str, index: int) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
+    index %= torch.cuda.device_count()  # ranks may share a GPU
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

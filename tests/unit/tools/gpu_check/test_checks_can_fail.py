@@ -258,6 +258,13 @@ def test_a_pass_that_computes_nothing(loss: float, gradient: float) -> None:
         speed._require_computed(loss, [torch.full((2,), gradient)])
 
 
+def test_the_rate_of_deltas_is_not_that_of_a_full_sync() -> None:
+    received = [{"bytes": 2e9, "seconds": seconds} for seconds in (8.0, 4.0, 1.0, 2.0)]
+    assert len(received) == weights.VERSIONS
+    assert weights._rate("delta", received) == 2.0
+    assert weights._rate("full", received) == 1.0
+
+
 def test_syncs_that_should_be_deltas_and_are_full() -> None:
     full = {"bytes": 100.0, "changed": float("nan")}
     small = {"bytes": 3.0, "changed": 1.0}

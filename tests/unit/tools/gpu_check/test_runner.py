@@ -175,12 +175,35 @@ def test_what_runs_depends_on_the_number_of_gpus(
     tmp_path: Path, gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("one_step_off.config.packages.is_installed", lambda package: True)
+    monkeypatch.setattr("one_step_off.tools.gpu_check.runner.nccl_version", lambda: (2, 29))
     on_gpus = runner(tmp_path, "cuda", gpus)
     running = {check.name for check in CHECKS if not on_gpus.why_not(check)}
     assert {"devices", "weights_same_device", "streams", "engine_sleep", "run_colocated"} <= running
     assert ("groups" in running) == (gpus >= 2)
     assert ("run_disaggregated" in running) == (gpus >= 2)
     assert ("run_hsdp" in running) == (gpus >= 4)
+
+
+SHARING = {check.name: check for check in CHECKS if check.ranks_may_share}
+
+
+@pytest.mark.parametrize("name", ["groups", "dead_peer", "weights_network"])
+@pytest.mark.parametrize(
+    ("nccl", "found"), [((), "none"), ((2, 29), "2.29"), ((2, 30), ""), ((3, 0), "")]
+)
+def test_two_ranks_share_one_gpu_where_nccl_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, nccl: tuple[int, ...], found: str
+) -> None:
+    monkeypatch.setattr("one_step_off.tools.gpu_check.runner.nccl_version", lambda: nccl)
+    monkeypatch.setattr("one_step_off.config.packages.is_installed", lambda package: True)
+    reason = runner(tmp_path, "cuda", 1).why_not(SHARING[name])
+    if found:
+        assert reason == (
+            "needs 2 GPUs, 1 found; or NCCL 2.30, whose ranks may share one: " + f"{found} found"
+        )
+    else:
+        assert reason == ""
+    assert runner(tmp_path, "cuda", 2).why_not(SHARING[name]) == ""
 
 
 def test_the_page_has_every_check() -> None:
