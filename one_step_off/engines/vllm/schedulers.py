@@ -28,7 +28,6 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import RequestStatus
 
 COLUMN = "log_prob_column"
 """The key under which a request asks for its log-probs as a column, in SamplingParams.extra_args,
@@ -238,7 +237,7 @@ class ReplicaScheduler(LogProbColumns):
     def _is_plain(self, request: Any, token: int) -> bool:
         """Whether a row's only token is nothing but one more: it ends neither the response nor a
         block, and nothing else is to be told to the client."""
-        if not request.may_be_plain or request.status is not RequestStatus.RUNNING:
+        if not request.may_be_plain:
             return False
         attention = self.attention
         length = len(request._all_token_ids) + 1
@@ -248,7 +247,7 @@ class ReplicaScheduler(LogProbColumns):
             and length % attention.block_size != 0
             and token not in request.end_tokens
             and request.prefill_stats is None  # told with the first token
-            and not request.num_stale_output_tokens
+            and not request.num_stale_output_tokens  # of before it was preempted
             and not request.events
             and computed // attention.block_size
             <= attention.num_cached_block.get(request.request_id, -1)

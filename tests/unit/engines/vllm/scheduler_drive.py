@@ -117,6 +117,7 @@ class Drive:
         self.record = Record()
         self.asked: list[str] = []
         self.version = 0
+        self.paused_steps = 0
 
     def params(self, kind: str) -> SamplingParams:
         """Of a request: "column" asks for one; the others are as in vLLM."""
@@ -156,6 +157,11 @@ class Drive:
 
     def disturb(self) -> None:
         """What else may happen between two steps."""
+        if self.paused_steps:
+            self.paused_steps -= 1
+            if not self.paused_steps:
+                self.resume()
+            return
         chance = self.random.random()
         if chance < 0.04 and self.asked:
             name = self.random.choice(self.asked[-20:])
@@ -165,8 +171,16 @@ class Drive:
             # A sync: caches are cleared, running requests computed again, with other weights.
             self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
-            self.version += 1
-            self.scheduler.set_pause_state(PauseState.UNPAUSED)
+            self.resume()
+        elif chance < 0.10:
+            # A sync that keeps the caches. The steps in flight end meanwhile.
+            self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            self.paused_steps = 3
+
+    def resume(self) -> None:
+        """With other weights."""
+        self.version += 1
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def run(self) -> Record:
         """All requests to their end."""
