@@ -262,9 +262,10 @@ class TrainedWorker(CheckpointedWorker):
         has_broken_loss = bool(stats.non_finite_losses)
         stats.non_finite_losses.zero_()
         grad_norm = self._grad_norm()
-        stats.grad_norms.append(float(grad_norm))
+        norm = float(grad_norm)  # once: each reading waits for the GPU
+        stats.grad_norms.append(norm)
         largest_norm = self.role_config.max_grad_norm_skip
-        if skips_update(float(grad_norm), has_broken_loss, largest_norm):
+        if skips_update(norm, has_broken_loss, largest_norm):
             self.skipped_in_a_row += 1
             stats.skipped_updates += 1
         else:

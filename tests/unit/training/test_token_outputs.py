@@ -182,7 +182,7 @@ def test_compiled_it_moves_the_logits_twice_and_their_gradient_once(inductor_cou
     with torch.no_grad():
         (expected,) = plain_gradient(logits, tokens)
     torch.testing.assert_close(logits.grad, expected, rtol=2**-7, atol=1e-6)
-    assert inductor_counts.num_bytes_accessed <= 2 * reading + writing + small
+    assert 2 * reading < inductor_counts.num_bytes_accessed <= 2 * reading + writing + small
     assert inductor_counts.generated_kernel_count <= 8
 
 
