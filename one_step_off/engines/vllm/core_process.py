@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
 
 PRELOADED = ["vllm.v1.engine.async_llm", "vllm.v1.engine.core"]
 """What the server imports: what vLLM itself imports before it forks. More might start CUDA, which
@@ -67,3 +68,15 @@ def core_is_forked(device: str) -> Iterator[None]:
         yield
     finally:
         utils.get_mp_context = own_context
+
+
+def start_engine(engine_config: Any, arguments: dict[str, Any]) -> Any:
+    """An `AsyncLLM` with vLLM's `VllmConfig`, which has been made of `arguments`. Raises what vLLM
+    raises."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_vllm_config(
+        engine_config,
+        enable_log_requests=arguments.get("enable_log_requests", False),
+        disable_log_stats=arguments["disable_log_stats"],
+    )

@@ -15,7 +15,11 @@ from one_step_off.config.roles import role_settings, vocabulary_size
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays
 from one_step_off.engines.engine_processes import not_running
-from one_step_off.engines.vllm.core_process import core_is_forked, start_fork_server
+from one_step_off.engines.vllm.core_process import (
+    core_is_forked,
+    start_engine,
+    start_fork_server,
+)
 from one_step_off.engines.vllm.engine_args import CPU_ENGINE_ARGS, MAX_BATCHED_TOKENS
 from one_step_off.engines.vllm.kv_cache import measuring_turn
 from one_step_off.engines.vllm.processes import (
@@ -84,7 +88,6 @@ class TeacherEngine(UsageProbe):
         """
         start_fork_server(self.device)
         from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
 
         self.vocabulary = vocabulary_size(self.cfg, "model")
         arguments = teacher_engine_args(self.cfg, self.device)
@@ -95,9 +98,7 @@ class TeacherEngine(UsageProbe):
                 core_is_forked(self.device),
                 measuring_turn(self.cfg, "teacher", self.device, engine_config),
             ):
-                self.llm = AsyncLLM.from_vllm_config(
-                    engine_config, disable_log_stats=arguments["disable_log_stats"]
-                )
+                self.llm = start_engine(engine_config, arguments)
         self.engine_processes = engine_processes()
 
     async def score_responses(self, work: tuple[list[np.ndarray], list[int]]) -> list[np.ndarray]:

@@ -39,7 +39,7 @@ TRANSFER = "vllm.distributed.weight_transfer"
 ENGINE_CALLS = {
     # method of AsyncLLM -> the arguments that are given
     "collective_rpc": ("method", "args"),
-    "from_vllm_config": ("vllm_config", "disable_log_stats"),
+    "from_vllm_config": ("vllm_config", "enable_log_requests", "disable_log_stats"),
     "generate": ("prompt", "sampling_params", "request_id", "lora_request"),
     "is_sleeping": (),
     "resume_generation": (),
