@@ -11,7 +11,6 @@ import pytest
 
 from one_step_off.config.schema import Config
 from one_step_off.config.sections import rollout
-from one_step_off.engines.vllm.core_process import PRELOADED
 from one_step_off.engines.vllm.engine_args import engine_args
 from one_step_off.engines.vllm.processes import MEMORY_ERRORS
 from tests.unit.project.library_sources import (
@@ -24,7 +23,6 @@ from tests.unit.project.library_sources import (
     literal_values,
     own_trees,
     parameters,
-    tree_of,
     used_attributes,
 )
 
@@ -145,18 +143,6 @@ def test_a_given_cache_size_is_not_measured() -> None:
     assert "return reserve_mm_ipc_gpu_memory" in given
     assert "profile_cudagraph_memory" in measured
     assert "profile_cudagraph_memory" not in given
-
-
-def test_the_core_is_started_in_the_context_of_this_name() -> None:
-    """`core_process.core_is_forked` replaces it. That vLLM forks from a server that has imported
-    these modules is its own choice elsewhere."""
-    utils = "vllm.v1.engine.utils"
-    manager = ast.unparse(definition(utils, "CoreEngineProcManager"))
-    assert "context = get_mp_context()" in manager
-    assert "context.Process(target=EngineCoreProc.run_engine_core" in manager
-    server = ast.unparse(tree_of("vllm.entrypoints.launchers.api_server.entry"))
-    assert f"set_forkserver_preload(['{PRELOADED[0]}'])" in server
-    assert f"from {PRELOADED[1]} import EngineCoreProc" in manager
 
 
 # ---- sleep, wake, pause --------------------------------------------------------------------------
