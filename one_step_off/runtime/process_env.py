@@ -19,14 +19,8 @@ CPU_ENGINE_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-# On GPUs one thread: more of them would wait in loops on the cores that launch kernels. And workers
-# of an engine with several are spawned, as vLLM itself decides in a Ray actor: its core, which is
-# forked, no longer sees that it belongs to one.
-GPU_ENGINE_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-}
+# On GPUs one thread: more of them would wait in loops on the cores that launch kernels.
+GPU_ENGINE_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 ENGINE_ENV = {"cpu": CPU_ENGINE_ENV, "cuda": GPU_ENGINE_ENV}
 # The members of a communicator must agree on these, and NCCL does not compare them: with different
 # values it hangs. Trainers and engines share communicators, and Ray's processes on other nodes

@@ -12,12 +12,12 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import PolicyVersion
 from one_step_off.engines.engine import GenerationRequest
 from one_step_off.engines.vllm import checks
-from one_step_off.engines.vllm.core_process import core_is_forked, start_fork_server
 from one_step_off.engines.vllm.engine_args import engine_args
 from one_step_off.engines.vllm.kv_cache import apply_plan, measuring_turn, plan_kv_cache
 from one_step_off.engines.vllm.processes import (
     engine_processes,
     failed_start_names_its_reason,
+    start_engine,
 )
 from one_step_off.engines.vllm.prompt_scores import log_probs_of
 
@@ -64,9 +64,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         """See `Engine`."""
-        start_fork_server(self.device)
         from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = engine_args(self.cfg, self.device, self.seed)
         self.lora_request = request_of_policy(self.cfg)
@@ -74,13 +72,8 @@ class VllmEngine:
             engine_config = AsyncEngineArgs(**arguments).create_engine_config()
             if self.device == "cuda":
                 self._size_kv_cache(engine_config)
-            with (
-                core_is_forked(self.device),
-                measuring_turn(self.cfg, "rollout", self.device, engine_config),
-            ):
-                self.llm = AsyncLLM.from_vllm_config(
-                    engine_config, disable_log_stats=arguments["disable_log_stats"]
-                )
+            with measuring_turn(self.cfg, "rollout", self.device, engine_config):
+                self.llm = start_engine(engine_config, arguments)
         self.max_sequences = self.llm.vllm_config.scheduler_config.max_num_seqs
         self.own_processes = engine_processes()
 

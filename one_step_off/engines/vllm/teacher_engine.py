@@ -15,12 +15,12 @@ from one_step_off.config.roles import role_settings, vocabulary_size
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays
 from one_step_off.engines.engine_processes import not_running
-from one_step_off.engines.vllm.core_process import core_is_forked, start_fork_server
 from one_step_off.engines.vllm.engine_args import CPU_ENGINE_ARGS, MAX_BATCHED_TOKENS
 from one_step_off.engines.vllm.kv_cache import measuring_turn
 from one_step_off.engines.vllm.processes import (
     engine_processes,
     failed_start_names_its_reason,
+    start_engine,
 )
 from one_step_off.engines.vllm.prompt_scores import log_probs_of, top_log_probs_of
 
@@ -82,22 +82,15 @@ class TeacherEngine(UsageProbe):
             ProcessDied: a process of the engine was killed.
             RuntimeError: vLLM cannot serve this model here.
         """
-        start_fork_server(self.device)
         from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
 
         self.vocabulary = vocabulary_size(self.cfg)
         arguments = teacher_engine_args(self.cfg, self.device)
         what_failed = f"teacher.path={self.cfg.teacher.path}: vLLM cannot serve it here"
         with failed_start_names_its_reason(what_failed, self.log):
             engine_config = AsyncEngineArgs(**arguments).create_engine_config()
-            with (
-                core_is_forked(self.device),
-                measuring_turn(self.cfg, "teacher", self.device, engine_config),
-            ):
-                self.llm = AsyncLLM.from_vllm_config(
-                    engine_config, disable_log_stats=arguments["disable_log_stats"]
-                )
+            with measuring_turn(self.cfg, "teacher", self.device, engine_config):
+                self.llm = start_engine(engine_config, arguments)
         self.engine_processes = engine_processes()
 
     async def score_responses(self, work: tuple[list[np.ndarray], list[int]]) -> list[np.ndarray]:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from one_step_off.cluster.device_turns import device_turn, turn_file
+from one_step_off.config.loading import load_config
+from one_step_off.engines.vllm.kv_cache import measuring_turn
+from one_step_off.training.device_memory import in_device_turn
 
 HOLDER = """
 import sys
@@ -93,3 +101,64 @@ def test_each_gpu_has_turns_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
         files.append(turn_file(str(tmp_path)))
     assert len(set(files)) == 3
     assert {file.parent for file in files} == {tmp_path}
+
+
+SHARED = "placement.pools={rollout: [0.5], actor: [0.5]}"
+
+
+class Rank:
+    """A trainer's rank, as far as `in_device_turn` looks at it."""
+
+    def __init__(self, pools: str, device: str = "cuda") -> None:
+        self.cfg = load_config(["model.path=tiny:qwen2", pools])
+        self.cfg.trainer.start_timeout_s = TOO_SHORT_S
+        self.role = "actor"
+        self._device_type = device
+
+    @in_device_turn
+    def setup(self) -> None:
+        """Load the model."""
+
+
+def engine_config(size: int | None) -> Any:
+    """vLLM's `VllmConfig`, with this size of the KV cache."""
+    return SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=size))
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another engine measures this process's GPU meanwhile."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    holder = Holder(turn_file(), alone=True)
+    assert holder.line() == "has its turn"
+    yield
+    holder.end()
+    holder.process.wait()
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_trainer_on_a_shared_gpu_waits_for_an_engine_that_measures() -> None:
+    with pytest.raises(TimeoutError, match="same GPU"):
+        Rank(SHARED).setup()
+    Rank(SHARED, device="cpu").setup()
+    Rank("placement.pools={rollout: [1], actor: [1]}").setup()
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize(
+    ("size", "device", "pools", "waits"),
+    [
+        (None, "cuda", SHARED, True),
+        (1 << 30, "cuda", SHARED, False),
+        (None, "cpu", SHARED, False),
+        (None, "cuda", "placement.pools={rollout: [1], actor: [1]}", False),
+    ],
+)
+def test_an_engine_takes_a_turn_where_it_measures_a_shared_gpu(
+    size: int | None, device: str, pools: str, waits: bool
+) -> None:
+    cfg = load_config(["model.path=tiny:qwen2", pools])
+    cfg.trainer.start_timeout_s = TOO_SHORT_S
+    expected = pytest.raises(TimeoutError) if waits else contextlib.nullcontext()
+    with expected, measuring_turn(cfg, "rollout", device, engine_config(size)):
+        assert not waits

@@ -12,7 +12,6 @@ import pytest
 
 from one_step_off.config.schema import Config
 from one_step_off.config.sections import rollout
-from one_step_off.engines.vllm.core_process import PRELOADED
 from one_step_off.engines.vllm.engine_args import engine_args
 from one_step_off.engines.vllm.processes import MEMORY_ERRORS
 from tests.unit.project.library_sources import (
@@ -26,7 +25,6 @@ from tests.unit.project.library_sources import (
     own_trees,
     parameters,
     source_digest,
-    tree_of,
     used_attributes,
 )
 
@@ -46,7 +44,7 @@ TRANSFER = "vllm.distributed.weight_transfer"
 ENGINE_CALLS = {
     # method of AsyncLLM -> the arguments that are given
     "collective_rpc": ("method", "args"),
-    "from_vllm_config": ("vllm_config", "disable_log_stats"),
+    "from_vllm_config": ("vllm_config", "enable_log_requests", "disable_log_stats"),
     "generate": ("prompt", "sampling_params", "request_id", "lora_request"),
     "is_sleeping": (),
     "resume_generation": (),
@@ -158,18 +156,6 @@ def test_a_given_cache_size_is_not_measured() -> None:
     assert "return reserve_mm_ipc_gpu_memory" in given
     assert "profile_cudagraph_memory" in measured
     assert "profile_cudagraph_memory" not in given
-
-
-def test_the_core_is_started_in_the_context_of_this_name() -> None:
-    """`core_process.core_is_forked` replaces it. That vLLM forks from a server that has imported
-    these modules is its own choice elsewhere."""
-    utils = "vllm.v1.engine.utils"
-    manager = ast.unparse(definition(utils, "CoreEngineProcManager"))
-    assert "context = get_mp_context()" in manager
-    assert "context.Process(target=EngineCoreProc.run_engine_core" in manager
-    server = ast.unparse(tree_of("vllm.entrypoints.launchers.api_server.entry"))
-    assert f"set_forkserver_preload(['{PRELOADED[0]}'])" in server
-    assert f"from {PRELOADED[1]} import EngineCoreProc" in manager
 
 
 # ---- sleep, wake, pause --------------------------------------------------------------------------
