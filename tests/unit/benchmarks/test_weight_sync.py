@@ -105,7 +105,7 @@ def test_each_arm_finds_what_it_set_on_a_worker() -> None:
     trainer.select_arm(worker, "b", {})
     assert worker.sender is None
     assert not hasattr(worker, "mirror")
-    assert worker.cfg.weight_sync.bucket_mb == 64
+    assert worker.cfg.weight_sync.bucket_mb is None
     worker.sender = "b's"
     worker.version = 7
     trainer.select_arm(worker, "a", {"bucket_mb": 1})
@@ -146,7 +146,7 @@ def test_a_forgotten_arm_leaves_nothing_on_a_worker() -> None:
     assert not hasattr(worker, "mirror")
     assert worker.version == 3
     assert endpoint.closed == endpoint.stopped == 1
-    assert worker.cfg.weight_sync.bucket_mb == 64
+    assert worker.cfg.weight_sync.bucket_mb is None
     assert "a" not in worker.bench_arms.of_arm
 
 
