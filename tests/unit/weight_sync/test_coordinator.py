@@ -17,6 +17,8 @@ from one_step_off.training.trainer_group import WorkerGroup
 from one_step_off.weight_sync import sync_calls
 from one_step_off.weight_sync.canary import canary_limit_s
 from one_step_off.weight_sync.coordinator import WeightSync
+from one_step_off.weight_sync.trainer_sender import SenderAddress
+from one_step_off.weight_sync.weight_piece import WeightPiece
 from tests.unit.stand_ins import TRAINER_CONTROL, ActorMethod, RecordedEvents, StandInActor
 
 SCORES = [np.array([-1.0])]
@@ -250,3 +252,31 @@ def test_what_a_replica_returns_during_a_sync_waits_for_its_canary():
         await supervisor.wait_until_verified(0)  # nothing is held back any more
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("given", "expected_mb"), [(None, 192), (8, 8)])
+def test_without_a_size_buckets_suit_the_smallest_device(given, expected_mb):
+    sync = connected_sync(SCORES, [SCORES])
+    sync.cfg.bucket_mb = given
+    opened: list[int] = []
+
+    def open_sender(groups, pieces, bucket_bytes, *more):
+        opened.append(bucket_bytes)
+        return SenderAddress(("127.0.0.1", 1))
+
+    ranks: list[Any] = []
+    for rank, megabytes in enumerate((640, 192)):
+        piece = WeightPiece("w", "float32", (4, 2), 2 * rank, 2 * rank + 2)
+        ranks.append(
+            StandInActor(
+                weight_plan=[piece],
+                automatic_bucket_mb=megabytes,
+                open_sender=open_sender,
+                **TRAINER_CONTROL,
+            )
+        )
+    sync.actor.ranks = ranks
+    sync.same_device = [[], []]
+    asyncio.run(sync.connect())
+    assert opened == [expected_mb << 20] * 2
+    assert sync.connect_info["bucket_bytes"] == expected_mb << 20
