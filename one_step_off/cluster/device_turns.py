@@ -8,6 +8,7 @@ start at the same time. The turns are locks on a file, which the kernel frees wi
 import contextlib
 import fcntl
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ def turn_file(folder: str = "") -> Path:
     `folder`: "": that for temporary files, which all processes of a run have in common.
     """
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").replace(",", "_").replace("/", "_")
-    return Path(folder or tempfile.gettempdir(), f"one_step_off_{os.getuid()}_gpu_{gpu}.lock")
+    # Machines may share the folder.
+    name = f"one_step_off_{os.getuid()}_{socket.gethostname()}_gpu_{gpu}.lock"
+    return Path(folder or tempfile.gettempdir(), name)
 
 
 @contextlib.contextmanager
@@ -40,7 +43,7 @@ def device_turn(alone: bool, limit_s: float, path: Path | None = None) -> Iterat
     """
     path = path or turn_file()
     mode = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
-    with path.open("a") as file:
+    with path.open("a+") as file:  # NFS gives a shared lock only to who may read
         deadline = time.monotonic() + limit_s
         while not _took_lock(file.fileno(), mode):
             if time.monotonic() > deadline:

@@ -196,7 +196,10 @@ class PersistentActors:
         size = self.kv_cache_bytes.get(index)
         if not size:
             return self.cfg
-        engine_kwargs = {"kv_cache_memory_bytes": size} | self.cfg.rollout.engine_kwargs
+        # With a given size, vLLM's share of the memory says only how much must be free at the
+        # start. The trainer may have some of it by now.
+        known = {"kv_cache_memory_bytes": size, "gpu_memory_utilization": 0.01}
+        engine_kwargs = known | self.cfg.rollout.engine_kwargs
         rollout = dataclasses.replace(self.cfg.rollout, engine_kwargs=engine_kwargs)
         return dataclasses.replace(self.cfg, rollout=rollout)
 

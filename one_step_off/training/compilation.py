@@ -20,11 +20,14 @@ class Compiler:
 
     Args:
         what: what is compiled, for that line.
+        are_recomputed: by activation checkpointing, which needs the functions to run alike both
+            times. A failure then raises RuntimeError.
         options: of torch.compile.
     """
 
-    def __init__(self, what: str, **options: Any) -> None:
+    def __init__(self, what: str, are_recomputed: bool = False, **options: Any) -> None:
         self._what = what
+        self._are_recomputed = are_recomputed
         self._options = options
         self._has_failed = False
 
@@ -38,14 +41,14 @@ class Compiler:
         """
         plain = otherwise or function
         fast = torch.compile(function, **self._options)
-        # Compile the backward pass together with the forward pass: when it is due, it is too late
-        # to compute both uncompiled.
-        torch._functorch.config.force_non_lazy_backward_lowering = True
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._has_failed:
                 try:
-                    return fast(*args, **kwargs)
+                    # Compile the backward pass together with the forward pass: when it is due, it
+                    # is too late to compute both uncompiled. The setting is one of each thread.
+                    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                        return fast(*args, **kwargs)
                 except TorchDynamoException as e:
                     self._report(e)
             return plain(*args, **kwargs)
@@ -56,6 +59,11 @@ class Compiler:
         self._has_failed = True
         cause = getattr(error, "inner_exception", error)
         reason = str(cause).strip().partition("\n")[0]
+        if self._are_recomputed:
+            raise RuntimeError(
+                f"{self._what}: cannot be compiled ({type(cause).__name__}: {reason}); set the "
+                "role's torch_compile=false, or its activation_checkpointing=false"
+            ) from error
         logging.getLogger(__name__).warning(
             "%s: cannot be compiled and will run slower, without torch.compile (%s: %s)",
             self._what,

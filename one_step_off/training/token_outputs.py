@@ -106,9 +106,10 @@ class _RowStatistics(torch.autograd.Function):
         measure = _compiled_measure if is_compiled else _measured_in_blocks
         chosen, figure, log_total, highest = measure(logits, places, temperature, entropy)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(highest)
-        if entropy != "grad" and figure is not None:
-            ctx.mark_non_differentiable(figure)
+        if entropy == "grad" or figure is None:
+            ctx.mark_non_differentiable(highest)
+        else:
+            ctx.mark_non_differentiable(highest, figure)
         ctx.temperature = temperature
         ctx.is_compiled = is_compiled
         kept_figure = figure if entropy == "grad" else None
@@ -133,25 +134,26 @@ def _measured_in_blocks(
     logits: Tensor, places: Tensor, temperature: float, entropy: Figure
 ) -> list[Tensor | None]:
     parts = []
-    for rows in _blocks(logits):
+    for rows in _blocks(logits, places):
         parts.append(_measured(logits[rows], places[rows], temperature, entropy))
     return [_concatenated(column) for column in zip(*parts, strict=True)]
 
 
-def _gradient_in_blocks(logits: Tensor, *tensors_and_temperature: Any) -> Tensor:
+def _gradient_in_blocks(logits: Tensor, places: Tensor, *tensors_and_temperature: Any) -> Tensor:
     *tensors, temperature = tensors_and_temperature
     written = torch.empty_like(logits)
-    for rows in _blocks(logits):
+    for rows in _blocks(logits, places):
         of_rows: Any = [None if tensor is None else tensor[rows] for tensor in tensors]
-        written[rows] = _gradient(logits[rows], *of_rows, temperature)
+        written[rows] = _gradient(logits[rows], places[rows], *of_rows, temperature)
     return written
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Rows of which the logits fit into BLOCK_ELEMENTS; one block without rows, if there are
-    none."""
+def _blocks(logits: Tensor, places: Tensor) -> Iterator[slice]:
+    """Rows of which the logits, and the pairs of wanted tokens, fit into BLOCK_ELEMENTS; one block
+    without rows, if there are none."""
     count, entries = logits.shape
-    step = max(BLOCK_ELEMENTS[logits.device.type] // entries, 1)
+    largest = max(entries, places.shape[1] ** 2)
+    step = max(BLOCK_ELEMENTS[logits.device.type] // largest, 1)
     for start in range(0, max(count, 1), step):
         yield slice(start, start + step)
 

@@ -249,8 +249,12 @@ class _PlanBuilder:
 
 
 def automatic_bucket_mb(device_bytes: int) -> int:
-    """weight_sync.bucket_mb=null, in MiB. `device_bytes`: all memory of the GPU; 0 for a CPU."""
+    """weight_sync.bucket_mb=null, in MiB: a power of two, since torch takes pinned memory in those.
+
+    `device_bytes`: what this process may use of its GPU's memory; 0 for a CPU.
+    """
     share_mb = device_bytes // _BUCKETS_PER_DEVICE >> 20
+    share_mb = 1 << max(share_mb.bit_length() - 1, 0)
     return min(max(share_mb, MIN_BUCKET_MB), MAX_BUCKET_MB)
 
 

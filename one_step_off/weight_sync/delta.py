@@ -25,7 +25,7 @@ from one_step_off.weight_sync import delta
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts
 
 # Words per block: few enough for small temporaries, enough to hide the fixed cost of an operation.
-_BLOCK_WORDS = {"cpu": 1 << 21, "cuda": 1 << 25}
+_BLOCK_WORDS = {"cpu": 1 << 21, "cuda": 1 << 23}
 _COUNTS_FIRST = {"cpu": False, "cuda": True}
 """By device type: whether all counts of a payload are found first, and read together. Each read
 makes the host wait for a GPU; on CPUs finding them takes longer than it saves."""

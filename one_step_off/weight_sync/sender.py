@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from one_step_off.cluster.bounded_waits import AbortSignal, WorkerThread
+from one_step_off.cluster.core_binding import unpin
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync import delta
@@ -375,7 +376,7 @@ class WeightSender(StreamPeer):
         if progress.keeps:
             self.kept_version = progress.version
         else:
-            thread = WorkerThread(KEEP_THREAD, self.prepare_thread)
+            thread = WorkerThread(KEEP_THREAD, unpin)
             self.keeping = thread.submit(self._keep, progress.version)
             thread.stop()  # afterwards: a thread that waits would hold this sender's memory
 
@@ -389,13 +390,15 @@ class WeightSender(StreamPeer):
         return self.queue is not None and self.leader is None and self.packer.live is not None
 
     def _keep(self, version: int) -> None:
-        """On its own thread and stream: pack every part again, into the send buffers, and copy it
-        to host memory."""
-        for index, (size, buffer) in enumerate(zip(self.part_sizes, itertools.cycle(self.buffers))):
-            part = buffer[:size]
-            self.packer.pack(index, part)
-            self.kept_parts[index].copy_(part, non_blocking=True)
-        self._wait_for_device()
+        """On its own thread: pack every part again, into the send buffers, and copy it to host
+        memory. Nothing else uses the sync's stream meanwhile."""
+        parts = zip(self.part_sizes, itertools.cycle(self.buffers))
+        with self.queue.use() if self.queue else nullcontext():
+            for index, (size, buffer) in enumerate(parts):
+                part = buffer[:size]
+                self.packer.pack(index, part)
+                self.kept_parts[index].copy_(part, non_blocking=True)
+            self._wait_for_device()
         self.kept_version = version
 
     def finish_keeping(self) -> None:

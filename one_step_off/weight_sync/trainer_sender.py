@@ -20,6 +20,7 @@ import torch
 from one_step_off.cluster.core_binding import unpin
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.network import reachable_host
+from one_step_off.config.placement import memory_share
 from one_step_off.config.schema import Config
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces, automatic_bucket_mb
 from one_step_off.weight_sync.gpu_queue import device_bytes
@@ -68,8 +69,9 @@ class WeightSenderMixin:
 
     @ray.method(concurrency_group="sync")
     def automatic_bucket_mb(self) -> int:
-        """The size of a bucket that suits this rank's device, in MiB."""
-        return automatic_bucket_mb(device_bytes(torch.device(self.device)))
+        """The size of a bucket that suits this rank's part of its device, in MiB."""
+        usable_bytes = memory_share(self.cfg, "actor") * device_bytes(torch.device(self.device))
+        return automatic_bucket_mb(int(usable_bytes))
 
     @ray.method(concurrency_group="sync")
     def open_sender(

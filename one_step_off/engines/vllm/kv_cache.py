@@ -185,7 +185,7 @@ def apply_plan(plan: KvCachePlan, engine_config: Any, gpu_bytes: int) -> None:
 def measuring_turn(
     cfg: Config, role: str, device: str, engine_config: Any
 ) -> contextlib.AbstractContextManager[None]:
-    """Around the start of an engine: it is alone where it measures a GPU that it shares.
+    """Around the start of an engine on a GPU that it shares: alone if it measures the memory.
 
     Args:
         role: of the engine.
@@ -194,6 +194,5 @@ def measuring_turn(
     """
     if device != "cuda" or not shares_device(cfg, cfg.placement.roles[role]):
         return contextlib.nullcontext()
-    if engine_config.cache_config.kv_cache_memory_bytes is not None:
-        return contextlib.nullcontext()
-    return device_turn(alone=True, limit_s=cfg.trainer.start_timeout_s)
+    measures = engine_config.cache_config.kv_cache_memory_bytes is None
+    return device_turn(alone=measures, limit_s=cfg.trainer.start_timeout_s)

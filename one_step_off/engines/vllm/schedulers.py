@@ -145,7 +145,7 @@ class BlockEdges(KVCacheManager):
             place = request.num_computed_tokens
             has_slot = place < len(attention.req_to_blocks.get(name, ())) * size
             known_tokens = min(place + 1, request.num_tokens)
-            if has_slot and known_tokens // size <= attention.num_cached_block.get(name, -1):
+            if has_slot and known_tokens // size <= attention.num_cached_block.get(name, 0):
                 return self.empty_kv_cache_blocks
         return super().allocate_slots(
             request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, *args, **kwargs
@@ -250,7 +250,7 @@ class ReplicaScheduler(LogProbColumns):
             and not request.num_stale_output_tokens  # of before it was preempted
             and not request.events
             and computed // attention.block_size
-            <= attention.num_cached_block.get(request.request_id, -1)
+            <= attention.num_cached_block.get(request.request_id, 0)
         )
 
 

@@ -222,8 +222,10 @@ def _shard(
         "offload_policy": offload_policy,
     }
     recomputes = getattr(role_config, "activation_checkpointing", False)  # of trainable roles
-    compiles = compilation.is_wanted(role_config.torch_compile, device)
-    compiler = compilation.Compiler("decoder layers", dynamic=True)
+    # The hooks that collect router logits cannot be compiled.
+    collects_routers = getattr(model.config, "output_router_logits", False)
+    compiles = compilation.is_wanted(role_config.torch_compile, device) and not collects_routers
+    compiler = compilation.Compiler("decoder layers", are_recomputed=recomputes, dynamic=True)
     for layer in _decoder_layers(model):
         # Wrapping the method, not the module, keeps parameter names as the checkpoint has them, and
         # FSDP's hooks outside.
@@ -325,8 +327,9 @@ def _token_outputs(
     """
     output = self.base_model(**inputs, use_cache=False)
     hidden = output.last_hidden_state
-    # There if config.json has output_router_logits.
-    self.router_logits = getattr(output, "router_logits", None) or ()
+    self.router_logits = ()
+    if torch.is_grad_enabled():  # there if config.json has output_router_logits
+        self.router_logits = getattr(output, "router_logits", None) or ()
     scalar_head = getattr(self, SCALAR_HEAD, None)
 
     def project(hidden: Tensor, tokens: Tensor) -> TokenOutputs:
@@ -393,7 +396,9 @@ def sharded_weights(
             weights += _pieces(layout.of_parameter(name), parameter, wire_dtype)
     if dist.get_rank() == 0:
         for name, buffer in saved_buffers(model).items():
-            weights += _pieces(layout.of_parameter(name), buffer, wire_dtype)
+            # In its own dtype, with which the trainer computes: a router's bias is float32.
+            own_dtype = str(buffer.dtype).removeprefix("torch.")
+            weights += _pieces(layout.of_parameter(name), buffer, own_dtype)
     return weights
 
 

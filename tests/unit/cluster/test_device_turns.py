@@ -149,12 +149,12 @@ def test_a_trainer_on_a_shared_gpu_waits_for_an_engine_that_measures() -> None:
     ("size", "device", "pools", "waits"),
     [
         (None, "cuda", SHARED, True),
-        (1 << 30, "cuda", SHARED, False),
+        (1 << 30, "cuda", SHARED, True),
         (None, "cpu", SHARED, False),
         (None, "cuda", "placement.pools={rollout: [1], actor: [1]}", False),
     ],
 )
-def test_an_engine_takes_a_turn_where_it_measures_a_shared_gpu(
+def test_an_engine_on_a_shared_gpu_waits_for_another_that_measures(
     size: int | None, device: str, pools: str, waits: bool
 ) -> None:
     cfg = load_config(["model.path=tiny:qwen2", pools])

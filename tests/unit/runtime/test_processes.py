@@ -60,6 +60,7 @@ def test_a_restarted_engine_gets_the_kv_cache_of_the_first_start() -> None:
     restarted = run._replica_cfg(0)
     arguments = engine_args(restarted, "cuda")
     assert arguments["kv_cache_memory_bytes"] == 1 << 30
+    assert arguments["gpu_memory_utilization"] < 0.1, "the trainer has taken memory by then"
     assert arguments["max_num_seqs"] == 8
     assert run._replica_cfg(1) is run.cfg
     assert "kv_cache_memory_bytes" not in run.cfg.rollout.engine_kwargs

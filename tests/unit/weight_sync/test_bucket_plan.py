@@ -175,7 +175,7 @@ def test_the_gpu_checksum_is_its_definition(words):
 
 
 @pytest.mark.parametrize(
-    ("gib", "expected_mb"), [(0, 64), (4, 64), (24, 192), (80, 640), (141, 1024), (288, 1024)]
+    ("gib", "expected_mb"), [(0, 64), (4, 64), (24, 128), (80, 512), (141, 1024), (288, 1024)]
 )
 def test_the_automatic_size_of_a_bucket_grows_with_the_device(gib, expected_mb):
     assert automatic_bucket_mb(gib << 30) == expected_mb
