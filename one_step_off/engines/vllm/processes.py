@@ -40,11 +40,12 @@ MEMORY_ERRORS = {
     ),
     "Error in memory profiling": (
         "another process has freed memory of this GPU while the engine measured it; start again, "
-        "or set rollout.engine_kwargs.kv_cache_memory_bytes, with which nothing is measured"
+        "or set engine_kwargs.kv_cache_memory_bytes (of rollout or teacher), with which nothing is "
+        "measured"
     ),
     "CUDA out of memory": (
         "the engine does not fit into what is free on this GPU; end other processes, lower "
-        "rollout.engine_kwargs.max_num_seqs, or raise rollout.tensor_parallel_size"
+        "engine_kwargs.max_num_seqs, or raise tensor_parallel_size (of rollout or teacher)"
     ),
 }
 """What vLLM says of a lack of memory -> its cause, and the keys to change."""
