@@ -101,13 +101,16 @@ def test_a_killed_engine_has_died_whatever_the_log_says(
         ),
         (
             "Error in memory profiling. Initial free memory 20 GiB, current free memory 21 GiB.",
-            "engine_kwargs.kv_cache_memory_bytes",
+            "engine_kwargs.kv_cache_memory_bytes (of rollout or teacher)",
         ),
         (
             "To serve at least one request with the model's max seq len (4096), (1 GiB KV cache is",
             "data.max_response_length",
         ),
-        ("CUDA out of memory. Tried to allocate 9.00 GiB.", "engine_kwargs.max_num_seqs"),
+        (
+            "CUDA out of memory. Tried to allocate 9.00 GiB.",
+            "engine_kwargs.max_num_seqs, or raise tensor_parallel_size (of rollout or teacher)",
+        ),
     ],
 )
 def test_a_lack_of_memory_names_its_cause_and_the_key(tmp_path: Path, said: str, key: str) -> None:
