@@ -46,7 +46,7 @@ class WeightSyncConfig:
     bucket_mb: Optional[int] = config_key(
         None,
         "size of a bucket, in MiB; sender and receiver reuse two each; null: 64 on CPUs, on GPUs a "
-        "128th of the smallest trainer's memory, up to 1024",
+        "128th of what the smallest trainer may use, as a power of two up to 1024",
         low=1,
     )
     transport: str = config_key(
