@@ -1,14 +1,25 @@
-"""What this machine has: its GPUs, counted without torch, and its cores, divided among processes.
+"""What this machine has: its GPUs, counted without torch, and its cores, divided among processes;
+and whether its NCCL takes two ranks on one GPU.
 
 It imports nothing but the standard library: shell/setup.sh uses it before anything is installed.
 """
 
+import contextlib
 import glob
+import importlib.metadata
 import os
 import subprocess
 from collections.abc import Sequence
 
 NVIDIA_SMI_TIMEOUT_S = 2.0
+
+RANKS_SHARE_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""The environment variable with which NCCL takes two ranks on one GPU."""
+
+SHARING_NCCL = (2, 30)
+"""The first NCCL that knows that variable."""
+
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 CoresPerProcess = list[list[int]]
 """The core numbers of each process."""
@@ -90,3 +101,17 @@ def _count_present_gpus() -> int:
     if result.returncode != 0:
         return 0
     return sum(line.startswith("GPU ") for line in result.stdout.splitlines())
+
+
+def ranks_may_share_gpu() -> bool:
+    """Whether two ranks may be on one GPU: NCCL is new enough, and the environment asks for it."""
+    return os.environ.get(RANKS_SHARE_GPU) == "1" and nccl_version() >= SHARING_NCCL
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Major and minor number of the installed NCCL; (): there is none."""
+    for package in NCCL_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            major, minor, *_ = importlib.metadata.version(package).split(".")
+            return int(major), int(minor)
+    return ()

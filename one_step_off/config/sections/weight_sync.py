@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from one_step_off.config.errors import value_error
+from one_step_off.config.hardware import RANKS_SHARE_GPU, ranks_may_share_gpu
 from one_step_off.config.keys import config_key
 from one_step_off.config.registry import TRANSPORTS, check_name, import_object
 
@@ -92,6 +93,10 @@ def check_weight_sync(settings: WeightSyncConfig, device: str, is_one_device: bo
     if transport == "shared_folder" and settings.mode == "delta":
         problem = "shared_folder sends all weights; use mode=full"
         raise value_error("weight_sync.mode", settings.mode, problem)
-    if transport == "collective" and device != "cpu" and is_one_device:
-        problem = "NCCL refuses two processes on one GPU; use auto, or separate GPUs"
+    one_gpu = device != "cpu" and is_one_device
+    if transport == "collective" and one_gpu and not ranks_may_share_gpu():
+        problem = (
+            "NCCL refuses two processes on one GPU; use auto, or separate GPUs. To try it: NCCL "
+            f"2.30 or later, and {RANKS_SHARE_GPU}=1 in the environment"
+        )
         raise value_error(key, transport, problem)

@@ -4,9 +4,7 @@ A check that hangs, crashes or leaves processes behind is reported, and what it 
 so that the next check finds the devices free.
 """
 
-import contextlib
 import ctypes
-import importlib.metadata
 import json
 import os
 import signal
@@ -21,6 +19,7 @@ import psutil
 
 import one_step_off
 from one_step_off.config import packages
+from one_step_off.config.hardware import RANKS_SHARE_GPU, SHARING_NCCL, nccl_version
 from one_step_off.tools.gpu_check.check import NO_TIME, Check, Context, Result, Status
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -28,14 +27,6 @@ PR_SET_CHILD_SUBREAPER = 36
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 """All models are local, so nothing waits for a hub."""
-
-RANKS_SHARE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-"""With it NCCL takes two ranks on one GPU."""
-
-SHARING_NCCL = (2, 30)
-"""The first NCCL that knows that variable."""
-
-NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 KILL_ROUNDS = 20
 KILL_WAIT_S = 0.25
@@ -134,7 +125,7 @@ class Runner:
         command += [check.function, str(request), str(answer)]
         environment = os.environ | OFFLINE | check.variables | {"PYTHONPATH": _search_path()}
         if self.device == "cuda" and self.gpus < check.min_gpus:
-            environment |= RANKS_SHARE_GPU
+            environment[RANKS_SHARE_GPU] = "1"
         with open(log, "wb") as output:
             process = subprocess.Popen(
                 command,
@@ -170,15 +161,6 @@ class Runner:
             figures = {}
         shown_log = _tail(log) if status is Status.FAIL else ""
         return Result(check.name, status, 0.0, reason, figures, shown_log)
-
-
-def nccl_version() -> tuple[int, ...]:
-    """Major and minor number of the installed NCCL; (): there is none."""
-    for package in NCCL_PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            major, minor, *_ = importlib.metadata.version(package).split(".")
-            return int(major), int(minor)
-    return ()
 
 
 def _search_path() -> str:

@@ -62,6 +62,7 @@ CHECKS: tuple[Check, ...] = (
         "runs:disaggregated",
         300,
         min_gpus=2,
+        ranks_may_share=True,
         packages=RUN_PACKAGES,
         cpu_title="three steps one step off, a device for each (tiny model)",
     ),

@@ -51,6 +51,7 @@ MESSAGE_CHARS = 300
 
 DELTAS = {"weight_sync.mode": "delta"}
 SHARED = {"rollout": [0.5], "actor": [0.5]}
+PAIR = 2
 ENGINE_SHARE = 0.3
 """Of the GPU's memory, where engine and trainer work one after the other."""
 
@@ -84,8 +85,12 @@ def shared(context: Context) -> Figures:
 
 
 def disaggregated(context: Context) -> Figures:
-    """One step off, a device for each; syncs with deltas."""
-    settings = {"placement.pools": {"rollout": [1], "actor": [1]}} | DELTAS | _quick_start(context)
+    """One step off, a device for each; syncs with deltas. A single GPU is shared, with NCCL
+    nevertheless."""
+    pools = {"placement.pools": {"rollout": [1], "actor": [1]}}
+    if context.is_cuda and context.gpus < PAIR:
+        pools = {"placement.pools": SHARED, "weight_sync.transport": "collective"}
+    settings = pools | DELTAS | _quick_start(context)
     return _run(context, _Run(settings, 1, sends_deltas=True))
 
 

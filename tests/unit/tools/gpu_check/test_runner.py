@@ -187,7 +187,7 @@ def test_what_runs_depends_on_the_number_of_gpus(
 SHARING = {check.name: check for check in CHECKS if check.ranks_may_share}
 
 
-@pytest.mark.parametrize("name", ["groups", "dead_peer", "weights_network"])
+@pytest.mark.parametrize("name", ["groups", "dead_peer", "weights_network", "run_disaggregated"])
 @pytest.mark.parametrize(
     ("nccl", "found"), [((), "none"), ((2, 29), "2.29"), ((2, 30), ""), ((3, 0), "")]
 )
