@@ -12,12 +12,12 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import PolicyVersion
 from one_step_off.engines.engine import GenerationRequest
 from one_step_off.engines.vllm import checks
+from one_step_off.engines.vllm.core_process import start_engine, start_fork_server
 from one_step_off.engines.vllm.engine_args import engine_args
 from one_step_off.engines.vllm.kv_cache import apply_plan, measuring_turn, plan_kv_cache
 from one_step_off.engines.vllm.processes import (
     engine_processes,
     failed_start_names_its_reason,
-    start_engine,
 )
 from one_step_off.engines.vllm.prompt_scores import log_probs_of
 
@@ -64,6 +64,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         """See `Engine`."""
+        start_fork_server(self.device)
         from vllm import AsyncEngineArgs
 
         arguments = engine_args(self.cfg, self.device, self.seed)
@@ -73,7 +74,7 @@ class VllmEngine:
             if self.device == "cuda":
                 self._size_kv_cache(engine_config)
             with measuring_turn(self.cfg, "rollout", self.device, engine_config):
-                self.llm = start_engine(engine_config, arguments)
+                self.llm = start_engine(engine_config, arguments, self.device)
         self.max_sequences = self.llm.vllm_config.scheduler_config.max_num_seqs
         self.own_processes = engine_processes()
 

@@ -56,18 +56,6 @@ _LOGGED_ERROR = re.compile(r"ERROR .*\] (?:[\w.]+\.)?(\w*(?:Error|Exception): .+
 _ARGUMENT_ERROR = re.compile(r"^\s*Value error, (.+?)(?: \[type=.*)?$", re.MULTILINE)
 
 
-def start_engine(engine_config: Any, arguments: dict[str, Any]) -> Any:
-    """An `AsyncLLM` with vLLM's `VllmConfig`, which has been made of `arguments`. Raises what vLLM
-    raises."""
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    return AsyncLLM.from_vllm_config(
-        engine_config,
-        enable_log_requests=arguments.get("enable_log_requests", False),
-        disable_log_stats=arguments["disable_log_stats"],
-    )
-
-
 def engine_processes() -> list[psutil.Process]:
     """vLLM's processes below this one."""
     children = psutil.Process().children(recursive=True)
@@ -90,7 +78,7 @@ def kill_engines_of_run() -> None:
 def is_engine(process: psutil.Process) -> bool:
     """Whether this is a process of vLLM's, which name themselves "VLLM::..."."""
     try:
-        return "VLLM::" in " ".join(process.cmdline())
+        return "VLLM::" in " ".join([process.name(), *process.cmdline()])
     except psutil.Error:  # it has just ended
         return False
 

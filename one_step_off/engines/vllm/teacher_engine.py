@@ -15,12 +15,12 @@ from one_step_off.config.roles import role_settings, vocabulary_size
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays
 from one_step_off.engines.engine_processes import not_running
+from one_step_off.engines.vllm.core_process import start_engine, start_fork_server
 from one_step_off.engines.vllm.engine_args import CPU_ENGINE_ARGS, MAX_BATCHED_TOKENS
 from one_step_off.engines.vllm.kv_cache import measuring_turn
 from one_step_off.engines.vllm.processes import (
     engine_processes,
     failed_start_names_its_reason,
-    start_engine,
 )
 from one_step_off.engines.vllm.prompt_scores import log_probs_of, top_log_probs_of
 
@@ -82,6 +82,7 @@ class TeacherEngine(UsageProbe):
             ProcessDied: a process of the engine was killed.
             RuntimeError: vLLM cannot serve this model here.
         """
+        start_fork_server(self.device)
         from vllm import AsyncEngineArgs
 
         self.vocabulary = vocabulary_size(self.cfg)
@@ -90,7 +91,7 @@ class TeacherEngine(UsageProbe):
         with failed_start_names_its_reason(what_failed, self.log):
             engine_config = AsyncEngineArgs(**arguments).create_engine_config()
             with measuring_turn(self.cfg, "teacher", self.device, engine_config):
-                self.llm = start_engine(engine_config, arguments)
+                self.llm = start_engine(engine_config, arguments, self.device)
         self.engine_processes = engine_processes()
 
     async def score_responses(self, work: tuple[list[np.ndarray], list[int]]) -> list[np.ndarray]:
