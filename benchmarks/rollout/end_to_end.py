@@ -14,6 +14,7 @@ from typing import Any
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.engines.engine import GenerationRequest
+from one_step_off.engines.vllm.core_process import start_engine
 from one_step_off.engines.vllm.engine import sampling_params
 from one_step_off.engines.vllm.engine_args import engine_args
 from one_step_off.rollout.replica import RolloutReplica
@@ -48,11 +49,10 @@ async def start_replica(cfg: Config, device: str) -> RolloutReplica:
 def start_bare(cfg: Config, device: str) -> Any:
     """vLLM's engine with the arguments of a run, and nothing of ours in it."""
     from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = engine_args(cfg, device)
     plain = {name: value for name, value in arguments.items() if name not in OURS_ALONE}
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**plain))
+    return start_engine(AsyncEngineArgs(**plain).create_engine_config(), plain, device)
 
 
 async def generate_bare(cfg: Config, llm: Any, prompts: list[Prompt], sampling: Sampling) -> int:

@@ -112,6 +112,11 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         """What the logits are divided by in passes over batches."""
         return self.cfg.rollout.temperature
 
+    @property
+    def trained_figure(self) -> Figure:
+        """The figure of each token that passes with gradients ask for."""
+        return "none"
+
     # What a back end defines.
 
     @abstractmethod
@@ -136,6 +141,9 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
     ) -> TokenOutputs:
         """The model's output at the wanted tokens [n], and a figure of each, see
         `token_outputs.log_probs_and_entropy`."""
+
+    def _warm_up(self) -> None:
+        """Do what the first passes would be slow for, while the engines start (collective)."""
 
     # The start.
 
@@ -167,6 +175,7 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         if isinstance(self.role_config, TrainedConfig):
             self._build_optimizer()
             self._checkpoint_group = dist.new_group(backend="gloo")
+        self._warm_up()
         self._end_turn()
 
     def _choose_device(self) -> None:

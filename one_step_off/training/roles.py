@@ -15,6 +15,7 @@ from one_step_off.algorithms import core_algos, distillation, policy_losses
 from one_step_off.config.roles import vocabulary_size
 from one_step_off.data.samples import Batch
 from one_step_off.training.model_worker import ModelWorker, WorkItem
+from one_step_off.training.token_outputs import Figure
 from one_step_off.training.trained_worker import TrainedWorker
 from one_step_off.training.update_stats import Figures, UpdateStats
 from one_step_off.training.weight_export import WeightExport
@@ -23,6 +24,11 @@ from one_step_off.training.weight_export import WeightExport
 class PolicyWorker(WeightExport):
     """The roles "actor" (trained) and "ref" (frozen: `log_prob` and `log_prob_and_squares`
     only)."""
+
+    @property
+    def trained_figure(self) -> Figure:
+        """See `ModelWorker`."""
+        return "grad" if self.cfg.algorithm.entropy_coef > 0 else "metric"
 
     def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
         """Log-probs of all response tokens of this rank's share: position in batch -> float32 [R]
@@ -87,8 +93,9 @@ class PolicyWorker(WeightExport):
         algorithm = self.cfg.algorithm
         columns = item.columns
         weight = columns["weight"]
-        figure = "grad" if algorithm.entropy_coef > 0 else "metric"
-        log_probs, entropies = self._forward(item.layout, self.cfg.rollout.temperature, figure)
+        log_probs, entropies = self._forward(
+            item.layout, self.cfg.rollout.temperature, self.trained_figure
+        )
         top_log_probs = log_probs[:, 1:] if "teacher" in columns else None
         if top_log_probs is not None:
             log_probs = log_probs[:, 0]
@@ -227,6 +234,11 @@ class SupervisedWorker(PolicyWorker):
         """That of the answers: they were not sampled."""
         return 1.0
 
+    @property
+    def trained_figure(self) -> Figure:
+        """See `ModelWorker`."""
+        return "none"
+
     def _loss_aggregation(self) -> str:
         return "token-mean"
 
@@ -235,7 +247,7 @@ class SupervisedWorker(PolicyWorker):
 
     def _micro_batch_loss(self, item: WorkItem, stats: UpdateStats, first_step: bool) -> Tensor:
         """sum over the answers' tokens of -log p(token) / their number in the batch."""
-        log_probs, _ = self._forward(item.layout, self.temperature, "none")
+        log_probs, _ = self._forward(item.layout, self.temperature, self.trained_figure)
         loss = -(item.columns["weight"] * log_probs).sum()
         stats.add(loss=loss.detach(), tokens=len(log_probs))
         return loss

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.tensor import DTensor
 
 from one_step_off.algorithms import batching
+from one_step_off.config.sections.roles import TrainedConfig
 from one_step_off.training import (
     compilation,
     lora,
@@ -31,6 +32,11 @@ from one_step_off.training.update_stats import PhaseTimer, UpdateStats
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
+WARM_UP_TOKENS = 64
+WARM_UP_SEQUENCES = 2
+WARM_UP_ENTRIES = 16
+"""Of the vocabulary: the smallest tokens, which every model has."""
+
 
 class FsdpBackend(ModelWorker):
     """Put before a role's class: its model, passes, optimizer and checkpoints by FSDP2."""
@@ -42,6 +48,25 @@ class FsdpBackend(ModelWorker):
         self.layout = built.layout
         self.adapters = lora.Adapters(self.model, self.layout.stored_name)
         self.packed = bool(self.attention.kernel)
+
+    def _warm_up(self) -> None:
+        """Compile what is compiled: the passes with and without gradients, of one micro-batch."""
+        if not self._is_compiled:
+            return
+        sequences = [np.arange(WARM_UP_TOKENS) % WARM_UP_ENTRIES] * WARM_UP_SEQUENCES
+        wanted = [np.arange(1, WARM_UP_TOKENS)] * WARM_UP_SEQUENCES
+        item = WorkItem(self._lay_out(sequences, wanted))
+
+        def run(figure: Figure) -> Tensor:
+            outputs, figures = self._forward(item.layout, self.temperature, figure)
+            return outputs.sum() if figures is None else outputs.sum() + figures.sum()
+
+        timer = PhaseTimer(self.device)
+        with torch.no_grad():
+            self._run_micro_batches([item], lambda _: run("none"), timer)
+        if isinstance(self.role_config, TrainedConfig):
+            self._run_micro_batches([item], lambda _: run(self.trained_figure), timer)
+            self._zero_grad()
 
     # Passes.
 
@@ -75,8 +100,12 @@ class FsdpBackend(ModelWorker):
             temperature=temperature,
             entropy=figure,
             chunk=self.cfg.actor.log_prob_chunk,
-            compiled=compilation.is_wanted(self.role_config.torch_compile, self.device),
+            compiled=self._is_compiled,
         )
+
+    @property
+    def _is_compiled(self) -> bool:
+        return compilation.is_wanted(self.role_config.torch_compile, self.device)
 
     def _boundaries(self, layout: batching.MicroBatch) -> dict[str, Any]:
         if layout.cu_seqlens is None:
