@@ -1,7 +1,7 @@
 """The rollout against the bare vLLM engine.
 
     python -m benchmarks.rollout --out DIR [--rows 512] [--requests 600] [--tokens 96] [--repeats 3]
-        [--parts host end-to-end] [section.key=value ...]
+        [--config FILE] [--parts host end-to-end] [section.key=value ...]
 
 "host": microseconds of CPU time per token of each part of the host's work, with made-up tokens in
 place of a model: vLLM's scheduler, encoder and client with our requests, and with ours in it; and
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from benchmarks.common.paths import config_path
 from benchmarks.common.report import write_results
 from benchmarks.rollout import end_to_end, host, layers
 from benchmarks.rollout.report import plot, table
+from one_step_off.config.command_line import exit_code
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 from one_step_off.runtime.process_env import COMMON_ENV, ENGINE_ENV
@@ -35,16 +37,17 @@ GPU_KEYS = ("placement.device=cuda", "rollout.gpu_memory_utilization=0.4")
 """Two engines share the GPU."""
 
 
-def arguments() -> tuple[argparse.Namespace, list[str]]:
+def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command line."""
     parser = Parser(__doc__)
     parser.add_argument("--out", required=True, type=Path, help="folder for the results")
+    parser.add_argument("--config", default=config_path("gsm8k_tiny_cpu.yaml"))
     parser.add_argument("--rows", type=int, default=512, help="sequences at once, of the host part")
     parser.add_argument("--requests", type=int, default=600, help="of the host part")
     parser.add_argument("--tokens", type=int, default=96, help="of its longest response")
     parser.add_argument("--repeats", type=int, default=3, help="of each arm")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    return parser.parse()
+    return parser.parse(argv)
 
 
 def host_arms(cfg: Config) -> dict[str, host.Arm]:
@@ -67,16 +70,20 @@ def host_arms(cfg: Config) -> dict[str, host.Arm]:
     }
 
 
-def main() -> None:
-    """Measure and write the results."""
+def main(argv: list[str] | None = None) -> int:
+    """Measure and write the results. Returns the exit code."""
+    return exit_code(_main, sys.argv[1:] if argv is None else argv)
+
+
+def _main(argv: list[str]) -> int:
     import torch
 
-    args, keys = arguments()
+    args, keys = arguments(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     os.environ.update(COMMON_ENV | ENGINE_ENV[device])
     own_keys = GPU_KEYS if device == "cuda" else ()
-    cfg = load_config([f"config={config_path('gsm8k_tiny_cpu.yaml')}", *own_keys, *keys])
+    cfg = load_config([f"config={args.config}", *own_keys, *keys])
     result: dict[str, Any] = {"machine": machine(), "device": device, "rows": args.rows}
     if "host" in args.parts:
         load = host.Load.random(args.rows, args.requests, args.tokens)
@@ -89,7 +96,8 @@ def main() -> None:
     write_results(args.out, result, markdown)
     plot(result, args.out / "rollout.png")
     print(markdown)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.tensor import DTensor
 
 from one_step_off.algorithms import batching
+from one_step_off.config.lengths import longest_sequence
 from one_step_off.config.sections.roles import TrainedConfig
 from one_step_off.training import (
     compilation,
@@ -32,8 +33,9 @@ from one_step_off.training.update_stats import PhaseTimer, UpdateStats
 from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
-WARM_UP_TOKENS = 64
-WARM_UP_SEQUENCES = 2
+WARM_UP_SHAPE = (64, 2)
+"""Tokens and sequences, on CPUs."""
+
 WARM_UP_ENTRIES = 16
 """Of the vocabulary: the smallest tokens, which every model has."""
 
@@ -50,12 +52,16 @@ class FsdpBackend(ModelWorker):
         self.packed = bool(self.attention.kernel)
 
     def _warm_up(self) -> None:
-        """Compile what is compiled: the passes with and without gradients, of one micro-batch."""
+        """Compile what is compiled, and load the kernels: the passes with and without gradients, of
+        one micro-batch, on a GPU as large as they come."""
         if not self._is_compiled:
             return
-        sequences = [np.arange(WARM_UP_TOKENS) % WARM_UP_ENTRIES] * WARM_UP_SEQUENCES
-        wanted = [np.arange(1, WARM_UP_TOKENS)] * WARM_UP_SEQUENCES
-        item = WorkItem(self._lay_out(sequences, wanted))
+        length, count = WARM_UP_SHAPE
+        if self.device.type == "cuda":
+            length = longest_sequence(self.cfg)
+            count = max(count, self.role_config.micro_batch_tokens // length)
+        sequences = [np.arange(length) % WARM_UP_ENTRIES] * count
+        item = WorkItem(self._lay_out(sequences, [np.arange(1, length)] * count))
 
         def run(figure: Figure) -> Tensor:
             outputs, figures = self._forward(item.layout, self.temperature, figure)
