@@ -59,7 +59,7 @@ class FsdpBackend(ModelWorker):
         length, count = WARM_UP_SHAPE
         if self.device.type == "cuda":
             length = longest_sequence(self.cfg)
-            count = max(count, self.role_config.micro_batch_tokens // length)
+            count = max(1, self.role_config.micro_batch_tokens // length)
         sequences = [np.arange(length) % WARM_UP_ENTRIES] * count
         item = WorkItem(self._lay_out(sequences, [np.arange(1, length)] * count))
 
