@@ -64,7 +64,7 @@ GPUS = {
 """Memory and its bandwidth; `monitoring.flops` has the peaks, with their sources."""
 
 STEP_S = 2.0e-3
-SEQUENCE_S = 42e-6
+SEQUENCE_S = 8.5e-6
 """Seconds that vLLM's scheduler and this program need for a step, and for each sequence in it."""
 
 BANDWIDTH_SHARE = 0.7
@@ -73,11 +73,11 @@ BANDWIDTH_SHARE = 0.7
 COMPUTE_SHARE = 0.5
 """Of the peak, reached by the matrix products of generation."""
 
-TRAIN_MFU = ((0.494e9, 0.296), (7.62e9, 0.432))
-"""(Parameters, MFU) of a forward and backward pass on an H200; between and beyond them by the
-logarithm of the parameters, from 0.2 to 0.45."""
+TRAIN_MFU = ((0.494e9, 0.278), (7.62e9, 0.432))
+"""(Parameters, MFU) on an H200: of an update in a run, and of a forward and backward pass alone;
+between and beyond them by the logarithm of the parameters, from 0.2 to 0.45."""
 
-SYNC_S = 0.1
+SYNC_S = 0.04
 SYNC_BYTES_PER_S = 40e9
 """Seconds of a sync of few bytes, and the rate beyond them."""
 
