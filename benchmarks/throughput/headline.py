@@ -2,7 +2,8 @@
 
 SmolLM2-135M where generation takes 0.6, 0.9 and 1.8 times as long as training, and the tiny model.
 The batches are those with which an Intel Xeon with AMX comes near these ratios. `--regimes` gives
-others, since another CPU has other ratios. Each repeat runs every regime once and starts with
+others, since another CPU has other ratios. On GPUs: the model of the command line with three
+lengths of responses, in all arrangements that the GPUs allow. Each repeat runs every regime once and starts with
 another one. The phases are those of the same run, so no other arm is needed.
 """
 
@@ -19,8 +20,9 @@ from benchmarks.common.machine import machine, machine_line
 from benchmarks.common.paths import config_path
 from benchmarks.common.report import markdown_table, spread, with_range, write_results
 from benchmarks.common.runs import NO_EVALUATION, rotated, run_arm
-from benchmarks.throughput.cases import ARMS, DISAGGREGATED, Case, arms_of
+from benchmarks.throughput.cases import ARMS, DISAGGREGATED, Case, arms_of, default_arms
 from benchmarks.throughput.report import Row, exposed_sync, needed_columns
+from one_step_off.config import hardware
 from one_step_off.config.loading import load_config
 from one_step_off.runtime.validation import validate
 
@@ -82,26 +84,48 @@ REGIMES = [
 ]
 
 
-def regimes_of(batches: list[str]) -> list[Regime]:
-    """The regimes with these batches of SmolLM2-135M.
+def _on_gpus(batch: str, length: int) -> Regime:
+    """The model of the command line, on GSM8K with responses of a fixed length in tokens."""
+    return Regime(
+        name=f"{batch}, {length} tokens",
+        folder=f"gpu_{batch}_{length}",
+        config="qwen_gsm8k_fsdp.yaml",
+        case=Case(length=f"fixed:{length}", batch=batch),
+        steps=8,
+        warmup=3,
+    )
+
+
+GPU_REGIMES = [_on_gpus("64x8", length) for length in (128, 512, 1024)]
+ONE_GPU = "placement.pools={rollout: [0.5], actor: [0.5]}"
+
+
+def regimes_of(batches: list[str], gpus: int) -> list[Regime]:
+    """The regimes of this machine.
 
     Args:
         batches: PROMPTSxSAMPLES:TOKENS of each; none: the default ones.
+        gpus: of this machine.
 
     Raises:
         ValueError: one is no such text.
     """
     if not batches:
-        return REGIMES
+        return GPU_REGIMES if gpus else REGIMES
     regimes = []
     for text in batches:
         batch, colon, length = text.partition(":")
         if not colon or not length.isdigit():
             raise ValueError(f"--regimes {text}: must be PROMPTSxSAMPLES:TOKENS, such as 3x4:48")
+        if gpus:
+            regimes.append(_on_gpus(batch, int(length)))
+            continue
         name = f"SmolLM2-135M, {batch}, {length} tokens"
         folder = f"smollm2_{batch}_{length}"
         case = Case(length=f"fixed:{length}", batch=batch)
         regimes.append(Regime(name, folder, "smollm2_addition_cpu.yaml", case, steps=8, warmup=4))
+    if gpus:
+        return regimes
     return [*regimes, *(regime for regime in REGIMES if not regime.is_pretrained)]
 
 
@@ -129,7 +153,10 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> list[PlannedRegime]:
         ConfigError, ValueError: a flag or a key is wrong. The message is one line.
     """
     planned = []
-    for regime in regimes_of(args.regimes):
+    gpus = hardware.count_gpus()
+    if gpus == 1:
+        overrides = [ONE_GPU, *overrides]
+    for regime in regimes_of(args.regimes, gpus):
         steps, warmup = regime.steps, regime.warmup
         if args.steps is not None:
             steps, warmup = args.steps, args.warmup
@@ -142,7 +169,10 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> list[PlannedRegime]:
         keys += regime.case.keys(load_config([f"config={config}", *keys]))
         cfg = load_config([f"config={config}", *keys])
         all_arms = arms_of(cfg)
-        arms = {ARMS[flag]: all_arms[ARMS[flag]] for flag in args.arms or DEFAULT_ARMS}
+        names = [ARMS[flag] for flag in args.arms or DEFAULT_ARMS]
+        if gpus and not args.arms:
+            names = default_arms(cfg)
+        arms = {name: all_arms[name] for name in names}
         for arm_keys in arms.values():
             validate(load_config([f"config={config}", *keys, *arm_keys]))
         _, lengths = keys_of(regime.case.length)

@@ -183,3 +183,27 @@ def test_other_batches_of_the_pretrained_model() -> None:
     assert cfg.data.max_response_length == 240
     with pytest.raises(ValueError, match=r"--regimes 3x4: must be PROMPTSxSAMPLES:TOKENS"):
         plan("--regimes", "3x4")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arms"),
+    [
+        (1, {cases.COLOCATED, cases.SHARED}),
+        (2, {cases.COLOCATED, cases.DISAGGREGATED, cases.ONE_STEP_OFF, cases.OVERLAPPED}),
+    ],
+)
+def test_on_gpus_every_arrangement_runs_with_three_lengths(
+    gpus: int, arms: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("one_step_off.config.hardware.count_gpus", lambda: gpus)
+    planned = plan()
+    lengths = []
+    for entry in planned:
+        assert set(entry.arms) == arms
+        cfg = load_config([f"config={entry.config}", *entry.keys])
+        assert cfg.placement.device == "cuda"
+        lengths.append(cfg.data.max_response_length)
+    assert lengths == [128, 512, 1024]
+    (own,) = plan("--regimes", "8x4:64")
+    cfg = load_config([f"config={own.config}", *own.keys])
+    assert (cfg.data.train_batch_size, cfg.rollout.n, cfg.data.max_response_length) == (8, 4, 64)

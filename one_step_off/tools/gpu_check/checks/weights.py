@@ -29,7 +29,8 @@ SMALL: Shapes = {"embed": (1031, 64), "norm": (64,), "scalar": (), "up": (256, 6
 """A few hundred KB, in several buckets, one of which holds strips of a tensor."""
 
 BUCKET_BYTES = 64 << 10
-LARGE_BUCKET_BYTES = 64 << 20
+LARGE_BUCKET_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""Two buckets or more of `large`; a run has about as large ones."""
 
 TIMEOUT_S = 60.0
 START_S = 60.0
@@ -94,13 +95,13 @@ def new_receiver(
     store: dist.Store, index: int, device: torch.device, shapes: Shapes, timeout_s: float
 ) -> tuple[WeightReceiver, tuple[str, int]]:
     """A receiver, and the sender's address, which the sender has put into the store."""
-    plan = BucketPlan.build(pieces(shapes), _bucket_bytes(shapes))
+    plan = BucketPlan.build(pieces(shapes), _bucket_bytes(shapes, device))
     address = (HOST, int(store.get("address")))
     return WeightReceiver(plan, index, device, HOST, timeout_s), address
 
 
-def _bucket_bytes(shapes: Shapes) -> int:
-    return BUCKET_BYTES if shapes == SMALL else LARGE_BUCKET_BYTES
+def _bucket_bytes(shapes: Shapes, device: torch.device) -> int:
+    return BUCKET_BYTES if shapes == SMALL else LARGE_BUCKET_BYTES[device.type]
 
 
 # ---- the checks ----------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def _send(
 ) -> list[dict[str, Any]]:
     device = _device(device_type, 0)
     store = connect_store(HOST, port, START_S)
-    plan = BucketPlan.build(pieces(shapes), _bucket_bytes(shapes))
+    plan = BucketPlan.build(pieces(shapes), _bucket_bytes(shapes, device))
     sender = WeightSender(plan, 0, device, HOST, TIMEOUT_S)
     sender.full_every = full_every
     made = versions(shapes, VERSIONS, device)
