@@ -3,8 +3,8 @@
 SmolLM2-135M where generation takes 0.6, 0.9 and 1.8 times as long as training, and the tiny model.
 The batches are those with which an Intel Xeon with AMX comes near these ratios. `--regimes` gives
 others, since another CPU has other ratios. On GPUs: the model of the command line with three
-lengths of responses, in all arrangements that the GPUs allow. Each repeat runs every regime once and starts with
-another one. The phases are those of the same run, so no other arm is needed.
+lengths of responses, in all arrangements that the GPUs allow. Each repeat runs every regime once
+and starts with another one. The phases are those of the same run, so no other arm is needed.
 """
 
 from __future__ import annotations
