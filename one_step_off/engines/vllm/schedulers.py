@@ -3,7 +3,8 @@ vLLM's decides.
 
 - `LogProbColumns`: the log-probs of a response leave the engine's process once, as one column.
 - `BlockEdges`: the books of the KV cache's blocks are opened where a block begins or ends.
-- `ReplicaScheduler`: both, and a short way for rows that get one more token and nothing else.
+- `ReplicaScheduler`: both, and a short way for rows that get one more token and nothing else, when
+  a step is scheduled and when its tokens arrive.
 - `PrefixesPerVersion`: each version of the weights has prefix caches of its own
   (`weight_sync.in_flight=keep`). vLLM clears its prefix cache only together with the KV caches of
   unfinished requests, and `keep` keeps those. So a prefix is known by the version that computed it,
@@ -25,6 +26,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -176,6 +178,14 @@ class ReplicaScheduler(LogProbColumns):
             and self.perf_metrics is None
         )
         self.is_async = isinstance(self, AsyncScheduler)
+        self.schedules_plain_rows = (
+            self.has_plain_rows
+            and self.num_sampled_tokens_per_step == 1
+            and self.num_prefill_lookahead <= 1
+            and not self.use_pp
+            and not self.need_mamba_block_aligned_split
+            and self.dynamic_sd_lookup is None
+        )
 
     def add_request(self, request: Any) -> None:
         """Take a request."""
@@ -193,6 +203,127 @@ class ReplicaScheduler(LogProbColumns):
             request.end_tokens = {params.eos_token_id, *(params.stop_token_ids or ())}
             longest_response = request.num_prompt_tokens + request.max_tokens
             request.longest = min(longest_response, self.max_model_len)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """What vLLM's own method returns. Where each running row gets one more token and no other
+        row can begin, vLLM schedules a step without rows, and the rows are added to it."""
+        rows = None if throttle_prefills else self._rows_of_one_token()
+        at_edges = None if rows is None else self._rows_at_edges(rows)
+        if at_edges is None:
+            return super().schedule(throttle_prefills)
+        new_blocks = {}
+        for row in at_edges:
+            blocks = self.kv_cache_manager.allocate_slots(row, 1)
+            assert blocks is not None, "there were enough free blocks"
+            new_blocks[row.request_id] = blocks.get_block_ids(allow_none=True)
+        known = set() if self.use_v2_model_runner else set(self.prev_step_scheduled_req_ids)
+        running, places = self.running, self.max_num_active_reqs
+        self.running, self.max_num_active_reqs = [], 0
+        try:
+            step = super().schedule()
+        finally:
+            self.running, self.max_num_active_reqs = running, places
+        if rows:
+            self._add_rows(step, rows, new_blocks)
+            if not self.use_v2_model_runner:
+                self._name_tokens(step, rows, known)
+        return step
+
+    def _rows_of_one_token(self) -> list[Any] | None:
+        """The running rows that get one more token in the next step. None: there is more to
+        decide."""
+        count = len(self.running)
+        limit = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
+        if not self.schedules_plain_rows or self._pause_state is PauseState.PAUSED_ALL:
+            return None
+        if count > limit or self.kv_holding_waiting or self._can_admit(count):
+            return None
+        rows = []
+        next_step = self.current_step + 1
+        running: list[Any] = self.running
+        for row in running:
+            placeholders = row.num_output_placeholders
+            computed = row.num_computed_tokens
+            last_place = row.num_prompt_tokens + row.max_tokens - 2
+            if placeholders and computed - placeholders >= last_place:
+                continue  # its last token is on its way
+            is_next = len(row._all_token_ids) + placeholders - computed == 1
+            if (
+                not is_next
+                or not row.may_be_plain
+                or row.is_prefill_chunk
+                or row.spec_token_ids
+                or computed + 1 >= self.max_model_len
+                or next_step < row.next_decode_eligible_step
+            ):
+                return None
+            rows.append(row)
+        return rows
+
+    def _rows_at_edges(self, rows: list[Any]) -> list[Any] | None:
+        """Those of whose next tokens a block begins or ends, see `BlockEdges`. None: there are too
+        few free blocks for them."""
+        attention = self.attention
+        size = attention.block_size
+        at_edges = []
+        new_blocks = 0
+        for row in rows:
+            name = row.request_id
+            place = row.num_computed_tokens
+            has_slot = place < len(attention.req_to_blocks.get(name, ())) * size
+            new_blocks += not has_slot
+            known_tokens = min(place + 1, len(row._all_token_ids))
+            fills_block = known_tokens // size > attention.num_cached_block.get(name, 0)
+            if fills_block or not has_slot:
+                at_edges.append(row)
+        free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return at_edges if new_blocks <= free_blocks else None
+
+    def _can_admit(self, running: int) -> bool:
+        """Whether a waiting request may begin beside so many running rows."""
+        if not self.waiting or self._pause_state is not PauseState.UNPAUSED:
+            return False
+        return running + self.num_waiting_for_streaming_input < self.max_num_active_reqs
+
+    def _add_rows(self, step: SchedulerOutput, rows: list[Any], new_blocks: dict) -> None:
+        """Add rows of one token to a step, and count that token as scheduled."""
+        names = [row.request_id for row in rows]
+        cached = step.scheduled_cached_reqs
+        cached.req_ids = names
+        cached.new_block_ids = [new_blocks.get(name) for name in names]
+        cached.num_computed_tokens = [row.num_computed_tokens for row in rows]
+        cached.num_output_tokens = [
+            len(row._output_token_ids) + row.num_output_placeholders for row in rows
+        ]
+        step.num_scheduled_tokens = dict.fromkeys(names, 1)
+        step.total_num_scheduled_tokens = len(rows)
+        if self.defer_block_free:
+            self.sched_step_seq += 1
+        for row in rows:
+            row.num_computed_tokens += 1
+            row.num_in_flight_tokens += 1
+            if self.defer_block_free:
+                row.last_sched_seq = self.sched_step_seq
+        if self.is_async:
+            self._expect_tokens(rows)
+
+    def _name_tokens(self, step: SchedulerOutput, rows: list[Any], known: set[str]) -> None:
+        """Tell vLLM's first model runner all tokens of the rows that were not in the step before;
+        `known` are the others."""
+        fresh = [row for row in rows if row.request_id not in known]
+        tokens = {row.request_id: row.all_token_ids.copy() for row in fresh}
+        step.scheduled_cached_reqs.all_token_ids = tokens
+        self.prev_step_scheduled_req_ids = set(step.num_scheduled_tokens)
+
+    def _expect_tokens(self, rows: list[Any]) -> None:
+        """What `AsyncScheduler` notes of rows whose tokens are on their way."""
+        scheduler: Any = self
+        next_step = self.current_step + scheduler.decode_stagger
+        for row in rows:
+            row.num_output_placeholders += 1
+            row.spec_token_ids = scheduler._spec_token_placeholders
+            if self.use_v2_model_runner:
+                row.next_decode_eligible_step = next_step
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """What vLLM's own method returns; the plain rows come after the others."""

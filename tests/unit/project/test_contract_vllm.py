@@ -213,12 +213,13 @@ SKIPPED = {
 # What `schedulers.ReplicaScheduler` does in its own words for a row with one more token, or leaves
 # out because it does nothing there. When vLLM changes one of them, compare the two.
 DONE_FOR_PLAIN_ROWS = {
+    (SCHEDULER, "Scheduler.schedule"): "6f1a84553147",
+    (SCHEDULER, "Scheduler._make_cached_request_data"): "d742d733b5d0",
+    (SCHEDULER, "Scheduler._update_after_schedule"): "917d8aaa7a50",
+    (ASYNC_SCHEDULER, "AsyncScheduler._update_after_schedule"): "55a1a4fcc2a9",
     (SCHEDULER, "Scheduler.update_from_output"): "f5816e874229",
     (SCHEDULER, "Scheduler._update_request_with_output"): "5fcc186beb15",
-    (
-        "vllm.v1.core.sched.async_scheduler",
-        "AsyncScheduler._update_request_with_output",
-    ): "4f69dcd48d9a",
+    (ASYNC_SCHEDULER, "AsyncScheduler._update_request_with_output"): "4f69dcd48d9a",
     ("vllm.v1.core.sched.utils", "check_stop"): "487ce995a3d5",
     ("vllm.v1.request", "Request.append_output_token_ids"): "31d66eb8ef8f",
     ("vllm.v1.request", "Request.update_block_hashes"): "941ef2500a60",

@@ -44,6 +44,7 @@ class Scene:
         requests: how many.
         kinds: of requests, see `Drive.params`.
         has_stats: the scheduler notes when each request was queued and scheduled.
+        is_second_runner: it works for vLLM's second model runner, as on GPUs.
     """
 
     is_async: bool = True
@@ -53,6 +54,7 @@ class Scene:
     kinds: tuple[str, ...] = ("column",)
     seed: int = 0
     has_stats: bool = False
+    is_second_runner: bool = False
 
 
 def make_scheduler(scheduler: Any, model: str, scene: Scene) -> Any:
@@ -71,13 +73,16 @@ def make_scheduler(scheduler: Any, model: str, scene: Scene) -> Any:
     config.scheduler_config.async_scheduling = scene.is_async
     config.cache_config.num_gpu_blocks = scene.blocks
     spec = FullAttentionSpec(BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    return scheduler(
+    made = scheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(scene.blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_TOKENS,
         log_stats=scene.has_stats,
     )
+    # Of the platform, and read by the scheduler alone.
+    made.use_v2_model_runner = scene.is_second_runner
+    return made
 
 
 @dataclass
@@ -209,15 +214,34 @@ class Drive:
             (
                 dict(scheduled.num_scheduled_tokens),
                 new,
-                list(zip(cached.req_ids, cached.new_block_ids, strict=True)),
+                list(
+                    zip(
+                        cached.req_ids,
+                        cached.new_block_ids,
+                        cached.num_computed_tokens,
+                        cached.num_output_tokens,
+                        strict=True,
+                    )
+                ),
+                (scheduled.total_num_scheduled_tokens, cached.all_token_ids),
                 sorted(cached.resumed_req_ids),
                 sorted(scheduled.preempted_req_ids),
                 sorted(scheduled.finished_req_ids),
                 sorted(map(repr, pool.cached_block_hash_to_block._cache)),
                 pool.get_num_free_blocks(),
-                {name: list(r.block_hashes) for name, r in self.scheduler.requests.items()},
+                {name: self.books(r) for name, r in self.scheduler.requests.items()},
             )
         )
+
+    def books(self, request: Any) -> list[Any]:
+        """What the scheduler knows of a request."""
+        names = (
+            "num_computed_tokens num_in_flight_tokens num_output_placeholders is_prefill_chunk "
+            "last_sched_seq spec_token_ids status"
+        )
+        values = [getattr(request, name) for name in names.split()]
+        # The step from which on it may be scheduled: compared where the runner has such steps.
+        return [*values, request.next_decode_eligible_step, list(request.block_hashes)]
 
     def output_of(self, scheduled: Any) -> ModelRunnerOutput:
         """What a model runner returns: for each row whose prompt is computed a token, and as many

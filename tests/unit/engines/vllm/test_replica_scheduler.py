@@ -22,6 +22,20 @@ from one_step_off.engines.vllm.schedulers import (
 )
 from tests.unit.engines.vllm.scheduler_drive import Drive, Record, Scene, make_scheduler
 
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[None]:
+    """One entry per call of a method of `ReplicaScheduler`, from now on."""
+    calls = []
+    own = getattr(ReplicaScheduler, name)
+
+    def counted(self, *args):
+        calls.append(None)
+        return own(self, *args)
+
+    monkeypatch.setattr(ReplicaScheduler, name, counted)
+    return calls
+
+
 KINDS = ("column", "final", "streamed", "top", "none", "scored")
 
 
@@ -36,10 +50,19 @@ def drive_both(models: Any, scene: Scene) -> tuple[Record, Record]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("is_async", [False, True])
-def test_every_step_is_vllms(models, is_async, seed):
+def test_every_step_is_vllms(models, is_async, seed, monkeypatch):
     """Starts, ends, stop tokens, prefix hits, preemptions, aborts, syncs in mid-sequence."""
-    scene = Scene(is_async, blocks=40, requests=80, seed=seed, has_stats=seed % 2 == 1)
+    scene = Scene(
+        is_async,
+        blocks=40,
+        requests=80,
+        seed=seed,
+        has_stats=seed % 2 == 1,
+        is_second_runner=seed >= 2,
+    )
+    short_ways = count_calls(monkeypatch, "_add_rows")
     theirs, ours = drive_both(models, scene)
+    assert len(short_ways) > 10
     assert len(ours.steps) == len(theirs.steps) > 70
     for one, other in zip(ours.steps, theirs.steps, strict=True):
         assert one == other
