@@ -84,7 +84,7 @@ class WeightSender(StreamPeer):
 
     full_every = 0
     """0: every sync sends all bytes; n > 0: it sends what changed, and all bytes in every n-th
-    sync."""
+    sync, or when the caller wants that."""
     keep_sent = False
     """Keep what was sent in host memory, to send it again after the model has changed."""
     kept_version: int | None = None
@@ -187,7 +187,11 @@ class WeightSender(StreamPeer):
         signal.close()
 
     def send(
-        self, tensors: Iterable[torch.Tensor], version: int, sharded_only: bool = False
+        self,
+        tensors: Iterable[torch.Tensor],
+        version: int,
+        sharded_only: bool = False,
+        wants_full: bool = False,
     ) -> dict[str, Any]:
         """Send this rank's pieces as weight version `version`.
 
@@ -201,6 +205,7 @@ class WeightSender(StreamPeer):
             version: of the weights.
             sharded_only: each receiver gets its own blocks, in place of whole tensors; all
                 senders and receivers must agree.
+            wants_full: all bytes, also where a delta could be sent.
 
         Returns:
             Seconds per phase (gather, checksum, encode, keep, wire), "bytes" on the wire, "changed"
@@ -213,7 +218,7 @@ class WeightSender(StreamPeer):
         """
         with self._giving_up_on_errors():
             self.finish_keeping()
-            progress = self._begin_send(tensors, version, sharded_only)
+            progress = self._begin_send(tensors, version, sharded_only, wants_full)
             self._send_buckets(progress)
             self._end_send(progress)
         changed_words = math.nan
@@ -296,10 +301,10 @@ class WeightSender(StreamPeer):
             first = {ALL_RECEIVERS: self.buffers[0][: self.part_sizes[0]]}
             self._on_wire(self._send_messages, first, {ALL_RECEIVERS: remote})
 
-    def _choose_kind(self, version: int) -> SendKind:
+    def _choose_kind(self, version: int, wants_full: bool) -> SendKind:
         if version == self.kept_version:
             return SendKind.RESEND
-        if self.full_every == 0 or self.deltas_since_full is None:
+        if wants_full or self.full_every == 0 or self.deltas_since_full is None:
             return SendKind.FULL
         if self.deltas_since_full + 1 >= self.full_every:
             return SendKind.FULL
@@ -312,14 +317,18 @@ class WeightSender(StreamPeer):
             self.deltas_since_full = 0
 
     def _begin_send(
-        self, tensors: Iterable[torch.Tensor], version: int, sharded_only: bool
+        self,
+        tensors: Iterable[torch.Tensor],
+        version: int,
+        sharded_only: bool,
+        wants_full: bool,
     ) -> SendProgress:
         """Choose what to send, and send the header."""
         self._begin_sync()
         routes = self.shard_routes if sharded_only else self.whole_routes
         if routes is None:
             raise SyncError(f"{self.name} does not know what the receivers keep")
-        kind = self._choose_kind(version)
+        kind = self._choose_kind(version, wants_full)
         self._count_send(kind)
         sends_deltas = self.full_every > 0
         self._allocate_kept_parts()

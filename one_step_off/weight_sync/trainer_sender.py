@@ -145,7 +145,9 @@ class WeightSenderMixin:
         self.member.connect(epoch, address)
 
     @ray.method(concurrency_group="sync")
-    def send_weights(self, version: int, sharded_only: bool = False) -> dict[str, Any]:
+    def send_weights(
+        self, version: int, sharded_only: bool = False, wants_full: bool = False
+    ) -> dict[str, Any]:
         """As `WeightSender.send`; a member gives its pieces to its leader.
 
         Raises:
@@ -159,7 +161,7 @@ class WeightSenderMixin:
             raise SyncError(
                 f"trainer rank {self.rank} holds version {self.version}, asked to send {version}"
             )
-        return self.sender.send(self.weight_tensors(), version, sharded_only)
+        return self.sender.send(self.weight_tensors(), version, sharded_only, wants_full)
 
     @ray.method(concurrency_group="control")
     def release(self, version: int) -> None:

@@ -26,7 +26,7 @@ class WeightSyncConfig:
     )
     mode: str = config_key(
         "full",
-        "full: send all weights; delta: only the elements whose bits changed",
+        "full: send all weights; delta: only the elements whose bits changed, where that is faster",
         choices="full delta",
     )
     lora: str = config_key(
@@ -36,7 +36,10 @@ class WeightSyncConfig:
         choices="merged adapter",
     )
     full_every: int = config_key(
-        50, "delta: number of syncs from one that sends all weights to the next", low=1
+        50,
+        "delta: number of syncs from one that sends all weights to the next, and to the next trial "
+        "of deltas where all weights are faster",
+        low=1,
     )
     max_senders: int = config_key(
         8,
