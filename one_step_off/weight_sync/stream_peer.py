@@ -162,6 +162,14 @@ class StreamPeer:
         if self.queue:
             self.queue.wait(self.queue.mark())
 
+    def _host_copy(self, numbers: torch.Tensor) -> torch.Tensor:
+        """A few numbers of the device in host memory: there when the device was waited for. On CPUs
+        `numbers` itself."""
+        if self.device.type != "cuda":
+            return numbers
+        copy = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        return copy.copy_(numbers, non_blocking=True)
+
     def _check_abort_signals(self) -> None:
         """Raises Aborted, DistNetworkError: as `AbortSignal.check`."""
         for signal in self.abort_signals:
@@ -249,6 +257,16 @@ class StreamPeer:
         """
         on_gpu = self.queue is not None and name in DEVICE_PHASES
         begin = self.queue.mark() if on_gpu else time.perf_counter()
+        with self._naming_failures(name, bucket_number):
+            yield
+        if on_gpu:
+            self.record.mark_phase(name, begin, self.queue.mark())
+        else:
+            self.record.add_phase(name, time.perf_counter() - begin)
+
+    @contextmanager
+    def _naming_failures(self, phase: str, bucket_number: int | None = None) -> Iterator[None]:
+        """Raise failures of the block as SyncError with the place; arguments as `_phase`."""
         try:
             yield
         except SyncError:
@@ -259,11 +277,7 @@ class StreamPeer:
             traceback.clear_frames(error.__traceback__)
             if bucket_number is None:
                 bucket_number = self.bucket_number
-            raise SyncError(self._failure_message(name, bucket_number, error)) from error
-        if on_gpu:
-            self.record.mark_phase(name, begin, self.queue.mark())
-        else:
-            self.record.add_phase(name, time.perf_counter() - begin)
+            raise SyncError(self._failure_message(phase, bucket_number, error)) from error
 
     def _failure_message(self, phase: str, bucket_number: int, error: Exception) -> str:
         lines = str(error).strip().splitlines()
