@@ -47,7 +47,7 @@ import torch.distributed as dist
 from one_step_off.cluster.bounded_waits import Aborted, AbortSignal, WorkerThread, wait_for_result
 from one_step_off.cluster.core_binding import unpin
 from one_step_off.cluster.errors import GIVEN_UP, SyncError
-from one_step_off.distributed_util import free_device_bytes
+from one_step_off.distributed_util import DedicatedGroup
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.gpu_queue import open_queue
 from one_step_off.weight_sync.launch_order import IS_ORDERED
@@ -103,7 +103,6 @@ class StreamPeer:
         self.abort_signals: list[AbortSignal] = []  # one per sender's store that this endpoint uses
         self.queue = open_queue(device)
         self.wire_thread = self._start_wire_thread()
-        self.communicator_bytes = 0  # of the device's memory, that the groups take
         self._begin_sync()
 
     @property
@@ -119,7 +118,6 @@ class StreamPeer:
             signal.close()
         self.ends = []
         self.abort_signals = []
-        self.communicator_bytes = 0
 
     def give_up(self, error: BaseException) -> None:
         """Leave all groups because of `error`. Every process that waits for this endpoint fails
@@ -153,7 +151,8 @@ class StreamPeer:
             self.record.read_marks(self.queue)
         report = self.record.report()
         if self.device.type == "cuda":
-            report["communicator_bytes"] = float(self.communicator_bytes)
+            groups = [end for end in self.ends if isinstance(end, DedicatedGroup)]
+            report["communicator_bytes"] = sum(group.communicator_bytes() for group in groups)
         return report
 
     def _wait_for_device(self) -> None:
@@ -237,13 +236,10 @@ class StreamPeer:
     def _open_end(
         self, deadline: float, open_end: Callable[..., End], stream: Stream, *args: Any
     ) -> End:
-        """Open one end of a stream, and note the memory of the device that it takes; raises as
-        `_call_until`. `open_end`: a method of the transport; it gets the stream and `args`."""
+        """Open one end of a stream; raises as `_call_until`. `open_end`: a method of the transport;
+        it gets the stream and `args`."""
         stream = replace(stream, connect_timeout_s=deadline - time.monotonic())
-        free_before = free_device_bytes(self.device)
         end = self._call_until(deadline, open_end, stream, *args, discard=_close_late_end)
-        taken = free_before - free_device_bytes(self.device)
-        self.communicator_bytes += max(0, taken)  # others may have freed more meanwhile
         self.ends.append(end)
         return end
 
