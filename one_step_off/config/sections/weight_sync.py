@@ -49,7 +49,8 @@ class WeightSyncConfig:
     bucket_mb: Optional[int] = config_key(
         None,
         "size of a bucket, in MiB; sender and receiver reuse two each; null: 64 on CPUs, on GPUs a "
-        "128th of what the smallest trainer may use, as a power of two up to 1024",
+        "128th of what the smallest trainer may use, or an 8th of what a replica has beside its "
+        "engine if that is less, as a power of two up to 1024",
         low=1,
     )
     transport: str = config_key(
