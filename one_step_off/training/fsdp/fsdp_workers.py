@@ -40,8 +40,11 @@ class FsdpBackend(ModelWorker):
         self.model = built.model
         self.attention = built.attention
         self.layout = built.layout
-        self.adapters = lora.Adapters(self.model, self.layout.stored_name)
+        self.adapters = lora.Adapters(self.model, self._stored_name)
         self.packed = bool(self.attention.kernel)
+
+    def _stored_name(self, parameter: str) -> str:
+        return self.layout.stored_name(parameter)
 
     # Passes.
 
