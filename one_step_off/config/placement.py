@@ -101,6 +101,17 @@ def memory_share(cfg: Config, role: str) -> float:
     return device_share(cfg, pool) / holders
 
 
+def start_limit_s(cfg: Config, role: str) -> float:
+    """Seconds for a process of a role to start: `trainer.start_timeout_s`, and as long again where
+    it may have to wait for its turn on a GPU that it shares (`cluster/device_turns.py`)."""
+    limit_s = cfg.trainer.start_timeout_s
+    pool = cfg.placement.roles.get(role)
+    takes_turns = pool in cfg.placement.pools and shares_device(cfg, pool)
+    if takes_turns and cfg.placement.device != "cpu":
+        return 2 * limit_s
+    return limit_s
+
+
 def share_beside_engine(cfg: Config) -> float:
     """The part of a device's memory that a replica has beside its engine's own: for the buffers and
     communicators of the weight sync."""

@@ -115,6 +115,18 @@ def test_what_a_replica_has_beside_its_engine() -> None:
     assert placement.share_beside_engine(cfg) == 0
 
 
+def test_the_wait_for_a_turn_on_a_shared_gpu_does_not_count_against_a_start() -> None:
+    cfg = Config()
+    cfg.trainer.start_timeout_s = 100.0
+    cfg.placement.device = "cuda"
+    cfg.placement.pools = {"rollout": [2], "actor": [0.5]}
+    assert placement.start_limit_s(cfg, "rollout") == 100
+    assert placement.start_limit_s(cfg, "actor") == 200, "its turn may come after 100 s"
+    assert placement.start_limit_s(cfg, "a role outside of the run") == 100
+    cfg.placement.device = "cpu"
+    assert placement.start_limit_s(cfg, "actor") == 100, "no process takes turns there"
+
+
 def test_with_one_gpu_the_error_names_shares() -> None:
     with pytest.raises(ConfigError, match=r"2 GPUs, but this machine has 1; .*rollout: \[0.5\]"):
         valid(device="cuda", num_gpus=1)
