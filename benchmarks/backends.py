@@ -19,22 +19,19 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import transformers
 
 from benchmarks.common.batches import random_batch
 from benchmarks.common.command_line import Parser
 from benchmarks.common.models import QWEN25_05B
 from benchmarks.common.processes import memory, reset_peak_memory
 from benchmarks.common.report import markdown_table, spread, with_range, write_results
-from one_step_off.cluster.ray_cluster import start_ray
 from one_step_off.config.schema import Config
-from one_step_off.models import tiny_qwen
-from one_step_off.ray_trainer import RunGroups
-from one_step_off.runtime.prepare import prepare
-from one_step_off.runtime.processes import RunProcesses
+
+if TYPE_CHECKING:
+    from one_step_off.ray_trainer import RunGroups
 
 
 @dataclass(frozen=True)
@@ -139,6 +136,9 @@ async def measure_sync_memory(roles: RunGroups) -> tuple[int, int]:
 
 async def measure(cfg: Config, work: Work, repeats: int) -> dict[str, Any]:
     """Measure one arm. The first update and the sync after it warm up."""
+    from one_step_off.runtime.prepare import prepare
+    from one_step_off.runtime.processes import RunProcesses
+
     spawned = RunProcesses(prepare(cfg, lambda line: None))
     roles = spawned.roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
@@ -187,9 +187,13 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Measure the arms and write the results."""
-    import ray
-
     args = arguments()
+    import ray  # this and the others: slow to import
+    import transformers
+
+    from one_step_off.cluster.ray_cluster import start_ray
+    from one_step_off.models import tiny_qwen
+
     args.out.mkdir(parents=True, exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
     found: dict[str, dict[str, dict[str, Any]]] = {}

@@ -17,17 +17,18 @@ import shutil
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from benchmarks.common.command_line import Parser
 from benchmarks.common.models import QWEN25_05B
-from one_step_off import checkpoint
 from one_step_off.config.schema import Config
-from one_step_off.models import tiny_qwen
-from one_step_off.training.trained_worker import TrainedWorker
-from one_step_off.training.written_files import FileFacts
+
+if TYPE_CHECKING:
+    from one_step_off import checkpoint
+    from one_step_off.training.trained_worker import TrainedWorker
+    from one_step_off.training.written_files import FileFacts
 
 BACKENDS = ("fsdp", "megatron")
 
@@ -52,6 +53,8 @@ def start_worker(backend: str, model: str, layers: int, out: Path) -> tuple[Conf
         layers: of the model "0.5b".
         out: folder for the model and the run.
     """
+    from one_step_off.models import tiny_qwen  # slow to import
+
     cfg = Config()
     if model == "0.5b":
         shape = QWEN25_05B | {"num_hidden_layers": layers}
@@ -91,6 +94,7 @@ def measure(cfg: Config, worker: TrainedWorker, repeats: int) -> dict[str, Any]:
 
     A first checkpoint, in which everything is imported and allocated, is reported apart.
     """
+    from one_step_off import checkpoint
 
     async def save_state(folder: str) -> asyncio.Future:
         worker.save_state(folder)

@@ -16,22 +16,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from benchmarks.common.command_line import Parser
 from benchmarks.common.models import SMOLLM2_135M
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.roles import OPTIMIZERS
-from one_step_off.models import tiny_qwen
-from one_step_off.training import optimizers
-from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
 
 LEARNING_RATE = 1e-6
 
 
 def model_folder(model: str, layers: int, out: Path) -> str:
     """The folder of a model of `tiny_qwen`, or of "135m" with so many layers."""
+    from one_step_off.models import tiny_qwen  # slow to import
+
     if model == "135m":
         shape = SMOLLM2_135M | {"num_hidden_layers": layers, "tie_word_embeddings": True}
         return tiny_qwen.build("llama", str(out / "model"), **shape)
@@ -40,6 +36,11 @@ def model_folder(model: str, layers: int, out: Path) -> str:
 
 def measure(path: str, optimizer: str, repeats: int) -> dict[str, Any]:
     """Bytes of the state, and the median seconds of a step, after a first one; None: no step."""
+    import torch
+
+    from one_step_off.training import optimizers
+    from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
+
     cfg = Config()
     cfg.model.path = path
     cfg.model.dtype = "float32"
@@ -57,7 +58,7 @@ def measure(path: str, optimizer: str, repeats: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - begin)
     state_bytes = optimizers.state_bytes(worker.optimizer)
     count = sum(parameter.numel() for parameter in parameters)
-    dist.destroy_process_group()
+    torch.distributed.destroy_process_group()
     return {
         "optimizer": optimizer,
         "parameters": count,
@@ -93,6 +94,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
     args = parser.parse_args()
+    import torch  # slow to import
+
     args.out.mkdir(parents=True, exist_ok=True)
     path = model_folder(args.model, args.layers, args.out)
     rows = [measure(path, name, args.repeats) for name in args.optimizers.split(",")]

@@ -10,6 +10,7 @@ other members.
 """
 
 import importlib
+import math
 import os
 import socket
 import threading
@@ -265,6 +266,14 @@ class DedicatedGroup:
             # NCCL calls an aborted operation completed, though the data has not arrived.
             raise RuntimeError("the group was closed meanwhile")
 
+    def communicator_bytes(self) -> float:
+        """GPU memory of this member's communicators, as NCCL counts it; NaN: it does not, before
+        2.29.7."""
+        try:
+            return float(self.group.memory_stats()["total"])
+        except RuntimeError:
+            return math.nan
+
     def close(self) -> None:
         """Leave the group and break its connections, so that no peer waits for this member any
         longer.
@@ -378,14 +387,6 @@ def _without_watchdog() -> Iterator[None]:
                 del os.environ[NCCL_BLOCKING_WAIT]
             else:
                 os.environ[NCCL_BLOCKING_WAIT] = previous
-
-
-def free_device_bytes(device: torch.device) -> int:
-    """The free memory of a GPU, for all its processes; 0 for a CPU."""
-    if device.type != "cuda":
-        return 0
-    free, _ = torch.cuda.mem_get_info(device)
-    return free
 
 
 def _dispose(held: list[Any], device: torch.device) -> None:

@@ -17,8 +17,6 @@ import asyncio
 import os
 from pathlib import Path
 
-from benchmarks.agent_loop import stand_in_engine, vllm_workloads
-from benchmarks.agent_loop.report import table
 from benchmarks.common.command_line import Parser
 from benchmarks.common.report import write_results
 from one_step_off.runtime.process_env import COMMON_ENV, ENGINE_ENV
@@ -37,6 +35,9 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure and write the results."""
     args = arguments()
+    from benchmarks.agent_loop import stand_in_engine, vllm_workloads  # slow to import
+    from benchmarks.agent_loop.report import table
+
     args.out.mkdir(parents=True, exist_ok=True)
     # The environment of replicas: the tokenizers library, for example, depends on it.
     os.environ.update(COMMON_ENV | ENGINE_ENV["cpu"])

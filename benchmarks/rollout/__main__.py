@@ -17,18 +17,20 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.command_line import Parser
 from benchmarks.common.machine import machine
 from benchmarks.common.paths import config_path
 from benchmarks.common.report import write_results
-from benchmarks.rollout import end_to_end, host, layers
 from benchmarks.rollout.report import plot, table
 from one_step_off.config.command_line import exit_code
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 from one_step_off.runtime.process_env import COMMON_ENV, ENGINE_ENV
+
+if TYPE_CHECKING:
+    from benchmarks.rollout import host
 
 PARTS = ("host", "end-to-end")
 VLLM = "vLLM's scheduler"
@@ -54,6 +56,7 @@ def host_arms(cfg: Config) -> dict[str, host.Arm]:
     """vLLM's own scheduler with the requests of a run, and the run's."""
     import numpy as np
 
+    from benchmarks.rollout import host
     from one_step_off.engines.engine import GenerationRequest
     from one_step_off.engines.vllm.engine import generated_tokens, sampling_params
     from one_step_off.engines.vllm.engine_args import engine_args
@@ -76,9 +79,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    import torch
-
     args, keys = arguments(argv)
+    import torch  # this and the parts: slow to import
+
+    from benchmarks.rollout import end_to_end, host, layers
+
     args.out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     os.environ.update(COMMON_ENV | ENGINE_ENV[device])

@@ -21,16 +21,11 @@ import os
 import tempfile
 from pathlib import Path
 
-import transformers
-
 from benchmarks.common.command_line import Parser
 from benchmarks.common.report import write_results
 from benchmarks.weight_sync import exposed
-from benchmarks.weight_sync.arms import ARMS
-from benchmarks.weight_sync.layout import SHAPES, Layout, make_config
-from benchmarks.weight_sync.measure import Settings, measure
+from benchmarks.weight_sync.layout import ARM_NAMES, SHAPES, Layout, make_config
 from benchmarks.weight_sync.report import plot, table
-from one_step_off.cluster.ray_cluster import start_ray
 
 
 def heading(args: argparse.Namespace, total_bytes: int) -> str:
@@ -92,7 +87,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--out", required=True, type=Path, help="folder for the results")
     _add_layout_flags(parser)
-    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=ARM_NAMES, default=list(ARM_NAMES))
     parser.add_argument(
         "--repeats", type=int, default=9, help="measured updates of each arm, after one"
     )
@@ -123,7 +118,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def measure_arms(args: argparse.Namespace) -> dict:
     """Build the model, start the processes and measure. Returns result.json."""
-    import ray
+    import ray  # this and the others: slow to import
+
+    from benchmarks.weight_sync.measure import Settings, measure
+    from one_step_off.cluster.ray_cluster import start_ray
 
     print(
         "building the model, starting trainer and engines, measuring: "
@@ -149,6 +147,8 @@ def measure_arms(args: argparse.Namespace) -> dict:
 def main(argv: list[str] | None = None) -> None:
     """Measure and write the results."""
     args = arguments(argv)
+    import transformers  # slow to import
+
     args.out.mkdir(parents=True, exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
     if args.exposed:

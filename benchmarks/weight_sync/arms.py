@@ -21,6 +21,7 @@ from benchmarks.weight_sync.replica import slowest
 from benchmarks.weight_sync.team import Team
 from one_step_off.config.schema import WeightSyncConfig
 from one_step_off.weight_sync.coordinator import WeightSync
+from one_step_off.weight_sync.kind_choice import KindChoice
 from one_step_off.weight_sync.report import GATHERING_PHASES, RECEIVER_PHASES
 
 EXTRA_METRICS = ("bytes", "worker_bytes", "full_bytes", "raw_s", "wire_ratio", "in_place")
@@ -285,6 +286,14 @@ class Whole(Sharded):
         return await super().run(version)
 
 
+class OnlyDeltas(KindChoice):
+    """The choice of a link over which deltas are always faster."""
+
+    def wants_full(self) -> bool:
+        """Never."""
+        return False
+
+
 class Delta(Product):
     """The product sending what has changed."""
 
@@ -293,6 +302,11 @@ class Delta(Product):
     keys = {"mode": "delta"}
     needs_own_model = True
     sign_changes = (2, 8)  # the first one is sent in full anyway
+
+    async def setup(self) -> None:
+        """Connect, and measure deltas also where all weights would be faster."""
+        await super().setup()
+        self.sync.kind_choice = OnlyDeltas(self.sync.cfg.full_every)
 
 
 class Shared(Product):

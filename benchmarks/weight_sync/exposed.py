@@ -20,7 +20,6 @@ from benchmarks.common.paths import config_path
 from benchmarks.common.report import markdown_table, row_not_run, spread, with_range
 from benchmarks.common.runs import NO_EVALUATION, rotated, run_arm
 from one_step_off.config.schema import WeightSyncConfig
-from one_step_off.models import tiny_qwen
 
 SHAPE = {
     "hidden_size": 512,
@@ -170,6 +169,8 @@ def run_settings(
         setting: {arm: [] for arm in runnable} for setting in settings
     }
     with tempfile.TemporaryDirectory() as folder:
+        from one_step_off.models import tiny_qwen  # slow to import
+
         model = tiny_qwen.build("qwen2", f"{folder}/model", **SHAPE)
         common_keys = [*COMMON_KEYS, f"trainer.total_steps={steps}", f"model.path={model}"]
         for repeat in range(repeats):

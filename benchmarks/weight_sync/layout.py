@@ -9,7 +9,11 @@ from typing import Any
 
 from benchmarks.common.models import QWEN25_05B
 from one_step_off.config.schema import Config
-from one_step_off.models import tiny_qwen
+
+ARM_NAMES = (
+    "raw", "per-tensor", "whole", "sharded", "delta", "shared", "file", "vllm", "vllm, NCCL",
+)  # fmt: skip
+"""Of `arms.ARMS`, which is slow to import."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ def make_config(layout: Layout, folder: str) -> Config:
     """A config whose trainer and engines hold the model. `folder`: where the model is built."""
     cfg = Config()
     shape = SHAPES[layout.model]
+    from one_step_off.models import tiny_qwen  # slow to import
+
     cfg.model.path = tiny_qwen.build("qwen2", folder, dtype="bfloat16", **shape.keys)
     cfg.model.dtype = "bfloat16"
     cfg.data.train_files = "generator:word_problems"

@@ -17,7 +17,7 @@ import statistics
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,12 +25,12 @@ from benchmarks.common.batches import random_batch
 from benchmarks.common.command_line import Parser
 from benchmarks.common.report import markdown_table, write_results
 from benchmarks.weight_sync.layout import Layout, make_config
-from one_step_off.cluster.ray_cluster import start_ray
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.rollout.sampling import Sampling
-from one_step_off.runtime.prepare import prepare
-from one_step_off.runtime.processes import RunProcesses
+
+if TYPE_CHECKING:
+    from one_step_off.runtime.processes import RunProcesses
 
 RANK = 8
 PROMPT_TOKENS = 64
@@ -87,6 +87,9 @@ async def start_way(cfg: Config, way: Way) -> RunProcesses:
     weight_sync = dataclasses.replace(cfg.weight_sync, lora=way.lora)
     rollout = dataclasses.replace(cfg.rollout, engine_kwargs=way.engine_kwargs)
     cfg = dataclasses.replace(cfg, weight_sync=weight_sync, rollout=rollout)
+    from one_step_off.runtime.prepare import prepare  # slow to import
+    from one_step_off.runtime.processes import RunProcesses
+
     run = RunProcesses(prepare(cfg, lambda line: None))
     roles = run.roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
@@ -129,6 +132,8 @@ async def measure(cfg: Config, work: Work, repeats: int) -> dict[str, dict[str, 
 def run_ways(args: argparse.Namespace, folder: str) -> dict[str, dict[str, list[float]]]:
     """Build the model in the folder, start Ray and measure."""
     import ray
+
+    from one_step_off.cluster.ray_cluster import start_ray
 
     cfg = make_config(Layout(args.model), folder + "/model")
     cfg.trainer.output_dir = folder

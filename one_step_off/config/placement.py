@@ -101,6 +101,27 @@ def memory_share(cfg: Config, role: str) -> float:
     return device_share(cfg, pool) / holders
 
 
+def start_limit_s(cfg: Config, role: str) -> float:
+    """Seconds for a process of a role to start: `trainer.start_timeout_s`, and as long again where
+    it may have to wait for its turn on a GPU that it shares (`cluster/device_turns.py`)."""
+    limit_s = cfg.trainer.start_timeout_s
+    pool = cfg.placement.roles.get(role)
+    takes_turns = pool in cfg.placement.pools and shares_device(cfg, pool)
+    if takes_turns and cfg.placement.device != "cpu":
+        return 2 * limit_s
+    return limit_s
+
+
+def share_beside_engine(cfg: Config) -> float:
+    """The part of a device's memory that a replica has beside its engine's own: for the buffers and
+    communicators of the weight sync."""
+    pool = cfg.placement.roles["rollout"]
+    share = device_share(cfg, pool) if pool in cfg.placement.pools else 1.0
+    used = share * cfg.rollout.gpu_memory_utilization
+    given = cfg.rollout.engine_kwargs.get("gpu_memory_utilization", used)  # of the whole device
+    return max(0.0, share - given)
+
+
 def on_one_node(sizes: list[int | float]) -> int | float:
     """The size of a pool with these sizes per node, if all of it were on a single node."""
     return sizes[0] if sizes[0] < 1 else sum(sizes)

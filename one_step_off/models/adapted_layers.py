@@ -72,6 +72,33 @@ def check_adapted_layers(cfg: Config) -> None:
                 )
 
 
+def targets_without_experts(cfg: Config) -> list[str]:
+    """Names of model.lora_target_modules that fit some layers, and also routed experts, which have
+    no adapters: their weights are stacked in one tensor, which peft passes over."""
+    from torch import nn
+
+    from one_step_off.models import hf_model  # transformers: slow to import
+    from one_step_off.models.checkpoint_layout import CheckpointLayout, OtherLayout
+
+    if cfg.model.lora_target_modules.strip() == ALL_LINEAR:
+        return []
+    model = hf_model.empty_model(cfg, "actor", None, None)
+    linear_weights = {
+        f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Linear)
+    }
+    try:
+        places = CheckpointLayout.of_model(model).places
+    except OtherLayout:  # the trainer refuses such a model
+        return []
+    others = [
+        f".{place.name.removesuffix('.weight')}"
+        for place in places
+        if place.parameter not in linear_weights
+    ]
+    targets = [name.strip() for name in cfg.model.lora_target_modules.split(",")]
+    return [target for target in targets if any(o.endswith(f".{target}") for o in others)]
+
+
 def has_experts(model: Any) -> bool:
     """Whether a `PreTrainedModel` is a mixture of experts."""
     return any(name.split(".")[-1] == EXPERTS for name, _ in model.named_modules())

@@ -57,9 +57,9 @@ def model_class_of(role: str) -> ModelClass:
 
 def read_checkpoint(
     cfg: Config, role: str, attention: str | None, dtype: torch.dtype, device: str
-) -> tuple[PreTrainedModel, CheckpointLayout]:
+) -> tuple[PreTrainedModel, CheckpointLayout | None]:
     """Read a role's whole model and check it. Returns it, and where the checkpoint's tensors lie
-    in it.
+    in it; None: not known, and needed only for a role whose weights are streamed.
 
     Args:
         attention: transformers' name of the attention implementation; None: its default.
@@ -104,7 +104,12 @@ def read_checkpoint(
         _refuse_unknown_tensors(loading_info, key, path)
         if device == "cpu":
             check_head(model, path)
-    return model, _checked_layout(model, key, path)
+    try:
+        return model, _checked_layout(model, key, path)
+    except ConfigError:
+        if role == "actor":
+            raise
+        return model, None
 
 
 def check_stored_head(

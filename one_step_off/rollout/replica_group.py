@@ -9,6 +9,7 @@ from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.cluster.errors import PhaseTimeout, RoleError, SyncError
 from one_step_off.cluster.remote_calls import call_all, name_failures, now, with_time_limit
 from one_step_off.cluster.run_events import RunEvents
+from one_step_off.config.placement import start_limit_s
 from one_step_off.config.schema import Config
 from one_step_off.data.episodes import in_batch_order
 from one_step_off.data.samples import Prompt, Sample
@@ -81,7 +82,7 @@ class RolloutGroup:
 
     async def setup(self) -> None:
         """Load all engines."""
-        limit_s = self.cfg.trainer.start_timeout_s
+        limit_s = start_limit_s(self.cfg, "rollout")
         started = await call_all(limit_s, "rollout", self.replicas, "start")
         for i, (max_sequences, child_processes) in enumerate(started):
             self.supervisor.child_processes[i] = child_processes

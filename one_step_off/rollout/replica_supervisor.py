@@ -22,6 +22,7 @@ from one_step_off.cluster.remote_calls import (
     with_time_limit,
 )
 from one_step_off.cluster.run_events import RunEvents
+from one_step_off.config.placement import start_limit_s
 from one_step_off.config.schema import Config
 from one_step_off.engines.engine_processes import ProcessId
 from one_step_off.rollout.health import ReplicaHealth, ReplicaState
@@ -336,7 +337,7 @@ class ReplicaSupervisor:
         name = f"rollout {i}, start"
         self.replicas[i] = self.respawn(i)
         answer = self.replicas[i].start.remote(self.child_processes[i])
-        limit_s = self.cfg.trainer.start_timeout_s
+        limit_s = start_limit_s(self.cfg, "rollout")
         _, self.child_processes[i] = await with_time_limit(
             limit_s, name, name_failures(name, answer)
         )

@@ -28,7 +28,7 @@ from one_step_off.data.supervised_data import load_supervised_data
 from one_step_off.data.teacher_rows import check_teacher_sources
 from one_step_off.engines import engine
 from one_step_off.engines.vllm.checks import check_teachers
-from one_step_off.models.adapted_layers import engine_targets
+from one_step_off.models.adapted_layers import engine_targets, targets_without_experts
 from one_step_off.models.model_checks import (
     MODEL_SECTIONS,
     check_models,
@@ -118,6 +118,7 @@ def prepare(
     named_models = find_models(cfg, show_progress)
     warn_of_unused_sections(cfg, print_line)
     tokenizer = check_models_and_engine(cfg)
+    warn_of_experts(cfg, print_line)
     loops = Loops(cfg, tokenizer)
     loops.get()  # refuses a loop that cannot be loaded before the data is read
     data = run_data.load_run_data(cfg, tokenizer, lambda loop_name: loops.get(loop_name).tools)
@@ -152,6 +153,7 @@ def prepare_supervised(
     """
     named_models = find_models(cfg, show_progress)
     tokenizer = check_models(cfg, longest_row(cfg))
+    warn_of_experts(cfg, print_line)
     check_weights(cfg)
     data = load_supervised_data(cfg, tokenizer, _stop_ids(cfg, tokenizer))
     for line in data.lines():
@@ -301,6 +303,18 @@ def warn_of_unused_sections(cfg: Config, print_line: PrintLine) -> None:
             print_line(
                 f"warning: {keys}: this run has no role {role} that reads them; see placement.roles"
             )
+
+
+def warn_of_experts(cfg: Config, print_line: PrintLine) -> None:
+    """Say which names of model.lora_target_modules leave routed experts as they are."""
+    if not cfg.model.lora_rank or cfg.model.trust_remote_code:
+        return
+    names = targets_without_experts(cfg)
+    if names:
+        print_line(
+            f"warning: model.lora_target_modules={cfg.model.lora_target_modules}: routed experts "
+            f"get no adapters, only the other layers named {', '.join(names)}"
+        )
 
 
 def check_models_and_engine(cfg: Config) -> Any:

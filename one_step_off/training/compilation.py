@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 
 def is_wanted(setting: bool | None, device: torch.device) -> bool:
@@ -37,23 +37,42 @@ class Compiler:
         """`function`, compiled when it is called first.
 
         Args:
-            otherwise: what runs in its place once compiling has failed; None: `function` itself.
+            otherwise: what runs in its place once compiling has failed, or has made as many graphs
+                of this function as torch's limit allows; None: `function` itself.
         """
         plain = otherwise or function
         fast = torch.compile(function, **self._options)
+        # Beyond the limit torch would run `function` as it is, without a word.
+        fails_at_limit = otherwise is not None
+        is_at_limit = False
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._has_failed:
+            nonlocal is_at_limit
+            if not (self._has_failed or is_at_limit):
                 try:
                     # Compile the backward pass together with the forward pass: when it is due, it
                     # is too late to compute both uncompiled. The setting is one of each thread.
-                    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                    with (
+                        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+                        torch._dynamo.config.patch(fail_on_recompile_limit_hit=fails_at_limit),
+                    ):
                         return fast(*args, **kwargs)
                 except TorchDynamoException as e:
                     self._report(e)
+                except FailOnRecompileLimitHit:
+                    is_at_limit = True
+                    self._report_limit()
             return plain(*args, **kwargs)
 
         return call
+
+    def _report_limit(self) -> None:
+        logging.getLogger(__name__).warning(
+            "%s: will run slower from now on, without torch.compile, which has made as many graphs "
+            "as torch._dynamo.config.recompile_limit=%d allows",
+            self._what,
+            torch._dynamo.config.recompile_limit,
+        )
 
     def _report(self, error: TorchDynamoException) -> None:
         self._has_failed = True

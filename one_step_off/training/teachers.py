@@ -15,6 +15,7 @@ import numpy as np
 
 from one_step_off.algorithms import batching
 from one_step_off.cluster.remote_calls import call_all
+from one_step_off.config.placement import start_limit_s
 from one_step_off.data.packing import PackedArrays
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.training.model_worker import token_ids_of
@@ -38,7 +39,7 @@ class TeacherEngineGroup(TeacherGroup):
 
     async def setup(self) -> None:
         """Load all engines."""
-        await call_all(self.cfg.trainer.start_timeout_s, self.role, self.ranks, "start")
+        await call_all(start_limit_s(self.cfg, self.role), self.role, self.ranks, "start")
         self.has_answered = True
         count = len(self.ranks)
         self.shares = [BatchShare(index, count) for index in range(count)]

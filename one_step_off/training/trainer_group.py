@@ -12,6 +12,7 @@ import numpy as np
 from one_step_off.algorithms import batching
 from one_step_off.cluster.remote_calls import call_all, call_each, now, observed
 from one_step_off.cluster.run_events import RunEvents
+from one_step_off.config.placement import start_limit_s
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.data.episodes import episodes_of
@@ -90,7 +91,8 @@ class WorkerGroup:
         self.has_answered = True
         rank_0 = self.ranks[:1]
         (address,) = await call_all(time_limit_s, self.role, rank_0, "free_address", self.host)
-        loading = call_all(time_limit_s, self.role, self.ranks, "setup", *address)
+        loading_limit_s = start_limit_s(self.cfg, self.role)
+        loading = call_all(loading_limit_s, self.role, self.ranks, "setup", *address)
         await with_memory_advice(self.cfg, self.role, loading)
         self.shares = await call_all(time_limit_s, self.role, self.ranks, "share_of_batch")
 

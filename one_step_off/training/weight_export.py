@@ -36,15 +36,17 @@ class WeightExport(TrainedWorker):
         raise NotImplementedError(f"{type(self).__name__} has no adapters")
 
     def setup(self, master_addr: str, master_port: int) -> None:
-        """As `ModelWorker.setup`; afterwards the weights can be streamed."""
+        """As `ModelWorker.setup`; afterwards the actor's weights can be streamed."""
         super().setup(master_addr, master_port)
+        if self.role != "actor":
+            return
         # Not later: while a pass runs the modules hold gathered parameters.
         self._weights = self._sent_weights()
         # Views of all that is sent; empty where something must be copied for it.
         self._live: list[Tensor] = []
         self._live_addresses: list[int] = []
         self._matrices: list[tuple[WeightPiece, Tensor]] | None = None
-        if self.cfg.weight_sync.lora == "adapter" and self.role == "actor":
+        if self.cfg.weight_sync.lora == "adapter":
             self._matrices = self._sent_adapters()
 
     def weight_plan(self) -> list[WeightPiece]:

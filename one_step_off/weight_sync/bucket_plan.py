@@ -35,7 +35,11 @@ MAX_BUCKET_MB = 1024
 """The most that is chosen on GPUs. There each bucket has a fixed cost on the host, of about a
 millisecond."""
 
-_BUCKETS_PER_DEVICE = 128
+_BUCKETS_OF_TRAINER = 128
+"""A bucket is at most such a part of what a trainer may use."""
+_BUCKETS_OF_RECEIVER = 8
+"""And such a part of what a replica has beside its engine: two buckets that it receives, one more
+in which rows of several senders are joined, and the communicators."""
 
 Parts = dict[int, torch.Tensor]
 """Sender -> its part of a bucket: uint8 [n]."""
@@ -248,13 +252,15 @@ class _PlanBuilder:
         self.join_bytes = max(self.join_bytes, self.joined_bytes)
 
 
-def automatic_bucket_mb(device_bytes: int) -> int:
+def automatic_bucket_mb(trainer_bytes: int, receiver_bytes: int) -> int:
     """weight_sync.bucket_mb=null, in MiB: a power of two, since torch takes pinned memory in those.
 
-    `device_bytes`: what this process may use of its GPU's memory; 0 for a CPU.
+    Args:
+        trainer_bytes: what a trainer may use of its GPU's memory; 0 for a CPU.
+        receiver_bytes: what a replica has beside its engine.
     """
-    share_mb = device_bytes // _BUCKETS_PER_DEVICE >> 20
-    share_mb = 1 << max(share_mb.bit_length() - 1, 0)
+    most_bytes = min(trainer_bytes // _BUCKETS_OF_TRAINER, receiver_bytes // _BUCKETS_OF_RECEIVER)
+    share_mb = 1 << max((most_bytes >> 20).bit_length() - 1, 0)
     return min(max(share_mb, MIN_BUCKET_MB), MAX_BUCKET_MB)
 
 

@@ -17,6 +17,7 @@ its canary has passed. Where that fails it is restarted again, and excluded afte
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable
 from dataclasses import astuple
@@ -36,6 +37,7 @@ from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync import base_weights, report
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces
 from one_step_off.weight_sync.canary import Canary, FailedCanary, canary_limit_s, canary_name
+from one_step_off.weight_sync.kind_choice import KindChoice
 from one_step_off.weight_sync.replica_layouts import ReplicaLayouts, plain_shards_of_receivers
 from one_step_off.weight_sync.routes import ShardsOfReceivers
 from one_step_off.weight_sync.sender_groups import SenderGroup, form_groups
@@ -94,6 +96,8 @@ class WeightSync:
         self.same_device = same_device
         if self.cfg.transport != "auto":
             self.same_device = [[] for _ in same_device]
+        self.kind_choice = KindChoice(self.cfg.full_every)
+        """With `weight_sync.mode=delta`."""
         self.canary_check = Canary(self.cfg.canary_tolerance, actor.cfg.model.dtype)
         self.lock = asyncio.Lock()
         """Held by one sync at a time: of all replicas, or of one restarted replica."""
@@ -266,6 +270,8 @@ class WeightSync:
             if self.connected_replicas != list(replicas.values()):
                 await self._regroup(numbers)
             metrics = await self._transfer(stamp, numbers)
+            if not is_restore:
+                self._note_kind(metrics)
             begin = time.perf_counter()
             metrics |= await self._check_canary(stamp, trainer_log_probs, numbers, is_restore)
             metrics["time/canary_s"] = time.perf_counter() - begin
@@ -322,6 +328,7 @@ class WeightSync:
         what = f"weight sync, groups of epoch {self.epoch}"
         await run_or_abort(what, calls, limit_s, limit_s, self.abort)
         self.connected_replicas = replicas
+        self.kind_choice.begin_groups()
 
     def rank_name(self, rank: Any) -> str:
         """A trainer's name in messages. Not all ranks send: one that owns no pieces does not."""
@@ -342,9 +349,10 @@ class WeightSync:
         _, version = stamp
         replicas = {number: self.rollout.replicas[number] for number in numbers}
         sharded_only = self.kept is not None and self.layouts.are_proved(list(replicas.values()))
+        wants_full = self.cfg.mode == "delta" and self.kind_choice.wants_full()
         calls = []
         for rank in self.sending_ranks:
-            answer = rank.send_weights.remote(version, sharded_only)
+            answer = rank.send_weights.remote(version, sharded_only, wants_full)
             calls.append(SyncCall(self.rank_name(rank), rank, answer))
         calls += begin_on_replicas(replicas, "sync", stamp, sharded_only)
         first_limit_s, rest_limit_s = transfer_limits(self.cfg.timeout_s, self.total_bytes)
@@ -369,6 +377,16 @@ class WeightSync:
         self.events.trace(report.timeline_spans(slowest, version))
         metrics["sync/ranks"] = report.phase_table(slowest)
         return metrics
+
+    def _note_kind(self, metrics: dict[str, Any]) -> None:
+        """Choose the kind of the next syncs by the metrics of this one."""
+        if self.cfg.mode != "delta":
+            return
+        share = metrics["sync/changed_share"]
+        seconds = metrics["sync/transfer_s"] - metrics["sync/pause_s"]
+        line = self.kind_choice.note(math.isnan(share), seconds, share)
+        if line:
+            self.events.log(line)
 
     async def _check_canary(
         self,

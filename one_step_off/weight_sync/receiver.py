@@ -290,15 +290,11 @@ class WeightReceiver(StreamPeer):
             store: puts a bucket where it belongs, and copies what it keeps.
         """
         sizes_of_bucket = self._sizes_of_buckets(routes)
-        # Both now: the wire's thread has a stream of its own, and this one is waited for after the
-        # first bucket.
         checksums: Parts = {}
-        sent: Parts = {}
         for sender, receivers in routes.streams_of_receiver(self.index):
-            for table in (checksums, sent):
-                table[routes.stream_number(sender, receivers)] = torch.zeros(
-                    len(sizes_of_bucket), 2, dtype=torch.int64, device=self.device
-                )
+            checksums[routes.stream_number(sender, receivers)] = torch.zeros(
+                len(sizes_of_bucket), 2, dtype=torch.int64, device=self.device
+            )
 
         def start(index: int) -> Future[Parts]:
             sizes = sizes_of_bucket[index]
@@ -306,11 +302,12 @@ class WeightReceiver(StreamPeer):
             return self.wire_thread.submit(self._receive_bucket, index, sizes, has_deltas, buffer)
 
         next_messages = start(0)
+        last = len(sizes_of_bucket) - 1
         for index in range(len(sizes_of_bucket)):
             self.bucket_number = index + 1
             with self._phase("wait"):
                 messages = self._result_from_wire(next_messages)
-                if index + 1 < len(sizes_of_bucket):
+                if index < last:
                     next_messages = start(index + 1)
             with self._phase("apply"):
                 parts = apply(index, messages)
@@ -319,8 +316,12 @@ class WeightReceiver(StreamPeer):
                     checksum(part, checksums[stream][index])
             with self._phase("load"):
                 store(index, parts)
+            if index == last:
+                # Before the last wait for the device, so that they need none of their own.
+                checksums = {s: self._host_copy(sums) for s, sums in checksums.items()}
+            with self._naming_failures("load"):
                 self._free(messages)
-        self._verify_checksums(checksums, sent)
+        self._verify_checksums(checksums)
 
     def _free(self, messages: Parts) -> None:
         """The senders may overwrite these messages, and the next ones may take their buffers."""
@@ -336,10 +337,10 @@ class WeightReceiver(StreamPeer):
             SyncError: a sender follows another plan, or sends another version or other parts.
         """
         with self._phase("header"):
-            headers = self._on_wire(self._receive_numbers, range(self.plan.senders), 4)
+            headers = self._on_wire(self._receive_numbers, range(self.plan.senders), (4,))
         has_deltas = 0
         for sender, header in headers.items():
-            digest, sent_version, has_deltas, sends_sharded_only = header.tolist()
+            digest, sent_version, has_deltas, sends_sharded_only = header.numpy().tolist()
             if digest != self.plan.digest:
                 raise SyncError(f"{self.name}: sender {sender} follows another bucket plan")
             if sent_version != version:
@@ -368,10 +369,8 @@ class WeightReceiver(StreamPeer):
         buffer = buffer[: sum(sizes.values())]
         targets = dict(zip(sizes, buffer.split(list(sizes.values())), strict=True))
         if has_deltas:
-            announced = self._receive_numbers(targets, 1)
-            numbers = torch.cat(list(announced.values())).tolist()
-            for (stream, target), size in zip(list(targets.items()), numbers, strict=True):
-                targets[stream] = target[:size]
+            for stream, size in self._receive_numbers(targets, (1,)).items():
+                targets[stream] = targets[stream][: int(size.numpy()[0])]
         messages = self._receive_messages(targets)
         seconds = time.perf_counter() - begin
         self.record.wire_bytes += sum(len(message) for message in messages.values())
@@ -403,33 +402,44 @@ class WeightReceiver(StreamPeer):
                 messages[stream] = end.finish_receive(targets[stream])
         return messages
 
-    def _receive_numbers(self, streams: Iterable[int], count: int) -> Parts:
+    def _receive_numbers(self, streams: Iterable[int], shape: tuple[int, ...]) -> Parts:
         """On the wire's thread: a message of a few numbers from each of these streams, int64
-        [count]."""
+        [shape] in host memory."""
         targets = {}
+        on_device = []
         for stream in streams:
-            targets[stream] = torch.zeros(count, dtype=torch.int64, device=self.device)
-        return self._receive_messages(targets)
+            device = "cpu"  # a sender on the same device puts them into its store
+            if self._is_remote(stream):
+                device = self.device
+                on_device.append(stream)
+            targets[stream] = torch.zeros(shape, dtype=torch.int64, device=device)
+        numbers = self._receive_messages(targets)
+        if on_device:
+            # One wait for all of them.
+            together = torch.stack([numbers[stream] for stream in on_device]).cpu()
+            numbers |= zip(on_device, together, strict=True)
+        return numbers
 
-    def _verify_checksums(self, received: Parts, sent: Parts) -> None:
+    def _verify_checksums(self, received: Parts) -> None:
         """Compare with every sender's checksums. All are read first, so that no sender waits for
         this receiver.
 
         Args:
-            received: stream -> int64 [buckets, 2].
-            sent: as `received`, to be filled.
+            received: stream -> int64 [buckets, 2], in host memory.
 
         Raises:
             SyncError: one differs; names the first such bucket and its sender.
         """
-        with self._phase("verify"):
-            self._on_wire(self._receive_messages, sent)
-            sums = torch.stack(list(received.values()))
-            differs = (sums != torch.stack(list(sent.values()))).any(dim=2).tolist()
+        buckets = len(self.plan.buckets)
+        with self._naming_failures("verify"):
+            begin = time.perf_counter()
+            sent = self._on_wire(self._receive_numbers, received, (buckets, 2))
+            self.record.add_phase("verify", time.perf_counter() - begin)
         different = []
-        for stream, buckets in zip(received, differs, strict=True):
+        for stream, sums in received.items():
             sender = stream % self.plan.senders
-            different += [(index, sender) for index, is_other in enumerate(buckets) if is_other]
+            differs = (sums.numpy() != sent[stream].numpy()).any(axis=1)
+            different += [(index, sender) for index in range(buckets) if differs[index]]
         if different:
             index, sender = min(different)
             bucket = f"bucket {index + 1} of {len(self.plan.buckets)} from sender {sender}"

@@ -66,7 +66,9 @@ class SendProgress:
     buffers: "itertools.cycle[tuple[torch.Tensor, torch.Tensor]]"
     """For a part and for what is cut out of it."""
     checksums: Messages
-    """Of each set of receivers int64 [buckets, 2]."""
+    """Of each set of receivers int64 [buckets, 2], on the device."""
+    filled: list[tuple[int, int]]
+    """Index and bytes of each part that is not empty."""
 
 
 KEEP_THREAD = "weight-keep"
@@ -84,7 +86,7 @@ class WeightSender(StreamPeer):
 
     full_every = 0
     """0: every sync sends all bytes; n > 0: it sends what changed, and all bytes in every n-th
-    sync."""
+    sync, or when the caller wants that."""
     keep_sent = False
     """Keep what was sent in host memory, to send it again after the model has changed."""
     kept_version: int | None = None
@@ -187,7 +189,11 @@ class WeightSender(StreamPeer):
         signal.close()
 
     def send(
-        self, tensors: Iterable[torch.Tensor], version: int, sharded_only: bool = False
+        self,
+        tensors: Iterable[torch.Tensor],
+        version: int,
+        sharded_only: bool = False,
+        wants_full: bool = False,
     ) -> dict[str, Any]:
         """Send this rank's pieces as weight version `version`.
 
@@ -201,6 +207,7 @@ class WeightSender(StreamPeer):
             version: of the weights.
             sharded_only: each receiver gets its own blocks, in place of whole tensors; all
                 senders and receivers must agree.
+            wants_full: all bytes, also where a delta could be sent.
 
         Returns:
             Seconds per phase (gather, checksum, encode, keep, wire), "bytes" on the wire, "changed"
@@ -213,7 +220,7 @@ class WeightSender(StreamPeer):
         """
         with self._giving_up_on_errors():
             self.finish_keeping()
-            progress = self._begin_send(tensors, version, sharded_only)
+            progress = self._begin_send(tensors, version, sharded_only, wants_full)
             self._send_buckets(progress)
             self._end_send(progress)
         changed_words = math.nan
@@ -296,10 +303,10 @@ class WeightSender(StreamPeer):
             first = {ALL_RECEIVERS: self.buffers[0][: self.part_sizes[0]]}
             self._on_wire(self._send_messages, first, {ALL_RECEIVERS: remote})
 
-    def _choose_kind(self, version: int) -> SendKind:
+    def _choose_kind(self, version: int, wants_full: bool) -> SendKind:
         if version == self.kept_version:
             return SendKind.RESEND
-        if self.full_every == 0 or self.deltas_since_full is None:
+        if wants_full or self.full_every == 0 or self.deltas_since_full is None:
             return SendKind.FULL
         if self.deltas_since_full + 1 >= self.full_every:
             return SendKind.FULL
@@ -312,14 +319,18 @@ class WeightSender(StreamPeer):
             self.deltas_since_full = 0
 
     def _begin_send(
-        self, tensors: Iterable[torch.Tensor], version: int, sharded_only: bool
+        self,
+        tensors: Iterable[torch.Tensor],
+        version: int,
+        sharded_only: bool,
+        wants_full: bool,
     ) -> SendProgress:
         """Choose what to send, and send the header."""
         self._begin_sync()
         routes = self.shard_routes if sharded_only else self.whole_routes
         if routes is None:
             raise SyncError(f"{self.name} does not know what the receivers keep")
-        kind = self._choose_kind(version)
+        kind = self._choose_kind(version, wants_full)
         self._count_send(kind)
         sends_deltas = self.full_every > 0
         self._allocate_kept_parts()
@@ -331,11 +342,9 @@ class WeightSender(StreamPeer):
             wants_data = kind is not SendKind.RESEND
             with self._phase("order"):
                 self.leader.links.order((self.plan.digest, version, wants_data), self.timeout_s)
-        header = torch.tensor(
-            [self.plan.digest, version, int(sends_deltas), int(sharded_only)], device=self.device
-        )
+        header = self._numbers(self.plan.digest, version, int(sends_deltas), int(sharded_only))
         with self._phase("header"):
-            self._on_wire(self._broadcast, self._mark(), {ALL_RECEIVERS: header})
+            self._on_wire(self._broadcast, None, {ALL_RECEIVERS: header})
         return SendProgress(
             version=version,
             kind=kind,
@@ -345,14 +354,14 @@ class WeightSender(StreamPeer):
             messages_of_bucket=routes.messages_of_sender(self.index),
             buffers=itertools.cycle(zip(self.buffers, self.cut_buffers, strict=True)),
             checksums=self._zero_checksums(routes),
+            filled=[(index, size) for index, size in enumerate(self.part_sizes) if size],
         )
 
     def _send_buckets(self, progress: SendProgress) -> None:
-        """Send all buckets."""
+        """Send all buckets, and then their checksums."""
         on_wire: BucketOnWire | None = None
-        for index, size in enumerate(self.part_sizes):
-            if not size:  # the bucket holds nothing of this sender
-                continue
+        checksums: Messages = {}
+        for index, size in progress.filled:
             self.bucket_number = index + 1
             part_buffer, cut_buffer = next(progress.buffers)
             part = part_buffer[:size]
@@ -360,17 +369,21 @@ class WeightSender(StreamPeer):
                 part = self.kept_parts[index]
             self._fill_part(index, part, progress)
             sent = self._prepare_messages(index, part, cut_buffer, progress)
+            if (index, size) == progress.filled[-1]:
+                # Before the last wait for the device, so that they need none of their own.
+                for number, sums in progress.checksums.items():
+                    checksums[number] = self._host_copy(sums)
             packed = self._mark()
             self._finish_bucket(on_wire)
             seconds = self.wire_thread.submit(self._broadcast, packed, *sent)
             on_wire = BucketOnWire(index, seconds)
         self._finish_bucket(on_wire)
+        with self._phase("wire"):
+            self._on_wire(self._broadcast, None, checksums)
 
     def _end_send(self, progress: SendProgress) -> None:
-        """Send the checksums of all buckets."""
+        """Keep what was sent."""
         self.packer.end()
-        with self._phase("wire"):
-            self._on_wire(self._broadcast, self._mark(), progress.checksums)
         if not self.kept_parts or progress.kind is SendKind.RESEND:
             return
         if progress.keeps:
@@ -481,11 +494,14 @@ class WeightSender(StreamPeer):
             messages[number] = messages[number][: len(payload)].copy_(payload)
         if self.full_every == 0:
             return [messages]
-        sizes = {
-            number: torch.full((1,), len(message), dtype=torch.int64, device=self.device)
-            for number, message in messages.items()
-        }
+        sizes = {number: self._numbers(len(message)) for number, message in messages.items()}
         return [sizes, messages]
+
+    def _numbers(self, *values: int) -> torch.Tensor:
+        """A message of a few numbers, int64, in host memory. It is pinned on GPUs: nobody waits for
+        its copy to the device then."""
+        pinned = self.device.type == "cuda"
+        return torch.tensor(values, dtype=torch.int64, pin_memory=pinned)
 
     def _cut(
         self, index: int, part: torch.Tensor, routed: list[Message], buffer: torch.Tensor
@@ -555,7 +571,8 @@ class WeightSender(StreamPeer):
 
     def _broadcast(self, packed: Mark | None, *messages: Messages) -> float:
         """On the wire's thread: send messages to sets of receivers, one after another. Returns the
-        seconds it took. `packed`: when the device has reached this mark, they are complete."""
+        seconds it took. `packed`: when the device has reached this mark, they are complete; None:
+        they are."""
         if self.queue and packed:
             self.queue.wait(packed)
         begin = time.perf_counter()
@@ -571,13 +588,18 @@ class WeightSender(StreamPeer):
 
     def _send_messages(self, messages: Messages, ends_of_set: dict[int, list[SendEnd]]) -> None:
         """On the wire's thread: send one message to each of these sets of receivers, given by
-        turns."""
+        turns. Buckets are on the device, numbers in host memory."""
+        under_way = []  # no message may change or be freed before its end has finished it
         for step, number in send_steps(messages, self.is_ordered):
             for end in ends_of_set[number]:
                 if step is Step.AWAIT_RECEIVERS:
                     end.await_receivers()
                 elif step is Step.LAUNCH:
-                    end.start_send(messages[number])
+                    message = messages[number]
+                    if not isinstance(end, SharedMemorySender):
+                        message = message.to(self.device, non_blocking=True)
+                    under_way.append(message)
+                    end.start_send(message)
                 else:
                     end.wait(self.timeout_s)
 

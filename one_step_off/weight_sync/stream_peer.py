@@ -47,7 +47,7 @@ import torch.distributed as dist
 from one_step_off.cluster.bounded_waits import Aborted, AbortSignal, WorkerThread, wait_for_result
 from one_step_off.cluster.core_binding import unpin
 from one_step_off.cluster.errors import GIVEN_UP, SyncError
-from one_step_off.distributed_util import free_device_bytes
+from one_step_off.distributed_util import DedicatedGroup
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.gpu_queue import open_queue
 from one_step_off.weight_sync.launch_order import IS_ORDERED
@@ -103,7 +103,6 @@ class StreamPeer:
         self.abort_signals: list[AbortSignal] = []  # one per sender's store that this endpoint uses
         self.queue = open_queue(device)
         self.wire_thread = self._start_wire_thread()
-        self.communicator_bytes = 0  # of the device's memory, that the groups take
         self._begin_sync()
 
     @property
@@ -119,7 +118,6 @@ class StreamPeer:
             signal.close()
         self.ends = []
         self.abort_signals = []
-        self.communicator_bytes = 0
 
     def give_up(self, error: BaseException) -> None:
         """Leave all groups because of `error`. Every process that waits for this endpoint fails
@@ -153,7 +151,8 @@ class StreamPeer:
             self.record.read_marks(self.queue)
         report = self.record.report()
         if self.device.type == "cuda":
-            report["communicator_bytes"] = float(self.communicator_bytes)
+            groups = [end for end in self.ends if isinstance(end, DedicatedGroup)]
+            report["communicator_bytes"] = sum(group.communicator_bytes() for group in groups)
         return report
 
     def _wait_for_device(self) -> None:
@@ -161,6 +160,14 @@ class StreamPeer:
         may touch it then."""
         if self.queue:
             self.queue.wait(self.queue.mark())
+
+    def _host_copy(self, numbers: torch.Tensor) -> torch.Tensor:
+        """A few numbers of the device in host memory: there when the device was waited for. On CPUs
+        `numbers` itself."""
+        if self.device.type != "cuda":
+            return numbers
+        copy = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        return copy.copy_(numbers, non_blocking=True)
 
     def _check_abort_signals(self) -> None:
         """Raises Aborted, DistNetworkError: as `AbortSignal.check`."""
@@ -229,13 +236,10 @@ class StreamPeer:
     def _open_end(
         self, deadline: float, open_end: Callable[..., End], stream: Stream, *args: Any
     ) -> End:
-        """Open one end of a stream, and note the memory of the device that it takes; raises as
-        `_call_until`. `open_end`: a method of the transport; it gets the stream and `args`."""
+        """Open one end of a stream; raises as `_call_until`. `open_end`: a method of the transport;
+        it gets the stream and `args`."""
         stream = replace(stream, connect_timeout_s=deadline - time.monotonic())
-        free_before = free_device_bytes(self.device)
         end = self._call_until(deadline, open_end, stream, *args, discard=_close_late_end)
-        taken = free_before - free_device_bytes(self.device)
-        self.communicator_bytes += max(0, taken)  # others may have freed more meanwhile
         self.ends.append(end)
         return end
 
@@ -249,6 +253,16 @@ class StreamPeer:
         """
         on_gpu = self.queue is not None and name in DEVICE_PHASES
         begin = self.queue.mark() if on_gpu else time.perf_counter()
+        with self._naming_failures(name, bucket_number):
+            yield
+        if on_gpu:
+            self.record.mark_phase(name, begin, self.queue.mark())
+        else:
+            self.record.add_phase(name, time.perf_counter() - begin)
+
+    @contextmanager
+    def _naming_failures(self, phase: str, bucket_number: int | None = None) -> Iterator[None]:
+        """Raise failures of the block as SyncError with the place; arguments as `_phase`."""
         try:
             yield
         except SyncError:
@@ -259,11 +273,7 @@ class StreamPeer:
             traceback.clear_frames(error.__traceback__)
             if bucket_number is None:
                 bucket_number = self.bucket_number
-            raise SyncError(self._failure_message(name, bucket_number, error)) from error
-        if on_gpu:
-            self.record.mark_phase(name, begin, self.queue.mark())
-        else:
-            self.record.add_phase(name, time.perf_counter() - begin)
+            raise SyncError(self._failure_message(phase, bucket_number, error)) from error
 
     def _failure_message(self, phase: str, bucket_number: int, error: Exception) -> str:
         lines = str(error).strip().splitlines()

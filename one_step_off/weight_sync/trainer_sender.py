@@ -20,7 +20,7 @@ import torch
 from one_step_off.cluster.core_binding import unpin
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.network import reachable_host
-from one_step_off.config.placement import memory_share
+from one_step_off.config.placement import memory_share, share_beside_engine
 from one_step_off.config.schema import Config
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces, automatic_bucket_mb
 from one_step_off.weight_sync.gpu_queue import device_bytes
@@ -69,9 +69,12 @@ class WeightSenderMixin:
 
     @ray.method(concurrency_group="sync")
     def automatic_bucket_mb(self) -> int:
-        """The size of a bucket that suits this rank's part of its device, in MiB."""
-        usable_bytes = memory_share(self.cfg, "actor") * device_bytes(torch.device(self.device))
-        return automatic_bucket_mb(int(usable_bytes))
+        """The size of a bucket that suits this rank's part of its device, and a replica's of one
+        that is as large, in MiB."""
+        total_bytes = device_bytes(torch.device(self.device))
+        trainer_bytes = int(memory_share(self.cfg, "actor") * total_bytes)
+        receiver_bytes = int(share_beside_engine(self.cfg) * total_bytes)
+        return automatic_bucket_mb(trainer_bytes, receiver_bytes)
 
     @ray.method(concurrency_group="sync")
     def open_sender(
@@ -145,7 +148,9 @@ class WeightSenderMixin:
         self.member.connect(epoch, address)
 
     @ray.method(concurrency_group="sync")
-    def send_weights(self, version: int, sharded_only: bool = False) -> dict[str, Any]:
+    def send_weights(
+        self, version: int, sharded_only: bool = False, wants_full: bool = False
+    ) -> dict[str, Any]:
         """As `WeightSender.send`; a member gives its pieces to its leader.
 
         Raises:
@@ -159,7 +164,7 @@ class WeightSenderMixin:
             raise SyncError(
                 f"trainer rank {self.rank} holds version {self.version}, asked to send {version}"
             )
-        return self.sender.send(self.weight_tensors(), version, sharded_only)
+        return self.sender.send(self.weight_tensors(), version, sharded_only, wants_full)
 
     @ray.method(concurrency_group="control")
     def release(self, version: int) -> None:

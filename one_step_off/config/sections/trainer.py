@@ -70,7 +70,9 @@ class TrainerConfig:
         None, "write a torch profile of the updates of this step (counted from 0)", low=0
     )
     start_timeout_s: float = config_key(
-        900.0, "time limit for starting engines and trainers", above=0.0
+        900.0,
+        "time limit for starting engines and trainers, and for a turn on a GPU that they share",
+        above=0.0,
     )
     step_timeout_s: float = config_key(3600.0, "time limit for any phase of a step", above=0.0)
 

@@ -27,7 +27,7 @@ class WeightSyncConfig:
     )
     mode: str = config_key(
         "full",
-        "full: send all weights; delta: only the elements whose bits changed",
+        "full: send all weights; delta: only the elements whose bits changed, where that is faster",
         choices="full delta",
     )
     lora: str = config_key(
@@ -37,7 +37,10 @@ class WeightSyncConfig:
         choices="merged adapter",
     )
     full_every: int = config_key(
-        50, "delta: number of syncs from one that sends all weights to the next", low=1
+        50,
+        "delta: number of syncs from one that sends all weights to the next, and to the next trial "
+        "of deltas where all weights are faster",
+        low=1,
     )
     max_senders: int = config_key(
         8,
@@ -47,7 +50,8 @@ class WeightSyncConfig:
     bucket_mb: Optional[int] = config_key(
         None,
         "size of a bucket, in MiB; sender and receiver reuse two each; null: 64 on CPUs, on GPUs a "
-        "128th of what the smallest trainer may use, as a power of two up to 1024",
+        "128th of what the smallest trainer may use, or an 8th of what a replica has beside its "
+        "engine if that is less, as a power of two up to 1024",
         low=1,
     )
     transport: str = config_key(

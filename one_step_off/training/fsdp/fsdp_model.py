@@ -71,12 +71,13 @@ class BuiltModel:
     Attributes:
         model: with its weights.
         attention: how it attends.
-        layout: where the checkpoint's tensors lie in the model without adapters.
+        layout: where the checkpoint's tensors lie in the model without adapters; None: not known,
+            for a role whose weights are not streamed.
     """
 
     model: PreTrainedModel
     attention: AttentionChoice
-    layout: CheckpointLayout
+    layout: CheckpointLayout | None
 
 
 @dataclass
@@ -84,12 +85,12 @@ class _Source:
     """Where the weights come from.
 
     Attributes:
-        layout: where the checkpoint's tensors lie in the model.
+        layout: where the checkpoint's tensors lie in the model; None: not known.
         stored: the files from which each rank reads its own rows; None: rank 0 broadcasts.
         model: on rank 0, with the weights that it broadcasts.
     """
 
-    layout: CheckpointLayout
+    layout: CheckpointLayout | None
     stored: StoredWeights | None = None
     model: PreTrainedModel | None = None
 
@@ -153,7 +154,10 @@ def _find_source(cfg: Config, role: str, dtype: torch.dtype, has_adapters: bool)
         model, layout[0] = read_checkpoint(cfg, role, attention, dtype, place)
     dist.broadcast_object_list(layout, src=0)
     can_read = [False] * dist.get_world_size()
-    dist.all_gather_object(can_read, stored is not None and stored.covers(layout[0].shapes()))
+    has_all = False
+    if stored is not None and layout[0] is not None:
+        has_all = stored.covers(layout[0].shapes())
+    dist.all_gather_object(can_read, has_all)
     source = _Source(layout[0], stored if all(can_read) else None)
     if model is None:
         return source

@@ -48,7 +48,7 @@ class FsdpBackend(ModelWorker):
         self.model = built.model
         self.attention = built.attention
         self.layout = built.layout
-        self.adapters = lora.Adapters(self.model, self.layout.stored_name)
+        self.adapters = lora.Adapters(self.model, self._stored_name)
         self.packed = bool(self.attention.kernel)
 
     def _warm_up(self) -> None:
@@ -73,6 +73,9 @@ class FsdpBackend(ModelWorker):
         if isinstance(self.role_config, TrainedConfig):
             self._run_micro_batches([item], lambda _: run(self.trained_figure), timer)
             self._zero_grad()
+
+    def _stored_name(self, parameter: str) -> str:
+        return self.layout.stored_name(parameter)
 
     # Passes.
 

@@ -115,7 +115,7 @@ class SharedMemorySender:
 
     def start_send(self, tensor: torch.Tensor) -> None:
         """Announce a message to all receivers: the number of a buffer if `tensor` begins one of
-        `buffers`, otherwise the tensor's bytes.
+        `buffers`, otherwise the tensor's bytes; then it is in host memory.
 
         A buffer must be completely written: receivers read it at once, on CUDA streams of their
         own.
@@ -124,7 +124,7 @@ class SharedMemorySender:
         if tensor.data_ptr() in buffer_starts:
             message = str(buffer_starts.index(tensor.data_ptr())).encode()
         else:
-            message = tensor.cpu().numpy().tobytes()
+            message = tensor.numpy().tobytes()
         self.messages_sent += 1
         self.store.set(_message_key(self.messages_sent), message)
 
@@ -179,7 +179,8 @@ class SharedMemoryReceiver:
         """The next message.
 
         Args:
-            buffer: of the shape and dtype of the message. uint8 stands for a bucket.
+            buffer: of the shape and dtype of the message. uint8 stands for a bucket; any other one
+                is in host memory.
 
         Returns:
             For a bucket a view of the sender's buffer, with as many bytes as `buffer`; it stays as

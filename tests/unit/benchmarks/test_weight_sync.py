@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,8 @@ import torch
 
 from benchmarks.weight_sync import __main__ as weight_sync
 from benchmarks.weight_sync import exposed, report, trainer
-from benchmarks.weight_sync.arms import Product, Sharded, Took
+from benchmarks.weight_sync.arms import ARMS, Product, Sharded, Took
+from benchmarks.weight_sync.layout import ARM_NAMES
 from benchmarks.weight_sync.measure import groups_of_arms
 from one_step_off.config.schema import WeightSyncConfig
 
@@ -203,3 +206,28 @@ def test_bad_flags_are_one_line(
     assert ended.value.code == 2
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_the_command_line_knows_all_arms():
+    assert tuple(ARMS) == ARM_NAMES
+
+
+@pytest.mark.parametrize(
+    "benchmark",
+    ["agent_loop", "backends", "checkpoint", "lora", "optimizers", "rollout", "weight_sync"],
+)
+def test_a_command_line_is_read_before_anything_slow_is_imported(benchmark):
+    """torch, transformers and vLLM take twenty seconds, and print warnings over the help."""
+    code = (
+        f"import sys, importlib; sys.argv = ['{benchmark}', '--help']\n"
+        f"name = 'benchmarks.{benchmark}'\n"
+        "is_folder = hasattr(importlib.import_module(name), '__path__')\n"
+        "module = importlib.import_module(name + ('.__main__' if is_folder else ''))\n"
+        "try: module.main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "slow = {'torch', 'transformers', 'vllm'} & sys.modules.keys()\n"
+        "assert not slow, slow\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "--out" in done.stdout

@@ -103,6 +103,30 @@ def test_what_does_not_fit_is_one_line(overrides: list[str], message: str) -> No
     assert "\n" not in str(raised.value)
 
 
+def test_what_a_replica_has_beside_its_engine() -> None:
+    cfg = Config()
+    cfg.placement.pools = {"rollout": [2], "actor": [2]}
+    assert placement.share_beside_engine(cfg) == pytest.approx(0.15)
+    cfg.placement.pools = {"rollout": [0.1], "actor": [2]}
+    assert placement.share_beside_engine(cfg) == pytest.approx(0.015)
+    cfg.rollout.engine_kwargs = {"gpu_memory_utilization": 0.06}
+    assert placement.share_beside_engine(cfg) == pytest.approx(0.04)
+    cfg.rollout.engine_kwargs = {"gpu_memory_utilization": 0.5}
+    assert placement.share_beside_engine(cfg) == 0
+
+
+def test_the_wait_for_a_turn_on_a_shared_gpu_does_not_count_against_a_start() -> None:
+    cfg = Config()
+    cfg.trainer.start_timeout_s = 100.0
+    cfg.placement.device = "cuda"
+    cfg.placement.pools = {"rollout": [2], "actor": [0.5]}
+    assert placement.start_limit_s(cfg, "rollout") == 100
+    assert placement.start_limit_s(cfg, "actor") == 200, "its turn may come after 100 s"
+    assert placement.start_limit_s(cfg, "a role outside of the run") == 100
+    cfg.placement.device = "cpu"
+    assert placement.start_limit_s(cfg, "actor") == 100, "no process takes turns there"
+
+
 def test_with_one_gpu_the_error_names_shares() -> None:
     with pytest.raises(ConfigError, match=r"2 GPUs, but this machine has 1; .*rollout: \[0.5\]"):
         valid(device="cuda", num_gpus=1)

@@ -7,8 +7,10 @@ import pytest
 from one_step_off.config.errors import ConfigError
 from one_step_off.models import adapted_layers, hf_model
 from one_step_off.models.model_checks import check_models
+from one_step_off.runtime.prepare import warn_of_experts
 from one_step_off.training import lora
 from tests.conftest import tiny_config
+from tests.unit.models.families import CONFIGS
 
 
 @pytest.mark.parametrize(
@@ -71,3 +73,28 @@ def test_all_linear_layers_of_a_mixture_of_experts_are_refused_with_names_that_c
     cfg.model.lora_target_modules = "k_proj,o_proj,q_proj,v_proj"
     adapted_layers.check_adapted_layers(cfg)
     lora.inject(hf_model.empty_model(cfg, "actor", None, None), cfg.model)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "expected"),
+    [
+        ("qwen2_moe", "q_proj, up_proj", ["up_proj"]),  # its shared experts have such a layer
+        ("qwen2_moe", "q_proj, shared_expert.up_proj", []),
+        ("deepseek_v3", "gate_proj,down_proj", ["gate_proj", "down_proj"]),
+        ("qwen3_moe", "q_proj", []),
+        ("qwen3", "up_proj", []),
+        ("qwen3", "all-linear", []),
+    ],
+)
+def test_names_that_pass_over_routed_experts_are_told(tmp_path, family, targets, expected):
+    CONFIGS[family]().save_pretrained(tmp_path)
+    changes = {"model.lora_rank": 2, "model.lora_target_modules": targets}
+    cfg = tiny_config(str(tmp_path), "", **changes)
+    assert adapted_layers.targets_without_experts(cfg) == expected
+    lines: list[str] = []
+    warn_of_experts(cfg, lines.append)
+    assert len(lines) == bool(expected)
+    assert all(f"no adapters, only the other layers named {expected[0]}" in line for line in lines)
+    cfg.model.lora_rank = 0
+    warn_of_experts(cfg, lines.append)
+    assert len(lines) == bool(expected)

@@ -105,7 +105,9 @@ def test_an_nccl_group_takes_our_arguments() -> None:
     assert names == ["store", "rank", "size", "options"]
 
 
-@pytest.mark.parametrize("name", ["abort", "broadcast", "shutdown", "_set_default_timeout"])
+@pytest.mark.parametrize(
+    "name", ["abort", "broadcast", "memory_stats", "shutdown", "_set_default_timeout"]
+)
 def test_methods_of_an_nccl_group(name: str) -> None:
     backend = STUBS.read_text().partition("class Backend:")[2].partition("\nclass ")[0]
     assert (
@@ -113,6 +115,15 @@ def test_methods_of_an_nccl_group(name: str) -> None:
         or hasattr(dist.Backend, name)
         or hasattr(torch._C._distributed_c10d.Backend, name)
     )
+
+
+def test_an_nccl_group_counts_its_memory() -> None:
+    header = (Path(str(torch.__file__)).parent / NCCL_HEADER).read_text()
+    assert "getMemoryStats() override" in header
+    assert "memory_stats" in str(torch._C._distributed_c10d.Backend.memory_stats.__doc__)
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    with pytest.raises(RuntimeError, match="does not support getMemoryStats"):
+        group.memory_stats()
 
 
 def test_options_of_an_nccl_group() -> None:

@@ -66,6 +66,34 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_is_reported_once(broken, capl
     assert "\n" not in message
 
 
+def test_beyond_the_limit_of_graphs_the_other_function_runs(caplog):
+    """torch would run the function itself then: for the log-probs all rows at once, not in
+    blocks."""
+    are_compiled: list[bool] = []
+    others: list[int] = []
+
+    def scaled(x, factor):
+        are_compiled.append(torch.compiler.is_compiling())
+        return x * factor
+
+    def otherwise(x, factor):
+        others.append(factor)
+        return x * factor
+
+    product = Compiler("a product", backend="eager", dynamic=False).compiled(scaled, otherwise)
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        caplog.at_level(logging.WARNING, logger=compilation.__name__),
+    ):
+        for factor in (2, 3, 4, 5):
+            assert product(torch.ones(1), factor).item() == factor
+    assert others == [4, 5]
+    assert all(are_compiled)
+    (record,) = [r for r in caplog.records if r.name == compilation.__name__]
+    assert "a product: will run slower from now on" in record.getMessage()
+    assert "recompile_limit=2" in record.getMessage()
+
+
 def test_errors_of_the_function_itself_pass():
     def refuse(x):
         torch._dynamo.graph_break()

@@ -14,10 +14,11 @@ import torch.multiprocessing as mp
 import transformers
 
 from one_step_off.config.errors import ConfigError
+from one_step_off.models import checkpoint_layout
 from one_step_off.models.stored_weights import StoredWeights
 from one_step_off.training.fsdp import fsdp_model
-from one_step_off.training.fsdp.fsdp_workers import WORKERS
-from tests.unit.training.fsdp_helpers import config
+from one_step_off.training.fsdp.fsdp_workers import WORKERS, CriticWorker, PolicyWorker
+from tests.unit.training.fsdp_helpers import config, make_batch
 from tests.unit.training.rank_helpers import join, leave, of_fsdp
 
 RANKS = 2
@@ -106,3 +107,26 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_by_name(model_folders, tmp_
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"lacks 1 weights .* model\.norm\.weight"):
         start_single(config(str(path)))
+
+
+def test_only_the_actor_needs_a_layout_that_can_be_streamed(
+    model_folders, start_single, monkeypatch
+):
+    """Other roles are read whole then, and never sent."""
+    path = model_folders["untied"]
+    batch = make_batch(path)
+    plain = start_single(config(path), cls=PolicyWorker, role="ref")
+    expected = plain.log_prob(batch)
+    monkeypatch.setattr(
+        checkpoint_layout,
+        "revert_weight_conversion",
+        lambda _, state: {name.replace("mlp", "ffn"): tensor for name, tensor in state.items()},
+    )
+    found = start_single(config(path), cls=PolicyWorker, role="ref").log_prob(batch)
+    assert found.keys() == expected.keys()
+    for number, log_probs in found.items():
+        assert (log_probs == expected[number]).all()
+    critic = start_single(config(path), cls=CriticWorker, role="critic")
+    assert critic.values(batch).keys() == expected.keys()
+    with pytest.raises(ConfigError, match="cannot stream its weights"):
+        start_single(config(path), cls=PolicyWorker)

@@ -108,12 +108,17 @@ class _Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+HostCopy = tuple[torch.Tensor, torch.Tensor]
+"""A copy in host memory, and the numbers of the device."""
+
+
 class StandInMark:
     """As torch.cuda.Event: its time is not known before the host has waited for it, or for a later
-    one of its thread."""
+    one of its thread. Nor are copies to the host that were begun before it."""
 
-    def __init__(self, recorded: list[StandInMark]) -> None:
+    def __init__(self, recorded: list[StandInMark], copies: list[HostCopy]) -> None:
         self.is_reached = False
+        self.copies = copies
         self.before = recorded  # by this thread
         self.number = len(recorded)
         recorded.append(self)
@@ -121,6 +126,9 @@ class StandInMark:
     def synchronize(self) -> None:
         for mark in self.before[: self.number + 1]:
             mark.is_reached = True
+            for copy, numbers in mark.copies:
+                copy.copy_(numbers)
+            mark.copies = []
 
     def elapsed_time(self, end: StandInMark) -> float:
         if not (self.is_reached and end.is_reached):
@@ -139,12 +147,26 @@ class StandInQueue(GpuQueue):
         return nullcontext()
 
     def mark(self) -> Any:
+        self._prepare_thread()
+        copies = self.thread.copies
+        self.thread.copies = []
+        return StandInMark(self.thread.marks, copies)
+
+    def _prepare_thread(self) -> None:
         if not hasattr(self.thread, "marks"):
             self.thread.marks = []
-        return StandInMark(self.thread.marks)
+            self.thread.copies = []
+
+    def host_copy(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Zeros until the host has waited for a later mark of this thread."""
+        self._prepare_thread()
+        copy = torch.zeros_like(numbers)
+        self.thread.copies.append((copy, numbers))
+        return copy
 
     def wait(self, mark: Any) -> None:
-        self.counts.note(self.counts.host_waits, "mark")
+        if not mark.is_reached:
+            self.counts.note(self.counts.host_waits, "mark")
         super().wait(mark)
 
 
@@ -162,5 +184,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, counts: SyncCounts) -> None:
     for module in (sender, receiver):
         monkeypatch.setattr(module, "checksum", weighted_sums)
     monkeypatch.setattr(StreamPeer, "prepare_thread", prepare)
+    monkeypatch.setattr(
+        StreamPeer, "_host_copy", lambda peer, numbers: peer.queue.host_copy(numbers)
+    )
     monkeypatch.setitem(launch_order.IS_ORDERED, "cpu", True)
     monkeypatch.setitem(delta._COUNTS_FIRST, "cpu", True)

@@ -178,7 +178,16 @@ def test_the_gpu_checksum_is_its_definition(words):
     ("gib", "expected_mb"), [(0, 64), (4, 64), (24, 128), (80, 512), (141, 1024), (288, 1024)]
 )
 def test_the_automatic_size_of_a_bucket_grows_with_the_device(gib, expected_mb):
-    assert automatic_bucket_mb(gib << 30) == expected_mb
+    assert automatic_bucket_mb(gib << 30, gib << 30) == expected_mb
+
+
+@pytest.mark.parametrize(
+    ("beside_engine_gib", "expected_mb"), [(12, 512), (3, 256), (1, 128), (0, 64)]
+)
+def test_a_replica_with_little_memory_beside_its_engine_gets_small_buckets(
+    beside_engine_gib, expected_mb
+):
+    assert automatic_bucket_mb(80 << 30, beside_engine_gib << 30) == expected_mb
 
 
 def test_one_sender_may_own_several_parts_of_a_tensor():

@@ -49,7 +49,7 @@ def connected_sync(
     cfg.model.dtype = dtype
     rank = StandInActor(
         score=lambda sequences: trainer_scores,
-        send_weights=lambda version, sharded_only: dict(SENT),
+        send_weights=lambda version, sharded_only, wants_full: dict(SENT),
         release=None,
         **TRAINER_CONTROL,
     )

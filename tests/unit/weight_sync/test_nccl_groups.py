@@ -3,6 +3,7 @@ one does; on CPUs."""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -52,12 +53,18 @@ class FakeNccl:
         self.options = options
         self.works: list[FakeWork] = []
         self.aborts: list[str] = []  # names of the threads
+        self.bytes: int | None = 0
         created.append(self)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> FakeWork:
         assert may_connect.wait(LONG_S)
         self.works.append(FakeWork())
         return self.works[-1]
+
+    def memory_stats(self) -> dict[str, int]:
+        if self.bytes is None:
+            raise RuntimeError("getMemoryStats() requires NCCL 2.29.7 or later")
+        return {"suspend": self.bytes, "suspended": 0, "persist": 0, "total": self.bytes}
 
     def abort(self) -> None:
         assert may_abort.wait(LONG_S)
@@ -149,7 +156,6 @@ def test_a_creation_that_blocks_is_abandoned_in_time_and_aborted_when_it_ends(mo
     sender = WeightSender(plan, 0, CPU, HOST, 5.0)
     sender.device = CUDA
     monkeypatch.setattr(sender, "prepare_thread", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 31))
     may_connect.clear()
     begin = time.monotonic()
     with pytest.raises(TimeoutError):
@@ -160,20 +166,23 @@ def test_a_creation_that_blocks_is_abandoned_in_time_and_aborted_when_it_ends(mo
     assert until(lambda: created[0].aborts)
 
 
-def test_the_memory_of_communicators_is_counted(monkeypatch):
+def test_the_memory_of_communicators_is_that_of_this_process(monkeypatch):
+    """Free memory of the device would count all ranks on it."""
     plan = BucketPlan.build(row_pieces(SHAPES, 1), 64)
     sender = WeightSender(plan, 0, CPU, HOST, 5.0)
     monkeypatch.setattr(sender, "prepare_thread", lambda: None)
-    free = iter([900, 500, 500, 400, 400, 450])  # the last group: something else gave memory back
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 1000))
     assert "communicator_bytes" not in sender._report()
     sender.device = CUDA
-    for epoch in range(3):
+    for epoch in range(2):
         store = dist.PrefixStore(str(epoch), sender.store)
         open_alone(sender, store, time.monotonic() + 5.0)
-    assert sender._report()["communicator_bytes"] == 500.0
+    assert sender._report()["communicator_bytes"] == 0
+    created[0].bytes, created[1].bytes = 400, 100
+    assert sender._report()["communicator_bytes"] == 500, "NCCL takes more at larger messages"
+    created[1].bytes = None
+    assert math.isnan(sender._report()["communicator_bytes"]), "NCCL before 2.29.7"
     sender.close()
-    assert sender.communicator_bytes == 0
+    assert sender._report()["communicator_bytes"] == 0
 
 
 def test_a_broadcast_that_blocks_ends_at_the_limit_or_with_the_reason_of_an_abort(store):

@@ -57,7 +57,7 @@ class FaultySync(WeightSync):
         trainer = StandInActor(
             score=lambda sequences: SCORES,
             connect_sync=None,
-            send_weights=lambda version, sharded_only: dict(sent),
+            send_weights=lambda version, sharded_only, wants_full: dict(sent),
             release=None,
             **TRAINER_CONTROL,
         )

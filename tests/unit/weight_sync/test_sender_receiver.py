@@ -4,6 +4,7 @@ strips."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 
 import pytest
@@ -178,6 +179,26 @@ def test_deltas_leave_the_same_bits_as_full_syncs(same_device):
     assert full_syncs == [0, 8, 20, 40]
     deltas = [size for i, size in enumerate(bytes_of_sync) if i not in full_syncs]
     assert max(deltas) < 0.1 * full_bytes
+
+
+@pytest.mark.parametrize("same_device", [None, [[0], [0]]], ids=["gloo", "shared memory"])
+def test_a_full_sync_between_deltas_is_the_base_of_the_next_one(same_device):
+    shapes = {"embed": (400, 64), "w": (64, 64), "norm": (64,), "scalar": ()}
+    stream = WeightStream(
+        shapes, 2, 1, bucket_bytes=16_000, dtype="bfloat16", same_device=same_device
+    )
+    for sender in stream.senders:
+        sender.full_every = 20
+    weights = random_weights(shapes, "bfloat16")
+    full_syncs = []
+    for version in range(8):
+        results, received = stream.sync(weights, version, wants_full=version in (2, 5, 6))
+        assert_no_errors(results)
+        assert_received(received, weights)
+        if math.isnan(results[0]["changed"]):
+            full_syncs.append(version)
+        perturb(weights)
+    assert full_syncs == [0, 2, 5, 6]
 
 
 def test_a_delta_on_a_wrong_base_is_detected():

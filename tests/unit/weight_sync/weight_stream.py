@@ -137,6 +137,7 @@ class WeightStream:
         version: int,
         expected_version: int | None = None,
         change_jobs: Callable[[list[Job]], Any] | None = None,
+        wants_full: bool = False,
     ) -> tuple[list[Any], list[Weights]]:
         """One sync: what senders and then receivers return or raise, and what each received.
 
@@ -145,13 +146,15 @@ class WeightStream:
             version: that is sent.
             expected_version: by the receivers; None: the same.
             change_jobs: changes the list of calls, of the senders and then of the receivers.
+            wants_full: as `WeightSender.send`.
         """
         if expected_version is None:
             expected_version = version
         received: list[Weights] = [{} for _ in self.receivers]
         jobs: list[Job] = []
         for index, sender in enumerate(self.senders):
-            jobs.append(lambda s=sender, i=index: s.send(self.rows(weights, i), version))
+            rows = self.rows(weights, index)
+            jobs.append(lambda s=sender, r=rows: s.send(r, version, wants_full=wants_full))
         for receiver, target in zip(self.receivers, received, strict=True):
             load = copy_into(target)
             jobs.append(lambda r=receiver, load=load: r.receive(load, expected_version))
