@@ -44,28 +44,8 @@ def router_biases(model: Any) -> dict[str, Any]:
     return biases
 
 
-def check_expert_parallelism(model: Any, role: str, path: str, size: int) -> None:
-    """Raises ConfigError: the experts of a model cannot be divided among `size` ranks."""
-    key = f"{role}.expert_parallel_size={size}"
-    experts = fused_experts(model)
-    if not experts:
-        raise ConfigError(
-            f"{key}: {path!r} is a dense model, or its experts are not stacked in one tensor; "
-            "set it to 1"
-        )
-    for name, module in experts.items():
-        if module.num_experts % size:
-            raise ConfigError(
-                f"{key}: does not divide the {module.num_experts} experts of {path!r}; "
-                f"use {nearest_divisor(module.num_experts, size)}"
-            )
-        # A tensor that is not cut by experts could not be placed.
-        if any(p.ndim < 2 or len(p) != module.num_experts for p in module.parameters()):
-            raise ConfigError(f"{key}: {name} of {path!r} holds more than its experts; set it to 1")
-
-
 def check_experts(cfg: Config) -> None:
-    """Check the keys about experts against the models of the roles.
+    """Check the keys about experts against the models of the roles that FSDP2 trains or runs.
 
     Raises:
         ConfigError: a model has no experts, or other ones than a key needs.
@@ -84,20 +64,48 @@ def _check_role(cfg: Config, role: str) -> None:
     settings = role_settings(cfg, role)
     if settings.backend != "fsdp":  # Megatron's own checks know its sizes
         return
-    balances = role == "actor" and settings.router_bias_update_rate > 0
-    size = settings.expert_parallel_size
-    if size == 1 and not balances:
-        return
+    if settings.expert_parallel_size > 1 or _update_rate(settings):
+        check_keys_of_experts(hf_model.empty_model(cfg, role, None, None), cfg, role)
+
+
+def check_keys_of_experts(model: Any, cfg: Config, role: str) -> None:
+    """As `check_experts`, of one role's model, with or without its weights."""
+    settings = role_settings(cfg, role)
     path = role_model_path(cfg, role)
-    model = hf_model.empty_model(cfg, role, None, None)
-    if size > 1:
-        check_expert_parallelism(model, role, path, size)
-    if not balances:
-        return
-    place = f"{BALANCING_KEY}={settings.router_bias_update_rate:g}"
+    if settings.expert_parallel_size > 1:
+        key = f"{role}.expert_parallel_size={settings.expert_parallel_size}"
+        _check_division(model, key, path, settings.expert_parallel_size)
+    if _update_rate(settings):
+        _check_biases(model, cfg, f"{BALANCING_KEY}={_update_rate(settings):g}", path)
+
+
+def _update_rate(settings: Any) -> float:
+    """That of the biases; only the actor has one."""
+    return getattr(settings, "router_bias_update_rate", 0.0)
+
+
+def _check_division(model: Any, key: str, path: str, size: int) -> None:
+    experts = fused_experts(model)
+    if not experts:
+        raise ConfigError(
+            f"{key}: {path!r} is a dense model, or its experts are not stacked in one tensor; "
+            "set it to 1"
+        )
+    for name, module in experts.items():
+        if module.num_experts % size:
+            raise ConfigError(
+                f"{key}: does not divide the {module.num_experts} experts of {path!r}; "
+                f"use {nearest_divisor(module.num_experts, size)}"
+            )
+        # A tensor that is not cut by experts could not be placed.
+        if any(p.ndim < 2 or len(p) != module.num_experts for p in module.parameters()):
+            raise ConfigError(f"{key}: {name} of {path!r} holds more than its experts; set it to 1")
+
+
+def _check_biases(model: Any, cfg: Config, key: str, path: str) -> None:
     if not router_biases(model):
-        raise ConfigError(f"{place}: the routers of {path!r} have no {ROUTER_BIAS}; set it to 0")
+        raise ConfigError(f"{key}: the routers of {path!r} have no {ROUTER_BIAS}; set it to 0")
     if cfg.model.lora_rank:
         raise ConfigError(
-            f"{place}: with model.lora_rank={cfg.model.lora_rank} only adapters change; set it to 0"
+            f"{key}: with model.lora_rank={cfg.model.lora_rank} only adapters change; set it to 0"
         )

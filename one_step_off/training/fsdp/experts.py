@@ -12,7 +12,7 @@ A group of ranks works on the tokens of all of its ranks at once, so a rank's gr
 is the sum over the group already. No token is dropped: a rank receives as many as there are.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,14 +29,18 @@ from one_step_off.models.experts import fused_experts, router_biases
 IMPLEMENTATION = "one_step_off"
 """The name of our function in transformers' registry."""
 
+SHARD = "shard"
+"""The mesh dimension of ranks that shard the same experts."""
+
 EXCHANGE = "exchange"
-"""The mesh dimension of ranks that exchange tokens."""
+"""The mesh dimension of ranks that exchange tokens, and hold all experts together."""
 
 
 class Routing:
     """How many tokens the routers of a model sent to each expert.
 
     Attributes:
+        has_experts: whether the model has any that are counted.
         is_token: int64 [rows * width] of the micro-batch that is counted: 0 at padding. None: none
             is. Recomputing a layer counts its tokens once more, in all layers alike, which changes
             no ratio.
@@ -45,6 +49,7 @@ class Routing:
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         modules = fused_experts(model)
+        self.has_experts = bool(modules)
         self.is_token: Tensor | None = None
         experts = max((module.num_experts for module in modules.values()), default=0)
         self.counts = torch.zeros(len(modules), experts, dtype=torch.int64, device=device)
@@ -76,7 +81,7 @@ class Routing:
 
     def metrics(self) -> dict[str, float]:
         """The load since the last call (collective); {} for a dense model. The host waits once."""
-        if not self._total.numel():
+        if not self.has_experts:
             return {}
         total = self._total.double()
         self._total.zero_()
@@ -87,47 +92,43 @@ class Routing:
         return dict(zip(names, figures, strict=True))
 
 
-@dataclass(frozen=True)
-class ExpertMesh:
-    """Where the experts are: ranks that exchange tokens, and ranks that shard the same experts."""
-
-    exchange: DeviceMesh
-    shard: DeviceMesh
-
-    @staticmethod
-    def of(device: torch.device, size: int) -> "ExpertMesh":
-        """`size`: neighbouring ranks, the fastest links, that exchange tokens."""
-        shape = (dist.get_world_size() // size, size)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("shard", EXCHANGE))
-        return ExpertMesh(mesh[EXCHANGE], mesh["shard"])
+def expert_mesh(device: torch.device, size: int) -> DeviceMesh:
+    """All ranks, as ("shard", "exchange"). `size`: how many exchange tokens, which are neighbours
+    and so have the fastest links."""
+    shape = (dist.get_world_size() // size, size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=(SHARD, EXCHANGE))
 
 
 def register(model: PreTrainedModel) -> None:
-    """Let the model compute its experts by our function, where transformers would by grouped
-    products."""
+    """Let the model compute its experts, if it has any, by our function."""
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
-    if fused_experts(model) and model.config._experts_implementation == "grouped_mm":
+    if fused_experts(model):
         model.set_experts_implementation(IMPLEMENTATION)
 
 
-def shard_experts(layer: nn.Module, mesh: ExpertMesh, options: dict[str, Any]) -> None:
-    """Place the experts of a decoder layer: whole experts on each rank of `mesh.exchange`, cut
-    further over `mesh.shard` by an FSDP group of their own.
+def shard_experts(layer: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    """Place the experts of a decoder layer: divided over the ranks that exchange tokens, and then
+    sharded over the others by an FSDP group of their own.
 
     Args:
         layer: its parameters have no memory yet.
+        mesh: of `expert_mesh`.
         options: of `fully_shard`, but for the mesh.
     """
+    exchange, shard = mesh[EXCHANGE], mesh[SHARD]
+    # FSDP2 would round the weights of the experts' outputs, which some routers give in float32.
+    policy = replace(options["mp_policy"], cast_forward_inputs=False)
+    options = options | {"mp_policy": policy, "mesh": shard}
     for module in fused_experts(layer).values():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            own = parameter.chunk(mesh.exchange.size())[mesh.exchange.get_local_rank()]
-            placed = DTensor.from_local(own.contiguous(), mesh.exchange, [Shard(0)])
+            own = parameter.chunk(exchange.size())[exchange.get_local_rank()]
+            placed = DTensor.from_local(own.contiguous(), exchange, [Shard(0)])
             setattr(module, name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
-        module.exchange_group = mesh.exchange.get_group()
-        sharded: Any = fully_shard(module, mesh=mesh.shard, **options)
+        module.exchange_group = exchange.get_group()
+        sharded: Any = fully_shard(module, **options)
         # FSDP2 averages over its own ranks, and the mean over all is wanted, as of other weights.
         sharded.set_gradient_divide_factor(dist.get_world_size())
-        if mesh.shard.size() > 1:  # of one rank FSDP2 would divide twice
+        if shard.size() > 1:  # of one rank FSDP2 would divide twice
             sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
 
 

@@ -41,6 +41,7 @@ from one_step_off.models.checkpoint_layout import (
     saved_buffers,
     saved_tensors,
 )
+from one_step_off.models.experts import check_keys_of_experts
 from one_step_off.models.hf_model import (
     SCALAR_HEAD,
     SCALAR_ROLES,
@@ -134,6 +135,7 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
         lora.inject(model, cfg.model)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
     model.forward = types.MethodType(_token_outputs, model)
+    check_keys_of_experts(model, cfg, role)
     experts.register(model)
     shard_device = torch.device("cpu") if role_config.param_offload else device
     _shard(model, role_config, cfg.model.dtype, device, shard_device)
@@ -228,7 +230,7 @@ def _shard(
     mesh = _device_mesh(device, role_config.fsdp_size)
     expert_mesh = None
     if role_config.expert_parallel_size > 1:
-        expert_mesh = experts.ExpertMesh.of(device, role_config.expert_parallel_size)
+        expert_mesh = experts.expert_mesh(device, role_config.expert_parallel_size)
     recomputes = getattr(role_config, "activation_checkpointing", False)  # of trainable roles
     # The hooks that collect router logits cannot be compiled, nor can the exchange of tokens.
     is_eager = getattr(model.config, "output_router_logits", False) or expert_mesh is not None

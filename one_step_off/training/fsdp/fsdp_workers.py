@@ -54,7 +54,7 @@ class FsdpBackend(ModelWorker):
         with_backward = torch.is_grad_enabled()
         for item in items:
             self.routing.is_token = None
-            if with_backward and item.lengths:
+            if with_backward and item.lengths and self.routing.has_experts:
                 self.routing.is_token = self._tensor(_token_mask(item))
             with timer("forward"):
                 value = compute(item)
@@ -99,9 +99,8 @@ class FsdpBackend(ModelWorker):
         coefficient = getattr(self.model, "router_aux_loss_coef", None)
         if not (logits and coefficient and item.lengths):
             return None
-        loss = experts.load_balancing_loss(
-            logits, self.model.num_experts_per_tok, self.routing.is_token
-        )
+        is_token = self._tensor(_token_mask(item))
+        loss = experts.load_balancing_loss(logits, self.model.num_experts_per_tok, is_token)
         share = sum(item.lengths) / mini_batch_tokens
         stats.add(load_balancing=loss.detach() * share)
         return coefficient * share * loss

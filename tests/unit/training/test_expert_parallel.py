@@ -75,6 +75,18 @@ CASES = {
         {"actor__activation_checkpointing": True, "actor__router_bias_update_rate": 0.05},
         [2, 2],
     ),
+    # Rank 0 reads and broadcasts; the experts are frozen.
+    "lora": (
+        "qwen3_moe",
+        {},
+        2,
+        {
+            "model__lora_rank": 2,
+            "model__lora_alpha": 4,
+            "model__lora_target_modules": "q_proj,v_proj",
+        },
+        [2, 2],
+    ),
     "muon": ("mixtral", {}, 2, {"actor__optimizer": "muon"}, [2, 2]),
     "adamw_8bit": ("qwen3_moe", {}, 2, {"actor__optimizer": "adamw_8bit"}, [2, 2]),
 }
@@ -109,6 +121,42 @@ def test_ranks_with_whole_experts_learn_what_one_process_learns(case, tmp_path):
     steps(worker, str(folder), STEPS // 2, STEPS)
     assert_near(trained, sent_by(worker), tolerance)
     end()
+
+
+def score_rank(rank: int, folder: Path) -> None:
+    """Log-probs in bfloat16, and the dtypes of what the experts of the last layer receive."""
+    torch.set_num_threads(1)
+    path = str(folder / "model")
+    cfg = config(path, model__dtype="bfloat16", actor__expert_parallel_size=2)
+    worker = of_fsdp()["actor"](cfg, "actor", rank, 2, "cpu", 10)
+    join(worker, "ranks", folder)
+    dtypes = []
+    # After FSDP2's own hook.
+    worker.model.model.layers[-1].mlp.experts.register_forward_pre_hook(
+        lambda module, inputs: dtypes.append([tensor.dtype for tensor in inputs])
+    )
+    outputs = worker.log_prob(make_batch(path))
+    torch.save((dtypes, outputs), folder / f"rank{rank}.pt")
+    leave(of_fsdp)
+
+
+def test_in_bfloat16_the_weights_of_experts_stay_in_float32(tmp_path):
+    path = str(tmp_path / "model")
+    write_model(CONFIGS["glm4_moe"](), path)
+    mp.spawn(score_rank, args=(tmp_path,), nprocs=2)
+    worker = start(config(path, model__dtype="bfloat16"), cls=PolicyWorker)
+    alone = worker.log_prob(make_batch(path))
+    end()
+    found = {}
+    for rank in range(2):
+        dtypes, outputs = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+        found |= outputs
+        assert dtypes
+        for hidden, _, weights in dtypes:
+            assert (hidden, weights) == (torch.bfloat16, torch.float32)
+    assert found.keys() == alone.keys()
+    for position, log_probs in alone.items():
+        torch.testing.assert_close(found[position], log_probs, atol=0.03, rtol=0)
 
 
 def assert_near(
