@@ -102,8 +102,8 @@ def expert_mesh(device: torch.device, size: int) -> DeviceMesh:
 def register(model: PreTrainedModel) -> None:
     """Let the model compute its experts, if it has any, by our function."""
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
-    if fused_experts(model):
-        model.set_experts_implementation(IMPLEMENTATION)
+    for module in fused_experts(model).values():
+        module.config._experts_implementation = IMPLEMENTATION
 
 
 def shard_experts(layer: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> None:
