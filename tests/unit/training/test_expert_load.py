@@ -95,14 +95,22 @@ def counts_of(path: str, batch: Any) -> torch.Tensor:
     return counts
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"actor__activation_checkpointing": True},
+        {"actor__packing": "on"},
+        {"actor__micro_batch_tokens": 40},
+    ],
+)
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
-def test_the_load_is_that_of_transformers_routers_without_padding(tmp_path, name, recomputes):
+def test_the_load_is_that_of_transformers_routers_without_padding(tmp_path, name, settings):
     path = str(tmp_path / "model")
     write_model(CONFIGS[name](), path)
     batch = make_batch(path)
     counts = counts_of(path, batch)
-    worker = start(config(path, actor__activation_checkpointing=recomputes))
+    worker = start(config(path, **settings))
     metrics = worker.update(batch)
     load = counts / counts.mean(1, keepdim=True)
     assert metrics["actor/expert_load_max"] == pytest.approx(load.max().item())

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from one_step_off.models.experts import router_biases
 from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
 from tests.unit.models.families import CONFIGS
-from tests.unit.training.fsdp_helpers import config, end, make_batch, start, write_model
+from tests.unit.training.fsdp_helpers import config, end, hf_model, make_batch, start, write_model
 from tests.unit.training.rank_helpers import join, leave, of_fsdp, without_times
 from tests.unit.training.test_model_families import assert_same, sent_by, stored_in
 
@@ -75,6 +76,7 @@ CASES = {
         {"actor__activation_checkpointing": True, "actor__router_bias_update_rate": 0.05},
         [2, 2],
     ),
+    "idle rank": ("glm4_moe", {}, 2, {}, [2, 2]),
     # Rank 0 reads and broadcasts; the experts are frozen.
     "lora": (
         "qwen3_moe",
@@ -101,6 +103,8 @@ def test_ranks_with_whole_experts_learn_what_one_process_learns(case, tmp_path):
     hf_config = CONFIGS[name]()
     hf_config.update(changes)
     write_model(hf_config, folder)
+    if case == "idle rank":
+        send_all_tokens_to_the_first_experts(str(folder))
     mp.spawn(train_rank, args=(tmp_path, ranks, settings), nprocs=ranks)
     trained = sent_by_ranks(tmp_path, ranks)
     assert_same(stored_in(tmp_path / "saved"), trained)
@@ -121,6 +125,14 @@ def test_ranks_with_whole_experts_learn_what_one_process_learns(case, tmp_path):
     steps(worker, str(folder), STEPS // 2, STEPS)
     assert_near(trained, sent_by(worker), tolerance)
     end()
+
+
+def send_all_tokens_to_the_first_experts(path: str) -> None:
+    """The second of two ranks then receives none."""
+    model = hf_model(path)
+    for bias in router_biases(model).values():
+        bias.copy_(torch.tensor([10.0, 10.0, -10.0, -10.0]))
+    model.save_pretrained(path)
 
 
 def score_rank(rank: int, folder: Path) -> None:
