@@ -35,6 +35,7 @@ _FSDP_ONLY = {
     "fsdp_size": -1,
     "param_offload": False,
     "optimizer_offload": False,
+    "router_bias_update_rate": 0.0,
 }
 
 
@@ -197,12 +198,29 @@ def _check_fsdp_layout(
             f"{role}.torch_compile",
             "needs a C++ compiler on CPUs, such as g++; install one or set it to false",
         )
+    _check_expert_ranks(role, settings, ranks)
     for name, size in sizes.items():
-        if size > 1:
+        if size > 1 and name != "expert_parallel_size":
             raise ConfigError(
                 f"{role}.{name}={size}: only the megatron back end supports it; set "
                 f"{role}.backend=megatron, or the size to 1"
             )
+
+
+def _check_expert_ranks(role: str, settings: Any, ranks: int) -> None:
+    """The model's own number of experts is checked with its files."""
+    size = settings.expert_parallel_size
+    location = f"{role}.expert_parallel_size={size}"
+    if ranks % size:
+        raise ConfigError(
+            f"{location}: does not divide the {ranks} ranks of the {role}; "
+            f"use {nearest_divisor(ranks, size)}"
+        )
+    if size > 1 and settings.fsdp_size not in (-1, ranks):
+        raise ConfigError(
+            f"{location}: divides the experts over all ranks, and {role}.fsdp_size="
+            f"{settings.fsdp_size} has copies of the model; set that to -1"
+        )
 
 
 def _check_megatron_packages(role: str, device: str) -> None:

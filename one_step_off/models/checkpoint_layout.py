@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -43,6 +44,24 @@ class OwnedBlock:
     def view_of(self, rows: Tensor) -> Tensor:
         """The block, as a view of the rank's rows of the parameter, which are contiguous."""
         return rows.as_strided(self.shape, self.stride, rows.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class LivePart:
+    """A block of one tensor of the checkpoint in a rank's rows of a parameter, which changes with
+    them.
+
+    A view would not do: FSDP2 gives a parameter other memory, as in the first pass with
+    `param_offload`, and a view goes on showing the old one.
+    """
+
+    parameter: Tensor
+    block: OwnedBlock
+
+    def view(self) -> Tensor:
+        """The block, as a view of the rows as they are now."""
+        rows: Any = self.parameter.detach()
+        return self.block.view_of(rows.to_local() if isinstance(rows, DTensor) else rows)
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,10 @@ class TrainedWorker(CheckpointedWorker):
         """
         return None
 
+    def _model_metrics(self) -> Figures:
+        """What the model itself counted in this update, the same on every rank (collective)."""
+        return {}
+
     @abstractmethod
     def _grad_norm(self) -> Tensor | float:
         """The global norm of the gradients, over all parameters and ranks (collective)."""
@@ -303,7 +307,7 @@ class TrainedWorker(CheckpointedWorker):
             metrics["clip_frac"] = sums["clip"] / max(sums["tokens"], 1.0)
         if "load_balancing" in sums:
             metrics["load_balancing_loss"] = sums["load_balancing"] / mini_batches
-            metrics["expert_load_max"] = maxima["expert_load"]
+        metrics |= self._model_metrics()
         metrics["lr"] = learning_rate
         metrics["skipped_updates"] = float(stats.skipped_updates)
         metrics["skipped_in_a_row"] = float(self.skipped_in_a_row)

@@ -5,7 +5,7 @@ import contextlib
 import os
 import shutil
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from one_step_off.config.errors import first_line
 from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.models import hf_model
+from one_step_off.models.checkpoint_layout import LivePart
 from one_step_off.training import lora
 from one_step_off.training.trained_worker import TrainedWorker
 from one_step_off.weight_sync import base_weights
@@ -27,9 +28,9 @@ class WeightExport(TrainedWorker):
     """One rank of a role whose weights are streamed and saved."""
 
     @abstractmethod
-    def _sent_weights(self) -> list[tuple[WeightPiece, Tensor]]:
-        """What this rank sends: each piece, and the live tensor that has its data. No
-        collective."""
+    def _sent_weights(self) -> Sequence[tuple[WeightPiece, Tensor | LivePart]]:
+        """What this rank sends: each piece, and the live tensor, or the part of one, that has its
+        data. No collective."""
 
     def _sent_adapters(self) -> list[tuple[WeightPiece, Tensor]]:
         """As `_sent_weights`, of the adapters' matrices, for weight_sync.lora=adapter."""
@@ -73,13 +74,17 @@ class WeightExport(TrainedWorker):
         """Fill `_live` with views of this rank's rows, if a storage has moved, as in FSDP2's first
         pass with `param_offload`. (The views hold the old storage: it cannot have been given to
         another tensor unnoticed.)"""
-        rows = [_own_rows(tensor) for _, tensor in self._weights]
-        addresses = [tensor.data_ptr() for tensor in rows]
+        sources = [source for _, source in self._weights]
+        # The experts of a layer are many parts of few parameters.
+        parameters = [s.parameter if isinstance(s, LivePart) else s for s in sources]
+        distinct = {id(parameter): parameter for parameter in parameters}
+        addresses = [_own_rows(parameter).data_ptr() for parameter in distinct.values()]
         if addresses == self._live_addresses:
             return
         self._live_addresses = addresses
         self._live = []
-        for (piece, _), tensor in zip(self._weights, rows, strict=True):
+        for piece, source in self._weights:
+            tensor = _own_rows(source)
             view = tensor.detach().reshape(piece.block_shape)
             if view.data_ptr() != tensor.data_ptr():
                 self._live = []  # a copy, which would stay at this version
@@ -187,6 +192,8 @@ class WeightExport(TrainedWorker):
         os.rename(unfinished, path)
 
 
-def _own_rows(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+def _own_rows(tensor: Tensor | LivePart) -> Tensor:
+    """What this rank holds of a tensor, or of a part of one."""
+    if isinstance(tensor, LivePart):
+        return tensor.view()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -55,7 +55,9 @@ class BackendConfig:
         None, "megatron: virtual stages of each pipeline stage; null: one", low=2
     )
     context_parallel_size: int = shared_key(1, "megatron: context parallel size", low=1)
-    expert_parallel_size: int = shared_key(1, "megatron: expert parallel size", low=1)
+    expert_parallel_size: int = shared_key(
+        1, "ranks that divide the experts of each layer among them", low=1
+    )
     sequence_parallel: bool = shared_key(
         False, "megatron: split the norms over the tensor-parallel ranks too"
     )
@@ -118,6 +120,12 @@ class ActorConfig(TrainedConfig):
 
     log_prob_chunk: int = config_key(
         2048, "compute logits for this many tokens at a time, to save memory", low=1
+    )
+    router_bias_update_rate: float = config_key(
+        0.0,
+        "fsdp: after each optimizer step, change the correction bias of each expert by this, "
+        "towards an even load (DeepSeek-V3, GLM-4.5); 0: frozen",
+        low=0.0,
     )
 
 

@@ -34,12 +34,14 @@ from one_step_off.config.schema import Config
 from one_step_off.config.sections.roles import TrainedConfig
 from one_step_off.models.checkpoint_layout import (
     CheckpointLayout,
+    LivePart,
     OtherLayout,
     OwnedBlock,
     TensorPlace,
     saved_buffers,
     saved_tensors,
 )
+from one_step_off.models.experts import check_keys_of_experts
 from one_step_off.models.hf_model import (
     SCALAR_HEAD,
     SCALAR_ROLES,
@@ -50,6 +52,7 @@ from one_step_off.models.hf_model import (
 )
 from one_step_off.models.stored_weights import StoredWeights
 from one_step_off.training import compilation, lora, packed_attention
+from one_step_off.training.fsdp import experts
 from one_step_off.training.packed_attention import AttentionChoice
 from one_step_off.training.token_outputs import TokenOutputs, in_chunks, log_probs_and_entropy
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -73,11 +76,13 @@ class BuiltModel:
         attention: how it attends.
         layout: where the checkpoint's tensors lie in the model without adapters; None: not known,
             for a role whose weights are not streamed.
+        routing: counts the tokens of its experts.
     """
 
     model: PreTrainedModel
     attention: AttentionChoice
     layout: CheckpointLayout | None
+    routing: experts.Routing
 
 
 @dataclass
@@ -131,10 +136,12 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
         lora.inject(model, cfg.model)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
     model.forward = types.MethodType(_token_outputs, model)
+    check_keys_of_experts(model, cfg, role)
+    experts.register(model)
     shard_device = torch.device("cpu") if role_config.param_offload else device
     _shard(model, role_config, cfg.model.dtype, device, shard_device)
     _load(model, source, shard_device, device)
-    return BuiltModel(model, attention, source.layout)
+    return BuiltModel(model, attention, source.layout, experts.Routing(model, device))
 
 
 def _find_source(cfg: Config, role: str, dtype: torch.dtype, has_adapters: bool) -> _Source:
@@ -220,15 +227,18 @@ def _shard(
     # CPUOffloadPolicy fails without an accelerator; on CPUs the parameters are in host memory
     # anyway.
     offload_policy = OffloadPolicy() if shard_device == device else CPUOffloadPolicy()
-    options = {
-        "mesh": _device_mesh(device, role_config.fsdp_size),
+    options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
         "offload_policy": offload_policy,
     }
+    mesh = _device_mesh(device, role_config.fsdp_size)
+    expert_mesh = None
+    if role_config.expert_parallel_size > 1:
+        expert_mesh = experts.expert_mesh(device, role_config.expert_parallel_size)
     recomputes = getattr(role_config, "activation_checkpointing", False)  # of trainable roles
-    # The hooks that collect router logits cannot be compiled.
-    collects_routers = getattr(model.config, "output_router_logits", False)
-    compiles = compilation.is_wanted(role_config.torch_compile, device) and not collects_routers
+    # The hooks that collect router logits cannot be compiled, nor can the exchange of tokens.
+    is_eager = getattr(model.config, "output_router_logits", False) or expert_mesh is not None
+    compiles = compilation.is_wanted(role_config.torch_compile, device) and not is_eager
     compiler = compilation.Compiler("decoder layers", are_recomputed=recomputes, dynamic=True)
     for layer in _decoder_layers(model):
         # Wrapping the method, not the module, keeps parameter names as the checkpoint has them, and
@@ -239,8 +249,10 @@ def _shard(
             layer.forward = functools.partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
+        if expert_mesh is not None:
+            experts.shard_experts(layer, expert_mesh, options)
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
 
 
 def _load(
@@ -276,35 +288,37 @@ def _read_own_rows(model: PreTrainedModel, layout: CheckpointLayout, stored: Sto
     """Fill this rank's part of every parameter, and the saved buffers, one tensor after the
     other (no collective)."""
     for name, tensor in saved_tensors(model).items():
-        for place, block, view in _own_blocks(layout.of_parameter(name), tensor):
+        for place, block in _own_blocks(layout.of_parameter(name), tensor):
             starts = [0] * len(place.shape)
             if starts:
                 starts[block.dim] = block.start
-            view.copy_(stored.read(place.name, tuple(starts), block.shape))
+            LivePart(tensor, block).view().copy_(
+                stored.read(place.name, tuple(starts), block.shape)
+            )
 
 
 def _own_blocks(
     places: list[TensorPlace], tensor: Tensor
-) -> Iterator[tuple[TensorPlace, OwnedBlock, Tensor]]:
-    """What this rank holds of tensors of the checkpoint, with a live view of each block.
+) -> Iterator[tuple[TensorPlace, OwnedBlock]]:
+    """What this rank holds of tensors of the checkpoint.
 
     Args:
         places: of all of them that lie in `tensor`.
         tensor: a parameter, sharded by FSDP2 along its rows; or a buffer, of which every rank has
             all.
     """
-    rows, first = tensor.detach(), 0
-    count = rows.shape[0] if rows.ndim else 1
+    first = 0
+    count = tensor.shape[0] if tensor.ndim else 1
     if isinstance(tensor, DTensor):
         shape, starts = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements
         )
-        rows, first = tensor.detach().to_local(), starts[0]
+        first = starts[0]
         count = shape[0]
     for place in places:
         block = place.block_in(first, first + count) if count else None
         if block is not None:
-            yield place, block, block.view_of(rows)
+            yield place, block
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
@@ -345,55 +359,17 @@ def _token_outputs(
     return in_chunks(project, hidden, logit_index, tokens, chunk)
 
 
-@dataclass(frozen=True)
-class ExpertLoad:
-    """How the routers of a model spread tokens over its experts.
-
-    Attributes:
-        loss: scalar, the experts per token where all are equally likely: the load-balancing loss
-            of arXiv:2101.03961, over all layers together as transformers computes it.
-        largest: scalar, tokens of the busiest expert of any layer over the mean of its layer.
-    """
-
-    loss: Tensor
-    largest: Tensor
-
-
-def expert_load(router_logits: tuple[Tensor, ...], top_k: int, is_token: Tensor) -> ExpertLoad:
-    """The load in one micro-batch.
-
-    Args:
-        router_logits: of each layer with experts, [rows * width, experts].
-        top_k: experts per token.
-        is_token: float32 [rows * width]; 0 at padding, which counts for nothing.
-    """
-    shares = []
-    probabilities = []
-    for logits in router_logits:
-        weights = logits.float().softmax(-1)
-        chosen = weights.topk(top_k, dim=-1).indices.flatten()
-        counts = torch.zeros_like(weights[0]).scatter_add_(
-            0, chosen, is_token.repeat_interleave(top_k)
-        )
-        shares.append(counts.detach() / is_token.sum())
-        probabilities.append((weights * is_token[:, None]).sum(0) / is_token.sum())
-    share = torch.stack(shares)  # [layers, experts]
-    probability = torch.stack(probabilities)
-    loss = share.shape[1] * (share.mean(0) * probability.mean(0)).sum()
-    return ExpertLoad(loss, (share.amax(1) / share.mean(1)).max())
-
-
 def sharded_weights(
     model: PreTrainedModel, layout: CheckpointLayout, wire_dtype: str
-) -> list[tuple[WeightPiece, Tensor]]:
+) -> list[tuple[WeightPiece, Tensor | LivePart]]:
     """This rank's part of the weight stream: what it holds of every tensor of the checkpoint, by
-    the checkpoint's names, and the live tensor that has it.
+    the checkpoint's names, and the live tensor, or the part of one, that has it.
 
     Between two optimizer steps the sharded parameters do not change, so they can be read while a
     forward or backward pass runs on gathered copies. Tied tensors appear once. Adapters are no
     tensors of their own, see `lora.py`.
     """
-    weights = []
+    weights: list[tuple[WeightPiece, Tensor | LivePart]] = []
     for full_name, parameter in _own_share(model):
         name = lora.plain_name(full_name)
         if name:
@@ -413,7 +389,8 @@ def sharded_adapters(model: PreTrainedModel, wire_dtype: str) -> list[tuple[Weig
         name = lora.sent_name(full_name)
         if name:
             places = [TensorPlace.whole(name, tuple(parameter.shape))]
-            weights += _pieces(places, parameter, wire_dtype)
+            # A whole tensor is no part of one.
+            weights += [(piece, parameter) for piece, _ in _pieces(places, parameter, wire_dtype)]
     return weights
 
 
@@ -424,7 +401,7 @@ def _own_share(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     parameters: Any = model.named_parameters()  # DTensors, as FSDP2 makes them
     for name, parameter in parameters:
         mesh = parameter.device_mesh
-        is_replicated = mesh.ndim == 2
+        is_replicated = parameter.placements[0].is_replicate()
         if not sent_numel:
             sent_numel = [0] * (mesh.size(0) if is_replicated else 1)
         replica = sent_numel.index(min(sent_numel))
@@ -435,13 +412,13 @@ def _own_share(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def _pieces(
     places: list[TensorPlace], tensor: Tensor, wire_dtype: str
-) -> list[tuple[WeightPiece, Tensor]]:
+) -> list[tuple[WeightPiece, Tensor | LivePart]]:
     """This rank's pieces of tensors of the checkpoint that lie in `tensor`."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_floating_point():
         dtype = wire_dtype
     pieces = []
-    for place, block, view in _own_blocks(places, tensor):
+    for place, block in _own_blocks(places, tensor):
         piece = WeightPiece(place.name, dtype, place.shape, block.start, block.stop, block.dim)
-        pieces.append((piece, tensor if place.is_whole else view))
+        pieces.append((piece, tensor if place.is_whole else LivePart(tensor, block)))
     return pieces

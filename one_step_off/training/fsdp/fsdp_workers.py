@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from one_step_off.algorithms import batching
 from one_step_off.config.lengths import longest_sequence
 from one_step_off.config.sections.roles import TrainedConfig
+from one_step_off.models.checkpoint_layout import LivePart
 from one_step_off.training import (
     compilation,
     lora,
@@ -26,7 +28,7 @@ from one_step_off.training import (
     packed_attention,
     roles,
 )
-from one_step_off.training.fsdp import fsdp_model
+from one_step_off.training.fsdp import experts, fsdp_model
 from one_step_off.training.model_worker import ModelWorker, WorkItem
 from one_step_off.training.token_outputs import Figure, TokenOutputs
 from one_step_off.training.update_stats import PhaseTimer, UpdateStats
@@ -48,6 +50,7 @@ class FsdpBackend(ModelWorker):
         self.model = built.model
         self.attention = built.attention
         self.layout = built.layout
+        self.routing = built.routing
         self.adapters = lora.Adapters(self.model, self._stored_name)
         self.packed = bool(self.attention.kernel)
 
@@ -84,6 +87,9 @@ class FsdpBackend(ModelWorker):
     ) -> None:
         with_backward = torch.is_grad_enabled()
         for item in items:
+            self.routing.is_token = None
+            if with_backward and item.lengths and self.routing.has_experts:
+                self.routing.is_token = self._tensor(_token_mask(item))
             with timer("forward"):
                 value = compute(item)
             if with_backward:
@@ -132,11 +138,10 @@ class FsdpBackend(ModelWorker):
         if not (logits and coefficient and item.lengths):
             return None
         is_token = self._tensor(_token_mask(item))
-        load = fsdp_model.expert_load(logits, self.model.num_experts_per_tok, is_token)
+        loss = experts.load_balancing_loss(logits, self.model.num_experts_per_tok, is_token)
         share = sum(item.lengths) / mini_batch_tokens
-        stats.add(load_balancing=load.loss.detach() * share)
-        stats.maximum(expert_load=load.largest)
-        return coefficient * share * load.loss
+        stats.add(load_balancing=loss.detach() * share)
+        return coefficient * share * loss
 
     # The optimizer.
 
@@ -147,21 +152,35 @@ class FsdpBackend(ModelWorker):
     def _parameters_with_gradients(self) -> list[Tensor]:
         return [p for p in self.model.parameters() if p.grad is not None]
 
+    def _by_mesh(self) -> list[list[Tensor]]:
+        """The parameters with gradients: those of the experts, where they are on a mesh of their
+        own, and all others. torch clips no two meshes at once."""
+        groups: dict[Any, list[Tensor]] = {}
+        for parameter in self._parameters_with_gradients():
+            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        return list(groups.values())
+
     def _grad_norm(self) -> Tensor:
-        gradients = [p.grad for p in self._parameters_with_gradients()]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norms = [_total_norm([p.grad for p in parameters]) for parameters in self._by_mesh()]
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def _clip_and_step(self, grad_norm: Tensor | float, learning_rate: float) -> None:
-        parameters = self._parameters_with_gradients()
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.role_config.grad_clip, grad_norm)
+        for parameters in self._by_mesh():
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.role_config.grad_clip, grad_norm)
         optimizers.set_learning_rate(self.optimizer, learning_rate)
         self._move_moments(self.device)
         self.optimizer.step()
         self._move_moments("cpu")
+        rate = getattr(self.role_config, "router_bias_update_rate", 0.0)  # of the actor alone
+        if rate:
+            self.routing.update_biases(rate)
 
     def _zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        self.routing.end_step()
+
+    def _model_metrics(self) -> dict[str, float]:
+        return self.routing.metrics()
 
     def _move_moments(self, target: torch.device | str) -> None:
         """Move the optimizer's state to `target`, with optimizer_offload on a GPU. (With
@@ -213,20 +232,31 @@ class FsdpBackend(ModelWorker):
         if "optimizer" in state:
             optimizers.load(self.model, self.optimizer, state["optimizer"])
 
-    def _sent_weights(self) -> list[tuple[WeightPiece, Tensor]]:
+    def _sent_weights(self) -> list[tuple[WeightPiece, Tensor | LivePart]]:
         return fsdp_model.sharded_weights(self.model, self.layout, self.cfg.model.dtype)
 
     def _sent_adapters(self) -> list[tuple[WeightPiece, Tensor]]:
         return fsdp_model.sharded_adapters(self.model, self.cfg.model.dtype)
 
 
+def _total_norm(gradients: list[Any]) -> Tensor:
+    """The norm of all gradients together, which are on one mesh (collective)."""
+    if not experts.is_divided(gradients[0]):
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # Over two dimensions of a mesh torch reduces twice, and ranks may round differently.
+    square = torch.nn.utils.get_total_norm([g.to_local() for g in gradients]).square()
+    dist.all_reduce(square)
+    return square.sqrt()
+
+
 def _token_mask(item: WorkItem) -> np.ndarray:
-    """1 where a row has a token, 0 at its padding; float32 [rows * width]."""
+    """1 where a row has a token, 0 at its padding; int64 [rows * width]."""
     rows, width = item.layout.input_ids.shape
     # A packed row holds all sequences, one after the other.
     lengths = item.lengths if rows > 1 or len(item.lengths) == 1 else [sum(item.lengths)]
     mask = np.arange(width) < np.array(lengths)[:, None]
-    return mask.astype(np.float32).reshape(-1)
+    return mask.astype(np.int64).reshape(-1)
 
 
 class PolicyWorker(FsdpBackend, roles.PolicyWorker):

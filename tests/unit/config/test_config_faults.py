@@ -162,6 +162,15 @@ BAD = [
     ),
     (["placement.pools.actor=[4]", "actor.fsdp_size=3"], ["actor.fsdp_size=3", "4 ranks", "use 2"]),
     (
+        ["placement.pools.actor=[4]", "actor.expert_parallel_size=3"],
+        ["actor.expert_parallel_size=3", "does not divide the 4 ranks", "use 2"],
+    ),
+    (
+        ["placement.pools.actor=[4]", "actor.expert_parallel_size=2", "actor.fsdp_size=2"],
+        ["actor.expert_parallel_size=2", "actor.fsdp_size=2 has copies", "set that to -1"],
+    ),
+    (["actor.router_bias_update_rate=-0.1"], ["actor.router_bias_update_rate=-0.1", "0"]),
+    (
         ["placement.pools={}"],
         ["placement.roles.rollout=rollout", "placement.pools, which has none"],
     ),

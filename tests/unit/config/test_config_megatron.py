@@ -35,6 +35,10 @@ MEGATRON = [
         ["actor.packing=on", "context parallelism", "padded", "use auto or off"],
     ),
     (["actor.optimizer_offload=true"], ["actor.optimizer_offload=true", "set it to false"]),
+    (
+        ["actor.router_bias_update_rate=0.001"],
+        ["actor.router_bias_update_rate=0.001", "only the fsdp back end", "set it to 0"],
+    ),
 ]
 
 

@@ -79,6 +79,22 @@ def test_its_weights_have_the_checkpoints_names_and_bits(family):
     assert type(loaded).__name__ == worker.model.__class__.__name__.removeprefix("FSDP")
 
 
+def test_parts_of_a_tensor_follow_it_when_its_storage_moves(tmp_path):
+    """As FSDP2 moves it in its first pass with param_offload: views that were taken at the start
+    would send the first version of the experts for ever."""
+    write_model(CONFIGS["mixtral"](), tmp_path / "model")
+    worker = start(config(str(tmp_path / "model")), cls=PolicyWorker)
+    rows = worker.weight_tensors()
+    stacked = worker.model.model.layers[0].mlp.experts.down_proj
+    stacked._local_tensor.data = stacked._local_tensor.clone() + 1.0
+    assert worker.weight_tensors() is not rows
+    sent = sent_by(worker)["model.layers.0.block_sparse_moe.experts.2.w2.weight"]
+    assert torch.equal(sent, stacked.full_tensor()[2])
+    worker.save_hf(str(tmp_path / "saved"))
+    assert_same(stored_in(tmp_path / "saved"), sent_by(worker))
+    end()
+
+
 RANKS = 2
 STEPS = 4
 
