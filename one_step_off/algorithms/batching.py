@@ -158,6 +158,8 @@ class MicroBatch:
         cu_seqlens: int32 [sequences + 1], the first token of each packed sequence and their number
             of tokens; None when padded. Attention must not cross these boundaries.
         max_seqlen: tokens of the longest packed sequence; 0 when padded.
+        experts: int16 [rows * width, layers, experts per token], which the routers take for each
+            token; -1: they choose themselves. None: they do so everywhere.
         logit_index: int64 [n]; flat index into [rows * width] of the position whose logits predict
             each wanted token.
         tokens: int64 [n]; the wanted tokens.
@@ -171,10 +173,15 @@ class MicroBatch:
     counts: list[int]
     cu_seqlens: np.ndarray | None = None
     max_seqlen: int = 0
+    experts: np.ndarray | None = None
 
 
 def collate(
-    sequences: list[np.ndarray], wanted: list[np.ndarray], packed: bool, multiple: int = 1
+    sequences: list[np.ndarray],
+    wanted: list[np.ndarray],
+    packed: bool,
+    multiple: int = 1,
+    experts: Sequence[np.ndarray | None] = (),
 ) -> MicroBatch:
     """Lay sequences out for the model.
 
@@ -187,6 +194,8 @@ def collate(
             wanted.
         packed: one row without padding, else one row per sequence.
         multiple: the width of the rows is rounded up to a multiple of it.
+        experts: of each sequence those of its first tokens, [tokens, layers, experts per token];
+            None: not known.
 
     Raises:
         ValueError: the first token of a sequence is wanted.
@@ -222,7 +231,22 @@ def collate(
         counts=[len(positions) for positions in wanted],
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
+        experts=_laid_out_experts(experts, starts, input_ids.size),
     )
+
+
+def _laid_out_experts(
+    experts: Sequence[np.ndarray | None], starts: np.ndarray, positions: int
+) -> np.ndarray | None:
+    """`MicroBatch.experts`. `starts`: the first position of each sequence."""
+    known = [own for own in experts if own is not None]
+    if not known:
+        return None
+    laid_out = np.full((positions, *known[0].shape[1:]), -1, np.int16)
+    for own, start in zip(experts, starts, strict=True):
+        if own is not None:
+            laid_out[start : start + len(own)] = own
+    return laid_out
 
 
 def _packed_lengths(sequences: list[np.ndarray], multiple: int) -> list[int]:

@@ -48,6 +48,7 @@ from one_step_off.models.hf_model import (
     logits_of,
     read_checkpoint,
 )
+from one_step_off.models.router_replay import RouterReplay
 from one_step_off.models.stored_weights import StoredWeights
 from one_step_off.training import compilation, lora, packed_attention
 from one_step_off.training.packed_attention import AttentionChoice
@@ -72,11 +73,13 @@ class BuiltModel:
         model: with its weights.
         attention: how it attends.
         layout: where the checkpoint's tensors lie in the model without adapters.
+        router_replay: of the policy, with `rollout.replay_routing`.
     """
 
     model: PreTrainedModel
     attention: AttentionChoice
     layout: CheckpointLayout
+    router_replay: RouterReplay | None
 
 
 @dataclass
@@ -128,12 +131,15 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
     model.requires_grad_(is_trained)
     if has_adapters:
         lora.inject(model, cfg.model)
+    router_replay = None
+    if role == "actor" and cfg.rollout.replay_routing:
+        router_replay = RouterReplay(model)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
     model.forward = types.MethodType(_token_outputs, model)
     shard_device = torch.device("cpu") if role_config.param_offload else device
     _shard(model, role_config, cfg.model.dtype, device, shard_device)
     _load(model, source, shard_device, device)
-    return BuiltModel(model, attention, source.layout)
+    return BuiltModel(model, attention, source.layout, router_replay)
 
 
 def _find_source(cfg: Config, role: str, dtype: torch.dtype, has_adapters: bool) -> _Source:
