@@ -175,6 +175,11 @@ class MicroBatch:
     max_seqlen: int = 0
     experts: np.ndarray | None = None
 
+    def grid_of_experts(self) -> np.ndarray:
+        """`experts` as [rows, width, layers, experts per token]; there are some."""
+        assert self.experts is not None
+        return self.experts.reshape(*self.input_ids.shape, *self.experts.shape[1:])
+
 
 def collate(
     sequences: list[np.ndarray],
@@ -267,6 +272,9 @@ def pad_to_same_shape(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
     for micro in micro_batches:
         old_rows, old_width = micro.input_ids.shape
         padding = ((0, rows - old_rows), (0, width - old_width))
+        if micro.experts is not None:
+            padded = np.pad(micro.grid_of_experts(), (*padding, (0, 0), (0, 0)), constant_values=-1)
+            micro.experts = padded.reshape(-1, *padded.shape[2:])
         micro.input_ids = np.pad(micro.input_ids, padding)
         row = micro.logit_index // old_width
         column = micro.logit_index % old_width
@@ -302,4 +310,7 @@ def context_parallel_slice(
     logit_index = (row * len(own_columns) + column)[own_tokens]
     tokens = micro.tokens[own_tokens]
     part = MicroBatch(micro.input_ids[:, own_columns], None, logit_index, tokens, [])
+    if micro.experts is not None:
+        own_experts = micro.grid_of_experts()[:, own_columns]
+        part.experts = own_experts.reshape(-1, *own_experts.shape[2:])
     return part, own_tokens

@@ -77,13 +77,6 @@ def check_roles(cfg: Config, device: str) -> None:
             "algorithm.kl_coef",
             "placement.roles.ref has no use without a KL; set this above 0, or remove the role",
         )
-    if cfg.rollout.replay_routing and cfg.actor.backend != "fsdp":
-        raise key_error(
-            cfg,
-            "rollout.replay_routing",
-            f"actor.backend={cfg.actor.backend} cannot give its routers the engine's experts; use "
-            "actor.backend=fsdp, or set this to false",
-        )
     _check_critic_warmup(cfg)
     _check_reward_model(cfg)
     for role in ("critic", "ref", "reward_model", "teacher"):

@@ -347,8 +347,6 @@ MACHINE = [
      ["max_nums=1", "no such field"]),
     ("experts of a dense model", ["rollout.replay_routing=true"],
      ["rollout.replay_routing=true", "model.path=", "no experts", "set it to false"]),
-    ("experts for Megatron's routers", ["rollout.replay_routing=true", "actor.backend=megatron"],
-     ["rollout.replay_routing=true", "actor.backend=megatron", "use actor.backend=fsdp"]),
     ("experts of uncached prefixes",
      ["rollout.replay_routing=true", "rollout.engine_kwargs.enable_prefix_caching=false"],
      ["enable_prefix_caching=false", "set rollout.replay_routing=false"]),
