@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from one_step_off.algorithms.batching import collate
+from one_step_off.algorithms.batching import (
+    MicroBatch,
+    collate,
+    context_parallel_slice,
+    pad_to_same_shape,
+)
 from one_step_off.models.router_replay import RouterReplay
 from tests.unit.models.families import CONFIGS
 from tests.unit.models.test_router_replay import recorded_choice
@@ -164,6 +169,34 @@ def test_experts_lie_where_their_tokens_lie(packed):
     assert layout.experts.dtype == np.int16
     assert layout.experts[:, 0, 0].tolist() == flat
     assert layout.experts.shape[0] == layout.input_ids.size
+
+
+def positions_as_experts(lengths: list[int]) -> MicroBatch:
+    """A padded micro-batch whose token at position p of row r has the expert 10 r + p, and so has
+    its id."""
+    sequences = [np.arange(length) + 10 * row for row, length in enumerate(lengths)]
+    experts = [ids[:, None, None].astype(np.uint8) for ids in sequences]
+    return collate(sequences, [np.array([1])] * len(lengths), False, 4, experts)
+
+
+def test_experts_stay_with_their_tokens_where_micro_batches_grow():
+    small, large = positions_as_experts([3, 4]), positions_as_experts([2, 7, 5])
+    pad_to_same_shape([small, large])
+    for micro in (small, large):
+        ids, experts = micro.input_ids.reshape(-1), micro.experts[:, 0, 0]
+        assert len(ids) == len(experts) == 24
+        assert np.array_equal(ids[experts >= 0], experts[experts >= 0])
+    assert (small.experts >= 0).sum() == 7
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_experts_stay_with_their_tokens_where_columns_are_divided(rank):
+    micro = positions_as_experts([8, 6])
+    part, _ = context_parallel_slice(micro, rank, 2)
+    assert part.input_ids.shape == (2, 4)
+    ids, experts = part.input_ids.reshape(-1), part.experts[:, 0, 0]
+    assert np.array_equal(ids[experts >= 0], experts[experts >= 0])
+    assert (experts >= 0).sum() == (6 if rank == 0 else 8)
 
 
 def test_without_experts_nothing_is_laid_out():
