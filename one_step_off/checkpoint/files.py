@@ -53,7 +53,7 @@ def write_samples(samples: list[Sample], folder: Path) -> None:
 def _expert_arrays(samples: list[Sample]) -> dict[str, np.ndarray]:
     """The experts of the samples that have them, one after the other. Each array of a prompt is
     there once: `experts_of` has its number for each sample, -1 for one without experts."""
-    owners = [sample for sample in samples if sample.experts is not None]
+    owners = [sample for sample in samples if sample.response_experts is not None]
     if not owners:
         return {}
     of_prompts = {id(sample.prompt_experts): sample.prompt_experts for sample in owners}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,10 @@ async def check_engine(engine: Any, expected: Expected) -> None:
     expected.check(prefix, again)
     longer = np.concatenate([prefix, again.ids, prefix[:5]]).astype(np.int32)
     expected.check(longer, await engine.generate(request(longer, 3)))
+    # The client ends this one, in the middle of what the engine has made.
+    stopped = await engine.generate(replace(request(prefix, 4), stop=("e",)))
+    assert len(stopped.ids) < ANSWER_TOKENS
+    expected.check(prefix, stopped)
     # More tokens at once than the cache holds, so that requests are preempted; and a pause in the
     # middle, after which what was computed is computed again or kept.
     for clear_cache in (True, False):
