@@ -69,8 +69,8 @@ class FsdpBackend(ModelWorker):
         if layout.position_ids is not None:
             inputs["position_ids"] = self._tensor(layout.position_ids)
         if self.router_replay:
-            experts = None if layout.experts is None else self._tensor(layout.experts)
-            self.router_replay.use(experts)
+            chosen = None if layout.experts is None else self._tensor(layout.experts)
+            self.router_replay.use(chosen)
         return self.model(
             **inputs,
             **self._boundaries(layout),
