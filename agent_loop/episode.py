@@ -18,7 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from agent_loop.trajectory import Generate, Generated, Limits, plain_facts
+from agent_loop.trajectory import (
+    Generate,
+    Generated,
+    Limits,
+    experts_of_sample,
+    plain_facts,
+    without_read,
+)
 from one_step_off.data.messages import openai_messages
 from one_step_off.data.samples import NOT_GENERATED, Prompt, Sample
 from one_step_off.rewards.reward import Reward
@@ -240,6 +247,9 @@ class Episode:
         if self.limit_reached == "length":  # the agent has shortened its context
             self.limit_reached = ""
         self._check_attempt(generated)
+        if continues:
+            before = [turn.generated for turn in self._segment_of(parent)]
+            generated = without_read(generated, before)
         new_ids = np.array(context_ids[parent.length if parent else 0 :], np.int32)
         turn = Turn(parent, new_ids, generated, continues)
         if generated.finish_reason == "length":
@@ -366,6 +376,7 @@ class Episode:
             attempt=segment[-1].generated.attempt,
             finish_reason=self._finish_reason(segment[-1]),
             extra=extra,
+            **experts_of_sample(pieces, segment[0].context_length),
         )
 
     def _finish_reason(self, turn: Turn) -> str:

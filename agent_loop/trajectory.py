@@ -5,7 +5,7 @@ that were sampled.
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -28,6 +28,10 @@ class Generated:
         finish_reason: as vLLM reports it.
         role: "assistant" is the policy.
         train: whether it is trained on.
+        experts: with `rollout.replay_routing` those that the engine chose for each token that it
+            read: uint8 or uint16 [tokens, layers, experts per token], of context and answer but the
+            last token. A trajectory keeps of each turn those of the tokens that no turn before has
+            read.
     """
 
     ids: np.ndarray
@@ -37,6 +41,7 @@ class Generated:
     finish_reason: str
     role: str = "assistant"
     train: bool = True
+    experts: np.ndarray | None = None
 
 
 class Generate(Protocol):
@@ -161,7 +166,7 @@ class Trajectory:
         self.finish_reason = turn.finish_reason
         if self.truncated and len(turn.ids) < tokens_left:
             self.finish_reason = "turn_length"
-        self.segments.append(replace(turn, train=train))
+        self.segments.append(replace(without_read(turn, self.segments), train=train))
         return turn
 
     def _limit_reached(self) -> str:
@@ -254,7 +259,41 @@ class Trajectory:
             attempt=self.attempt,
             finish_reason=self.finish_reason,
             extra=extra,
+            **experts_of_sample(segments, len(self.prompt_ids)),
         )
+
+
+def without_read(turn: Generated, before: Sequence[Generated]) -> Generated:
+    """A turn with the experts of those tokens alone that no turn before it has read. Those of the
+    others were chosen when these tokens were generated.
+
+    Args:
+        before: the turns that its context holds, with their experts as this function leaves them.
+    """
+    if turn.experts is None:
+        return turn
+    read = sum(len(other.experts) for other in before if other.experts is not None)
+    return replace(turn, experts=turn.experts[read:])
+
+
+def experts_of_sample(pieces: Sequence[Generated], prompt_length: int) -> dict[str, np.ndarray]:
+    """The fields of a `Sample` for the experts of its tokens; {} where those of a token are not
+    known.
+
+    Args:
+        pieces: all that came after the prompt, in order, as `without_read` leaves it.
+        prompt_length: in tokens.
+    """
+    parts = [piece.experts for piece in pieces if piece.experts is not None]
+    length = prompt_length + sum(len(piece.ids) for piece in pieces)
+    if sum(map(len, parts)) != length - 1:
+        return {}
+    experts = np.concatenate(parts)
+    # Copies: the prompt's part may be dropped for that of another sample.
+    return {
+        "prompt_experts": experts[:prompt_length].copy(),
+        "response_experts": experts[prompt_length:].copy(),
+    }
 
 
 def plain_facts(facts: dict[str, float]) -> dict[str, float]:

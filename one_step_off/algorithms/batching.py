@@ -158,6 +158,8 @@ class MicroBatch:
         cu_seqlens: int32 [sequences + 1], the first token of each packed sequence and their number
             of tokens; None when padded. Attention must not cross these boundaries.
         max_seqlen: tokens of the longest packed sequence; 0 when padded.
+        experts: int16 [rows * width, layers, experts per token], which the routers take for each
+            token; -1: they choose themselves. None: they do so everywhere.
         logit_index: int64 [n]; flat index into [rows * width] of the position whose logits predict
             each wanted token.
         tokens: int64 [n]; the wanted tokens.
@@ -171,10 +173,20 @@ class MicroBatch:
     counts: list[int]
     cu_seqlens: np.ndarray | None = None
     max_seqlen: int = 0
+    experts: np.ndarray | None = None
+
+    def grid_of_experts(self) -> np.ndarray:
+        """`experts` as [rows, width, layers, experts per token]; there are some."""
+        assert self.experts is not None
+        return self.experts.reshape(*self.input_ids.shape, *self.experts.shape[1:])
 
 
 def collate(
-    sequences: list[np.ndarray], wanted: list[np.ndarray], packed: bool, multiple: int = 1
+    sequences: list[np.ndarray],
+    wanted: list[np.ndarray],
+    packed: bool,
+    multiple: int = 1,
+    experts: Sequence[np.ndarray | None] = (),
 ) -> MicroBatch:
     """Lay sequences out for the model.
 
@@ -187,6 +199,8 @@ def collate(
             wanted.
         packed: one row without padding, else one row per sequence.
         multiple: the width of the rows is rounded up to a multiple of it.
+        experts: of each sequence those of its first tokens, [tokens, layers, experts per token];
+            None: not known.
 
     Raises:
         ValueError: the first token of a sequence is wanted.
@@ -222,7 +236,22 @@ def collate(
         counts=[len(positions) for positions in wanted],
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
+        experts=_laid_out_experts(experts, starts, input_ids.size),
     )
+
+
+def _laid_out_experts(
+    experts: Sequence[np.ndarray | None], starts: np.ndarray, positions: int
+) -> np.ndarray | None:
+    """`MicroBatch.experts`. `starts`: the first position of each sequence."""
+    known = [own for own in experts if own is not None]
+    if not known:
+        return None
+    laid_out = np.full((positions, *known[0].shape[1:]), -1, np.int16)
+    for own, start in zip(experts, starts, strict=True):
+        if own is not None:
+            laid_out[start : start + len(own)] = own
+    return laid_out
 
 
 def _packed_lengths(sequences: list[np.ndarray], multiple: int) -> list[int]:
@@ -243,6 +272,9 @@ def pad_to_same_shape(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
     for micro in micro_batches:
         old_rows, old_width = micro.input_ids.shape
         padding = ((0, rows - old_rows), (0, width - old_width))
+        if micro.experts is not None:
+            padded = np.pad(micro.grid_of_experts(), (*padding, (0, 0), (0, 0)), constant_values=-1)
+            micro.experts = padded.reshape(-1, *padded.shape[2:])
         micro.input_ids = np.pad(micro.input_ids, padding)
         row = micro.logit_index // old_width
         column = micro.logit_index % old_width
@@ -278,4 +310,7 @@ def context_parallel_slice(
     logit_index = (row * len(own_columns) + column)[own_tokens]
     tokens = micro.tokens[own_tokens]
     part = MicroBatch(micro.input_ids[:, own_columns], None, logit_index, tokens, [])
+    if micro.experts is not None:
+        own_experts = micro.grid_of_experts()[:, own_columns]
+        part.experts = own_experts.reshape(-1, *own_experts.shape[2:])
     return part, own_tokens

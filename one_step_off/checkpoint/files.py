@@ -25,7 +25,12 @@ ARRAY_TYPES = {
 }
 """The fields of a `Sample` that are arrays, with their numpy type in the file."""
 
-JSON_FIELDS = tuple(field.name for field in fields(Sample) if field.name not in ARRAY_TYPES)
+EXPERT_FIELDS = ("prompt_experts", "response_experts")
+"""Arrays that only some samples have."""
+
+JSON_FIELDS = tuple(
+    field.name for field in fields(Sample) if field.name not in (*ARRAY_TYPES, *EXPERT_FIELDS)
+)
 
 FILE_NAMES = {"attempt": "incarnation"}
 """Field of a `Sample` -> its name in files, where that is another one: the field was renamed."""
@@ -39,9 +44,41 @@ def write_samples(samples: list[Sample], folder: Path) -> None:
         arrays[name] = np.concatenate([getattr(s, name) for s in samples]).astype(dtype)
     arrays["prompt_lengths"] = np.array([len(s.prompt_ids) for s in samples])
     arrays["response_lengths"] = np.array([len(s.response_ids) for s in samples])
+    arrays |= _expert_arrays(samples)
     np.savez(folder / "samples.npz", **arrays)
     lines = [json.dumps(_row(sample)) + "\n" for sample in samples]
     (folder / "samples.jsonl").write_text("".join(lines))
+
+
+def _expert_arrays(samples: list[Sample]) -> dict[str, np.ndarray]:
+    """The experts of the samples that have them, one after the other. Each array of a prompt is
+    there once: `experts_of` has its number for each sample, -1 for one without experts."""
+    owners = [sample for sample in samples if sample.response_experts is not None]
+    if not owners:
+        return {}
+    of_prompts = {id(sample.prompt_experts): sample.prompt_experts for sample in owners}
+    numbers = {key: number for number, key in enumerate(of_prompts)}
+    return {
+        "experts_of": np.array([numbers.get(id(sample.prompt_experts), -1) for sample in samples]),
+        "prompt_expert_lengths": np.array([len(array) for array in of_prompts.values()]),
+        "prompt_experts": np.concatenate(list(of_prompts.values())),
+        "response_experts": np.concatenate([sample.response_experts for sample in owners]),
+    }
+
+
+def _read_experts(arrays: Any, rows: list[dict[str, Any]]) -> None:
+    """Put what `_expert_arrays` made into the rows of the samples that had experts."""
+    if "experts_of" not in arrays:
+        return
+    prompt_ends = np.cumsum(arrays["prompt_expert_lengths"])
+    of_prompts = np.split(arrays["prompt_experts"], prompt_ends[:-1])
+    owners = arrays["experts_of"] >= 0
+    response_ends = np.cumsum(arrays["response_lengths"][owners] - 1)
+    of_responses = iter(np.split(arrays["response_experts"], response_ends[:-1]))
+    for row, number in zip(rows, arrays["experts_of"].tolist(), strict=True):
+        if number >= 0:
+            row["prompt_experts"] = of_prompts[number]
+            row["response_experts"] = next(of_responses)
 
 
 def _row(sample: Sample) -> dict[str, Any]:
@@ -67,6 +104,7 @@ def read_samples(folder: Path) -> list[Sample]:
             parts = np.split(arrays[name], ends[:-1])
             for row, part in zip(rows, parts, strict=True):
                 row[name] = part
+        _read_experts(arrays, rows)
     for row in rows:
         row["prompt_id"] = tuple(row["prompt_id"])
         for field, name in FILE_NAMES.items():

@@ -30,7 +30,8 @@ class PackedArrays(list[np.ndarray]):
 
 
 class PackedSamples(list[Sample]):
-    """Travels as one long array per token field, and arrives as a list of samples.
+    """Travels as one long array per token field, and arrives as a list of samples. An array that
+    several samples hold travels once.
 
     `omitted_fields` are left out of the transfer; they have their defaults on arrival.
     """
@@ -38,13 +39,16 @@ class PackedSamples(list[Sample]):
     omitted_fields: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple:
+        column_names = TOKEN_FIELDS
+        if all(sample.response_experts is not None for sample in self):
+            column_names += ("response_experts",)
         names = []
         for field in fields(Sample):
-            if field.name not in TOKEN_FIELDS and field.name not in self.omitted_fields:
+            if field.name not in column_names and field.name not in self.omitted_fields:
                 names.append(field.name)
         rows = list(map(operator.attrgetter(*names), self))
-        columns = [PackedArrays(getattr(sample, name) for sample in self) for name in TOKEN_FIELDS]
-        return _unpack_samples, (names, rows, columns)
+        columns = [PackedArrays(getattr(sample, name) for sample in self) for name in column_names]
+        return _unpack_samples, ([*names, *column_names], rows, columns)
 
 
 class PackedShares(dict[int, np.ndarray]):
@@ -59,11 +63,10 @@ class PackedShares(dict[int, np.ndarray]):
 def _unpack_samples(
     names: list[str], rows: list[tuple], columns: list[list[np.ndarray]]
 ) -> list[Sample]:
-    """Samples from `rows` with the fields `names`, and `columns` with the TOKEN_FIELDS."""
-    all_names = (*names, *TOKEN_FIELDS)
+    """Samples with the fields `names`: those of `rows`, then those of `columns`."""
     samples = []
     for row, *arrays in zip(rows, *columns, strict=True):
-        values = dict(zip(all_names, (*row, *arrays), strict=True))
+        values = dict(zip(names, (*row, *arrays), strict=True))
         samples.append(Sample(**values))
     return samples
 

@@ -85,6 +85,10 @@ class Sample:
         finish_reason: "stop" or "length", as vLLM reports it, or a limit of the conversation, see
             agent_loop.base.Trajectory.
         response: the decoded response, of all turns, without special tokens.
+        prompt_experts, response_experts: with `rollout.replay_routing` the experts that the engine
+            chose for each token: uint8, or uint16 of more than 256 experts, [P, layers, experts per
+            token] and [R - 1, ...]. The model has not read the last token. None: not known for
+            every token.
         extra: what only some samples have:
             reward_parts: name -> float.
             baseline: the reward of the greedy response to the same prompt.
@@ -121,6 +125,16 @@ class Sample:
     finish_reason: str = ""
     response: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+    prompt_experts: np.ndarray | None = None
+    response_experts: np.ndarray | None = None
+
+    @property
+    def experts(self) -> np.ndarray | None:
+        """Those of all tokens but the last, [P + R - 1, layers, experts per token]; None: not
+        known."""
+        if self.prompt_experts is None or self.response_experts is None:
+            return None
+        return np.concatenate([self.prompt_experts, self.response_experts])
 
     @property
     def length(self) -> int:
@@ -217,6 +231,17 @@ class Batch:
         for sample in all_samples:
             if sample.prompt_id in prompts:
                 self.dropped.append(replace(sample, extra=sample.extra | {"dropped": True}))
+
+
+def share_prompt_experts(samples: list[Sample]) -> None:
+    """Let the samples of a prompt hold one array for the prompt's experts, where these are equal:
+    it travels once, and takes memory once."""
+    known: dict[PromptId, np.ndarray] = {}
+    for sample in samples:
+        if sample.prompt_experts is not None:
+            first = known.setdefault(sample.prompt_id, sample.prompt_experts)
+            if np.array_equal(first, sample.prompt_experts):
+                sample.prompt_experts = first
 
 
 def make_plain(sample: Sample) -> None:

@@ -54,7 +54,8 @@ class Engine(Protocol):
     only `errored`, `processes` and `shutdown` are called.
 
     An engine's class may have a static method `check(cfg)` that raises ConfigError for what the
-    engine cannot do. It is called where a run is prepared, before anything is started. Its engines
+    engine cannot do. It is called where a run is prepared, before anything is started. It may have
+    `returns_experts`: with `rollout.replay_routing` each `Generated` has its experts. Its engines
     may have `start_note`: after `start`, a line for the console.
 
     Attributes:
@@ -209,6 +210,11 @@ def find_engine(spec: str) -> CreateEngine:
 def check(cfg: Config) -> None:
     """Let the engine of a run refuse what it cannot do. Raises ConfigError."""
     create = find_engine(cfg.rollout.engine)
+    if cfg.rollout.replay_routing and not getattr(create, "returns_experts", False):
+        raise ConfigError(
+            f"rollout.replay_routing=true: rollout.engine={cfg.rollout.engine} does not return the "
+            "experts that it chose; use rollout.engine=vllm, or set this to false"
+        )
     if hasattr(create, "check"):
         create.check(cfg)
 

@@ -58,6 +58,8 @@ def check_models(cfg: Config, longest_sequence: int) -> Any:
     _check_updates_in_engine(cfg, name, model_config)
     _check_attention_heads(cfg, name, model_config)
     _check_rotary_embeddings(cfg, "actor", name, model_config)
+    if cfg.rollout.replay_routing:
+        _check_routers(cfg, name)
     tokenizer = load_tokenizer(cfg, "model")
     if cfg.model.lora_rank and not cfg.model.trust_remote_code:
         check_adapted_layers(cfg)
@@ -166,6 +168,14 @@ def _check_rotary_embeddings(cfg: Config, role: str, name: str, model_config: An
     with as_config_error(f"{name}: its class cannot be built", "give another model"):
         model = hf_model.empty_model(cfg, role, None, None)
     rope.check_rope(model, name, engine_length(cfg), has_engine)
+
+
+def _check_routers(cfg: Config, name: str) -> None:
+    from one_step_off.models import hf_model, router_replay  # transformers: slow to import
+
+    with as_config_error(f"{name}: its class cannot be built", "give another model"):
+        model = hf_model.empty_model(cfg, "actor", None, None)
+    router_replay.check(model, name)
 
 
 def _check_vocabulary(cfg: Config, role: str, policy_tokenizer: Any) -> None:

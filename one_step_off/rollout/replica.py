@@ -27,7 +27,7 @@ from one_step_off.cluster.resource_usage import UsageProbe
 from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedSamples
-from one_step_off.data.samples import PolicyVersion, Prompt, Sample
+from one_step_off.data.samples import PolicyVersion, Prompt, Sample, share_prompt_experts
 from one_step_off.engines.engine import Engine, GenerationRequest, find_engine
 from one_step_off.engines.engine_processes import ProcessId, kill_processes, not_running
 from one_step_off.rollout.concurrency import ConcurrencyLimiter
@@ -306,7 +306,9 @@ class RolloutReplica(UsageProbe, PlacedActor):
             for position, error in missing_rewards(of_prompts, trajectories).items():
                 failed = TrajectoryRun(self, *places[position], sampling)
                 trajectories[position] = [failed.failed_sample(error)]
-            return PackedSamples(sample for samples in trajectories for sample in samples)
+            samples = PackedSamples(sample for samples in trajectories for sample in samples)
+            share_prompt_experts(samples)
+            return samples
         finally:
             for task in tasks:
                 task.cancel()

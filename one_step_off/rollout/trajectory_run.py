@@ -79,6 +79,8 @@ class TrajectoryRun:
         longest = source.max_response_length or self.cfg.data.max_response_length
         self.most_tokens = sampling.max_tokens or longest
         self.is_greedy = index == sampling.n
+        is_held_out = prompt.id[0] < 0
+        self.is_trained = not (self.is_greedy or is_held_out)
         self.sampling = replace(sampling, temperature=0.0) if self.is_greedy else sampling
         timeout_s = source.timeout_s or self.cfg.agent.timeout_s
         limit_s = 2 * (timeout_s + self.cfg.agent.tool_timeout_s)
@@ -130,6 +132,8 @@ class TrajectoryRun:
             if self.is_greedy:
                 sample.extra["greedy"] = True
             sample.extra |= fault
+            if not self.is_trained:  # experts are many bytes, for trainers alone
+                sample.prompt_experts = sample.response_experts = None
             make_plain(sample)
         return samples
 

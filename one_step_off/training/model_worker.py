@@ -16,7 +16,7 @@ import datetime
 import itertools
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -199,11 +199,19 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         plan = self._micro_batch_plan([s.length for s in batch.samples], self.batch_share.count)
         micro_batches = plan[self.batch_share.index]
         sequences = [np.zeros(0, np.int32)] * len(batch.samples)
+        experts: list[np.ndarray | None] = [None] * len(batch.samples)
         for position in itertools.chain(*micro_batches):
             sequences[position] = token_ids_of(batch.samples[position])
+            experts[position] = self._experts_of(batch.samples[position])
         return PackedShares(
-            self._token_outputs(sequences, wanted, micro_batches, self.temperature, figure)
+            self._token_outputs(sequences, wanted, micro_batches, self.temperature, figure, experts)
         )
+
+    def _experts_of(self, sample: Sample) -> np.ndarray | None:
+        """The experts that the routers of this role take for a sample, in place of their own
+        choice: the policy those of the engine."""
+        replays = self.role == "actor" and self.cfg.rollout.replay_routing
+        return sample.experts if replays else None
 
     def _micro_batch_plan(self, lengths: list[int], shares: int) -> batching.MicroBatchPlan:
         """plan[share][micro-batch] = indices of sequences; `lengths` in tokens."""
@@ -222,6 +230,7 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         micro_batches: list[list[int]],
         temperature: float,
         figure: Figure = "none",
+        experts: Sequence[np.ndarray | None] = (),
     ) -> dict[int, np.ndarray]:
         """The model's output at the wanted tokens of some sequences (collective).
 
@@ -230,6 +239,7 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
             wanted: for each sequence the places, 1 .. L - 1, of the wanted tokens, int [n].
             micro_batches: indices into `sequences`.
             figure: of `token_outputs.log_probs_and_entropy`.
+            experts: of each sequence, as `batching.collate` takes them; empty: the routers choose.
 
         Returns:
             Index of the sequence -> float32 [n], or [n, 1 + m] with a figure of m numbers. Empty
@@ -237,7 +247,11 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         """
         items = []
         for indices in micro_batches:
-            layout = self._lay_out([sequences[i] for i in indices], [wanted[i] for i in indices])
+            layout = self._lay_out(
+                [sequences[i] for i in indices],
+                [wanted[i] for i in indices],
+                [experts[i] for i in indices] if experts else (),
+            )
             items.append(WorkItem(layout))
         outputs = []
 
@@ -266,8 +280,14 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
             start = ends[-1]
         return result
 
-    def _lay_out(self, sequences: TokenArrays, wanted: TokenArrays) -> batching.MicroBatch:
-        return batching.collate(sequences, wanted, self.packed, self.batch_share.width_multiple)
+    def _lay_out(
+        self,
+        sequences: TokenArrays,
+        wanted: TokenArrays,
+        experts: Sequence[np.ndarray | None] = (),
+    ) -> batching.MicroBatch:
+        multiple = self.batch_share.width_multiple
+        return batching.collate(sequences, wanted, self.packed, multiple, experts)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -112,6 +112,8 @@ class PolicyWorker(WeightExport):
             divergence = distillation.top_k_reverse_kl(top_log_probs, teacher)
             loss = loss + self.cfg.teacher.weight * (weight * divergence).sum()
             stats.add(distill_kl=divergence.detach().sum())
+        if self.cfg.rollout.replay_routing:
+            stats.add(**_count_replayed(item))
         stats.add(
             loss=loss.detach(),
             pg_loss=policy_loss.detach(),
@@ -172,9 +174,20 @@ class PolicyWorker(WeightExport):
         metrics["actor/pg_loss"] = sums["pg_loss"] / mini_batches
         metrics["ratio/mean"] = sums["ratio"] / tokens
         metrics["ratio/max"] = maxima["ratio"]
+        if "replayed" in sums:
+            metrics["actor/replayed_share"] = sums["replayed"] / max(sums["read"], 1.0)
         metrics["logprob_diff/mean"] = sums["logprob_diff"] / max(sums["first_tokens"], 1.0)
         metrics["logprob_diff/max"] = maxima["logprob_diff"]
         return metrics | means_by_age(sums)
+
+
+def _count_replayed(item: WorkItem) -> dict[str, float]:
+    """How many tokens the model reads before the last of each sequence, and for how many of them it
+    takes the engine's experts."""
+    replayed = 0
+    if item.layout.experts is not None:
+        replayed = int((item.layout.experts[:, 0, 0] >= 0).sum())
+    return {"read": sum(item.lengths) - len(item.lengths), "replayed": replayed}
 
 
 def _count_tokens(

@@ -224,7 +224,7 @@ class TrainedWorker(CheckpointedWorker):
         samples = [batch.samples[position] for position in positions]
         sequences = [token_ids_of(s) for s in samples]
         wanted = [len(s.prompt_ids) + np.flatnonzero(s.loss_mask) for s in samples]
-        layout = self._lay_out(sequences, wanted)
+        layout = self._lay_out(sequences, wanted, [self._experts_of(s) for s in samples])
         columns = self._token_columns(batch, positions, weights)
         return WorkItem(layout, columns, [len(sequence) for sequence in sequences])
 

@@ -42,6 +42,7 @@ KEYS_OF_VLLM_FIELDS = {
     "kv_cache_memory_bytes": "rollout.kv_cache_mb",
     "seed": "trainer.seed",
     "max_tokens": "data.max_response_length",
+    "enable_return_routed_experts": "rollout.replay_routing",
     "data_parallel_size": "placement.pools: each replica has tensor_parallel_size of its GPUs",
 }
 
@@ -91,6 +92,11 @@ class RolloutConfig:
         "auto",
         "give each sample its own seed, which makes generation reproducible; auto: on CPU only",
         choices="auto on off",
+    )
+    replay_routing: bool = config_key(
+        False,
+        "mixtures of experts: the trainer takes the experts that the engine chose for each token, "
+        "so that their log-probs agree in bfloat16",
     )
     gpu_memory_utilization: float = config_key(
         0.85,
@@ -215,6 +221,11 @@ def check_engine(rollout: RolloutConfig, in_flight: str, longest: int, device: s
                 f"{location}: with weight_sync.in_flight=keep the run's own scheduler keeps "
                 "prompts from cached prefixes of older weights; remove it, or use "
                 "in_flight=recompute"
+            )
+        if name == "enable_prefix_caching" and not value and rollout.replay_routing:
+            raise ConfigError(
+                f"{location}: with rollout.replay_routing vLLM keeps the experts of a token with "
+                "its cached prefix; remove it, or set rollout.replay_routing=false"
             )
         if device == "cpu" and name in UNSAFE_ENGINE_FIELDS_ON_CPU and value:
             raise ConfigError(

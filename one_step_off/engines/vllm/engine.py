@@ -1,5 +1,6 @@
 """`VllmEngine`: vLLM's `AsyncLLM` behind the Engine seam, see `engines/engine.py`."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ class VllmEngine:
         llm: the `AsyncLLM`; None before `start`.
         start_note: see `Engine`.
     """
+
+    returns_experts = True
 
     def __init__(self, cfg: Config, device: str, seed: int = 0, log: str = "") -> None:
         """
@@ -75,6 +78,9 @@ class VllmEngine:
                 self._size_kv_cache(engine_config)
             with measuring_turn(self.cfg, "rollout", self.device, engine_config):
                 self.llm = start_engine(engine_config, arguments, self.device)
+        if self.cfg.rollout.replay_routing:
+            notes = (self.start_note, experts_note(self.cfg, self.llm.vllm_config.model_config))
+            self.start_note = "; ".join(filter(None, notes))
         self.max_sequences = self.llm.vllm_config.scheduler_config.max_num_seqs
         self.own_processes = engine_processes()
 
@@ -117,7 +123,11 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> Generated:
         """See `Engine`."""
         params = sampling_params(self.cfg, request)
-        return generated_tokens(await self._request(request.ids, params))
+        output = await self._request(request.ids, params)
+        generated = generated_tokens(output)
+        if self.cfg.rollout.replay_routing:
+            return replace(generated, experts=experts_of(output))
+        return generated
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """See `Engine`."""
@@ -208,6 +218,34 @@ def sampling_params(cfg: Config, request: GenerationRequest) -> Any:
     if not needs_text:  # else the client may end the request, and the engine sends no last output
         settings["extra_args"] = {COLUMN: True}
     return SamplingParams(**settings, **({"detokenize": needs_text} | user_settings))
+
+
+def experts_note(cfg: Config, model_config: Any) -> str:
+    """How many bytes the experts of samples take at most. `model_config`: vLLM's."""
+    choices = model_config.get_total_num_hidden_layers() * model_config.get_num_experts_per_tok()
+    per_token = choices * (1 if model_config.get_num_experts() <= 256 else 2)
+    per_sample = per_token * (cfg.data.max_prompt_length + cfg.data.max_response_length - 1)
+    per_step = per_sample * cfg.data.train_batch_size * cfg.rollout.n
+    return (
+        f"router replay: {per_token} bytes per token, at most {per_sample / 1e6:.3g} MB per sample "
+        f"and {per_step / 1e9:.3g} GB per step"
+    )
+
+
+def experts_of(output: Any) -> np.ndarray:
+    """The experts of all tokens of vLLM's last `RequestOutput` of a request but the last one, which
+    the model has not read: uint8 or uint16 [P + R - 1, layers, experts per token].
+
+    Raises:
+        RuntimeError: they are not there for every token.
+    """
+    completion = output.outputs[0]
+    experts = completion.routed_experts
+    wanted = len(output.prompt_token_ids) + len(completion.token_ids) - 1
+    count = 0 if experts is None else len(experts)
+    if count != wanted:
+        raise RuntimeError(f"the engine gave the experts of {count} tokens, not of {wanted}")
+    return experts
 
 
 def request_of_policy(cfg: Config) -> Any:

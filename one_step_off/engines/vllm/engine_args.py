@@ -22,6 +22,10 @@ CPU_ENGINE_ARGS: dict[str, Any] = {
 
 ADAPTER_EXTENSION = "one_step_off.engines.vllm.adapter_extension.AdapterWorkerExtension"
 
+RETURN_EXPERTS = "one_step_off.return_experts"
+"""In vLLM's `additional_config`: give the experts of each token, on CPUs. vLLM's own argument is
+refused where its second model runner does not work."""
+
 MAX_BATCHED_TOKENS = 8192
 """Tokens of one engine step. vLLM's default for an engine in a program is 2048, in which long
 prompts take many steps."""
@@ -67,7 +71,18 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
         share = device_share(cfg, pool)
         args["gpu_memory_utilization"] = share * cfg.rollout.gpu_memory_utilization
         args["enable_sleep_mode"] = shares_pool  # its memory belongs to another role meanwhile
-    return args | adapter_args(cfg) | cfg.rollout.engine_kwargs
+    args |= adapter_args(cfg) | cfg.rollout.engine_kwargs
+    if cfg.rollout.replay_routing:
+        args |= _routing_args(device, args.get("additional_config") or {})
+    return args
+
+
+def _routing_args(device: str, additional_config: dict[str, Any]) -> dict[str, Any]:
+    """The fields with which an engine gives the experts of each token. `additional_config`: the
+    user's."""
+    if device == "cpu":
+        return {"additional_config": additional_config | {RETURN_EXPERTS: True}}
+    return {"enable_return_routed_experts": True}
 
 
 def adapter_args(cfg: Config) -> dict[str, Any]:

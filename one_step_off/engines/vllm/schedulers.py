@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -30,6 +31,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+from one_step_off.engines.vllm.engine_args import RETURN_EXPERTS
 
 COLUMN = "log_prob_column"
 """The key under which a request asks for its log-probs as a column, in SamplingParams.extra_args,
@@ -170,6 +173,8 @@ class ReplicaScheduler(LogProbColumns):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if RETURN_EXPERTS in self.vllm_config.additional_config:
+            self.aux_output_connector = AuxOutputSchedulerConnector()
         self.attention: Any = BlockEdges.use_in(self)
         self.has_plain_rows = (
             self.attention is not None

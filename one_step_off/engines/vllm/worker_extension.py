@@ -33,6 +33,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.engines.receiving_worker import ReceivingWorker
+from one_step_off.engines.vllm.engine_args import RETURN_EXPERTS
 from one_step_off.engines.vllm.load_recording import NotInPlace
 from one_step_off.engines.vllm.shard_layout import ShardLayout
 from one_step_off.weight_sync.shard_blocks import plain_shards
@@ -246,6 +247,10 @@ class SyncWorkerExtension:
 
     def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the groups of a new epoch; see `init_transfer_engine`."""
+        if RETURN_EXPERTS in self.vllm_config.additional_config:
+            from one_step_off.engines.vllm.routed_experts import RoutingRunner  # of CPUs alone
+
+            RoutingRunner.use_in(self.model_runner)  # before the first request
         self.weight_transfer_engine.init_transfer_engine(info)
 
     def sync_weights(self, version: int, sharded_only: bool = False) -> dict[str, Any]:

@@ -50,6 +50,7 @@ from one_step_off.models.hf_model import (
     logits_of,
     read_checkpoint,
 )
+from one_step_off.models.router_replay import RouterReplay
 from one_step_off.models.stored_weights import StoredWeights
 from one_step_off.training import compilation, lora, packed_attention
 from one_step_off.training.fsdp import experts
@@ -76,12 +77,14 @@ class BuiltModel:
         attention: how it attends.
         layout: where the checkpoint's tensors lie in the model without adapters; None: not known,
             for a role whose weights are not streamed.
+        router_replay: of the policy, with `rollout.replay_routing`.
         routing: counts the tokens of its experts.
     """
 
     model: PreTrainedModel
     attention: AttentionChoice
     layout: CheckpointLayout | None
+    router_replay: RouterReplay | None
     routing: experts.Routing
 
 
@@ -134,6 +137,9 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
     model.requires_grad_(is_trained)
     if has_adapters:
         lora.inject(model, cfg.model)
+    router_replay = None
+    if role == "actor" and cfg.rollout.replay_routing:
+        router_replay = RouterReplay(model)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
     model.forward = types.MethodType(_token_outputs, model)
     check_keys_of_experts(model, cfg, role)
@@ -141,7 +147,8 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
     shard_device = torch.device("cpu") if role_config.param_offload else device
     _shard(model, role_config, cfg.model.dtype, device, shard_device)
     _load(model, source, shard_device, device)
-    return BuiltModel(model, attention, source.layout, experts.Routing(model, device))
+    routing = experts.Routing(model, device)
+    return BuiltModel(model, attention, source.layout, router_replay, routing)
 
 
 def _find_source(cfg: Config, role: str, dtype: torch.dtype, has_adapters: bool) -> _Source:

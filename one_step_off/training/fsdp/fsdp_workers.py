@@ -50,6 +50,7 @@ class FsdpBackend(ModelWorker):
         self.model = built.model
         self.attention = built.attention
         self.layout = built.layout
+        self.router_replay = built.router_replay
         self.routing = built.routing
         self.adapters = lora.Adapters(self.model, self._stored_name)
         self.packed = bool(self.attention.kernel)
@@ -107,6 +108,9 @@ class FsdpBackend(ModelWorker):
         inputs = {"input_ids": self._tensor(layout.input_ids)}
         if layout.position_ids is not None:
             inputs["position_ids"] = self._tensor(layout.position_ids)
+        if self.router_replay:
+            chosen = None if layout.experts is None else self._tensor(layout.experts)
+            self.router_replay.use(chosen)
         return self.model(
             **inputs,
             **self._boundaries(layout),

@@ -5,8 +5,11 @@ Transformer Engine's layers on GPUs; Megatron's local ones, in plain torch, on C
 positions reach the head, whose vocabulary stays split over the tensor-parallel ranks.
 """
 
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -17,6 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from one_step_off.algorithms import batching
@@ -283,6 +287,86 @@ def _use_plain_torch(spec: Any, config: TransformerConfig) -> None:
         if config.qk_layernorm:
             attention.q_layernorm = _Norm
             attention.k_layernorm = _Norm
+
+
+class GivenChoice:
+    """What a Megatron router asks for its choice (its `router_replay`): the experts of the engine.
+
+    Megatron's own class takes the experts of a micro-batch for all passes that follow. Here a pass
+    that computes activations again takes those of its own micro-batch, which other micro-batches
+    of the pipeline have followed.
+
+    Args:
+        layer: of the router, in the whole model.
+        recomputes: the layers run without gradients first, and with them in the backward pass,
+            micro-batches in the same order.
+    """
+
+    def __init__(self, layer: int, recomputes: bool) -> None:
+        self.layer = layer
+        self.recomputes = recomputes
+        self.experts: Tensor | None = None
+        self.waiting: deque[Tensor | None] = deque()
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """As Megatron calls it: scores and numbers of the chosen experts, [tokens, topk] of
+        `scores` [tokens, experts]."""
+        experts = self.experts
+        if self.recomputes and torch.is_grad_enabled():
+            experts = self.waiting.popleft()
+        elif self.recomputes:
+            self.waiting.append(experts)
+        values, own = compute(scores, topk, num_groups, group_topk)
+        if experts is None:
+            return values, own
+        given = experts[:, self.layer].long()
+        chosen = torch.where(given >= 0, given, own)
+        return scores.gather(1, chosen), chosen
+
+
+class MegatronReplay:
+    """Gives the routers of a rank's chunks the experts of the engine, as `RouterReplay` does."""
+
+    def __init__(self, chunks: list[GPTModel]) -> None:
+        self.config = chunks[0].config
+        recomputes = self.config.recompute_granularity == "full"
+        self.choices: list[list[GivenChoice]] = []
+        for chunk in chunks:
+            choices = []
+            for module in chunk.modules():
+                if isinstance(module, TopKRouter):
+                    choices.append(GivenChoice(module.layer_number - 1, recomputes))
+                    module.router_replay = choices[-1]
+            self.choices.append(choices)
+
+    def begin(self) -> None:
+        """Forget what no backward pass has asked for; before each pass over micro-batches."""
+        for choices in self.choices:
+            for choice in choices:
+                choice.waiting.clear()
+
+    def use(self, chunk: int, part: batching.MicroBatch, device: torch.device) -> None:
+        """The experts for the next forward pass of a chunk. `part`: this context-parallel rank's
+        part of a micro-batch."""
+        experts = None
+        if part.experts is not None:
+            # Megatron's tokens lie position by position, and sequence parallelism cuts these.
+            by_position = part.grid_of_experts().swapaxes(0, 1)
+            if self.config.sequence_parallel:
+                count = len(by_position) // self.config.tensor_model_parallel_size
+                first = mpu.get_tensor_model_parallel_rank() * count
+                by_position = by_position[first : first + count]
+            flat = np.ascontiguousarray(by_position).reshape(-1, *part.experts.shape[1:])
+            experts = torch.from_numpy(flat).to(device)
+        for choice in self.choices[chunk]:
+            choice.experts = experts
 
 
 def at_positions(

@@ -69,6 +69,9 @@ class MegatronBackend(ModelWorker):
             model_parallel_cuda_manual_seed(cfg.trainer.seed)
             self.models = megatron_model.build(cfg, self.role, self.hf_config, self.device)
         self.chunks = self.models
+        self.router_replay = None
+        if self.role == "actor" and cfg.rollout.replay_routing:
+            self.router_replay = megatron_model.MegatronReplay(self.models)
         self.packed = megatron_model.packs(cfg, self.role, self.device)
         self.batch_share = self._own_share()
         megatron_weights.load(cfg, self.role, self.models, self.hf_config)
@@ -130,6 +133,8 @@ class MegatronBackend(ModelWorker):
         self, items: Iterable[WorkItem], compute: Callable[[WorkItem], Tensor], timer: PhaseTimer
     ) -> None:
         work = list(items)
+        if self.router_replay:
+            self.router_replay.begin()
         with_backward = torch.is_grad_enabled()
         # Without virtual stages the shape does not matter: it travels with the tensors.
         rows = 1
@@ -193,6 +198,9 @@ class MegatronBackend(ModelWorker):
                 for values in answer
             ]
 
+        if self.router_replay:
+            chunk = self.chunks.index(self._running_chunk)
+            self.router_replay.use(chunk, part, self.device)
         # A stage that is not the last returns its hidden states, and asks for no output.
         input_ids = self._tensor(part.input_ids)
         packed = None

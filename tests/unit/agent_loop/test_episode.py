@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ LIMITS = Limits(tokens=1000, turns=100)
 
 
 class CountingPolicy:
-    """Every token that it ever makes is another one, and its version is the turn's number."""
+    """Every token that it ever makes is another one, and its version is the turn's number. The
+    "experts" of a token that it reads are the token and the turn's number."""
 
     def __init__(self, tokens: int = 3) -> None:
         self.tokens = tokens
@@ -40,7 +42,10 @@ class CountingPolicy:
         log_probs = -new.astype(np.float32)
         versions = np.full(count, self.turns, np.int32)
         finish_reason = "length" if count == max_tokens else "stop"
-        return Generated(new, log_probs, versions, self.attempt, finish_reason)
+        read = np.concatenate([ids, new[:-1]])
+        experts = np.stack([read, np.full(len(read), self.turns)], -1)[:, None]
+        made = Generated(new, log_probs, versions, self.attempt, finish_reason)
+        return replace(made, experts=experts)
 
 
 def make_episode(limits: Limits = LIMITS, max_sequence: int = 10_000) -> Episode:
@@ -256,6 +261,11 @@ def test_each_token_is_trained_once_under_the_context_in_which_it_was_sampled(
             trained.append(token)
             assert tokens[:position] == context_of[token]
             assert sample.log_probs[i] == np.float32(-token)
+            assert sample.experts[position - 1, 0].tolist() == [
+                tokens[position - 1],
+                sample.versions[i],
+            ], "those of the request that made the token"
+        assert sample.experts[:, 0, 0].tolist() == tokens[:-1]
     assert sorted(trained) == sorted(context_of)
 
 

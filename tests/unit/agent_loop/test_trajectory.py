@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from agent_loop.base import Generated, Limits
+from agent_loop.base import Generated, Limits, Trajectory
 from one_step_off.algorithms.advantages import estimate_advantages
 from one_step_off.algorithms.trajectories import Options, Trajectories
 from one_step_off.data.samples import NOT_GENERATED, Batch
@@ -51,6 +54,53 @@ def test_a_conversation_of_four_turns_in_tokens(tokenizer):
     assert not sample.log_probs[~trained].any()
     assert sample.extra["agent"]["turns"] == 4
     assert sample.finish_reason == "stop"
+
+
+class ReadingEngine:
+    """Answers with three tokens; the "experts" of a token that it reads are the number of the
+    request. Without them where the number is in `silent`."""
+
+    def __init__(self, silent: tuple[int, ...] = ()) -> None:
+        self.silent = silent
+        self.requests = 0
+
+    async def __call__(self, ids: np.ndarray, max_tokens: int) -> Generated:
+        self.requests += 1
+        experts = np.full((len(ids) + 2, 1, 1), self.requests, np.uint8)
+        if self.requests in self.silent:
+            experts = None
+        new = np.arange(3, dtype=np.int32)
+        versions = np.zeros(3, np.int32)
+        made = Generated(new, np.zeros(3, np.float32), versions, 0, "stop")
+        return replace(made, experts=experts)
+
+
+def conversation(engine: ReadingEngine) -> Trajectory:
+    """Three turns with two tokens between them, after a prompt of four, and two tokens behind."""
+    trajectory = Trajectory(np.arange(4, dtype=np.int32), Limits(tokens=100, turns=3))
+    for _ in range(3):
+        asyncio.run(trajectory.generate(engine))
+        trajectory.observe("tool", np.arange(2, dtype=np.int32))
+    return trajectory
+
+
+def test_each_token_has_the_experts_of_the_request_that_read_it_first(tokenizer):
+    sample = conversation(ReadingEngine()).sample(make_prompt(tokenizer), 0)
+    assert sample.prompt_experts[:, 0, 0].tolist() == [1] * 4
+    # The last token of a turn is read by the next request, and that of the last turn by none.
+    assert sample.response_experts[:, 0, 0].tolist() == [1] * 2 + [2] * 5 + [3] * 5
+    assert len(sample.experts) == sample.length - 1
+
+
+@pytest.mark.parametrize("silent", [(3,), (1, 2, 3)])
+def test_a_conversation_with_a_token_of_unknown_experts_has_none(tokenizer, silent):
+    sample = conversation(ReadingEngine(silent)).sample(make_prompt(tokenizer), 0)
+    assert sample.prompt_experts is sample.response_experts is sample.experts is None
+
+
+def test_a_later_request_knows_the_experts_of_all_tokens_before_it(tokenizer):
+    sample = conversation(ReadingEngine(silent=(1,))).sample(make_prompt(tokenizer), 0)
+    assert sample.experts[:, 0, 0].tolist() == [2] * 11 + [3] * 5
 
 
 def test_every_token_of_the_policy_is_checked_whether_trained_or_not(tokenizer):

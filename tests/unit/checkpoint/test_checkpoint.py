@@ -53,6 +53,37 @@ def test_samples_come_back_bit_for_bit(tmp_path_factory, shapes, seed):
         assert all(getattr(a, name) == getattr(b, name) for name in files.JSON_FIELDS)
 
 
+@given(lengths, st.integers(0, 2**31))
+def test_experts_come_back_and_those_of_a_prompt_lie_there_once(tmp_path_factory, shapes, seed):
+    rng = np.random.default_rng(seed)
+    folder = tmp_path_factory.mktemp("samples")
+    samples = [random_sample(rng, i, p, max(r, 1)) for i, (p, r) in enumerate(shapes)]
+    for sample in samples:
+        if rng.random() < 0.7:
+            rows = (len(sample.prompt_ids), len(sample.response_ids) - 1)
+            sample.prompt_experts, sample.response_experts = (
+                rng.integers(0, 300, (count, 3, 2)).astype(np.uint16) for count in rows
+            )
+    if len(samples) > 1 and samples[0].experts is not None:
+        samples[1].prompt_ids = samples[0].prompt_ids
+        samples[1].prompt_experts = samples[0].prompt_experts
+        samples[1].response_experts = samples[1].response_ids[1:, None, None] * np.ones(
+            (1, 3, 2), np.uint16
+        )
+        samples[1].response_experts = samples[1].response_experts.astype(np.uint16)
+    checkpoint.write_samples(samples, folder)
+    result = checkpoint.read_samples(folder)
+    for before, after in zip(samples, result, strict=True):
+        if before.experts is None:
+            assert after.experts is None
+        else:
+            assert after.experts.dtype == np.uint16
+            assert np.array_equal(before.prompt_experts, after.prompt_experts)
+            assert np.array_equal(before.response_experts, after.response_experts)
+    if len(samples) > 1 and samples[0].experts is not None:
+        assert result[1].prompt_experts is result[0].prompt_experts
+
+
 def test_the_names_in_a_file_of_samples_stay(tmp_path):
     """A checkpoint outlives the names of the code."""
     sample = random_sample(np.random.default_rng(0), 0, 3, 4)

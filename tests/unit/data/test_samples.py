@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from one_step_off.data.packing import PackedArrays, PackedSamples, PackedShares
-from one_step_off.data.samples import Batch, Sample, generated_tokens
+from one_step_off.data.samples import Batch, Sample, generated_tokens, share_prompt_experts
 from one_step_off.data.staleness import (
     StalenessError,
     age_shares,
@@ -84,6 +84,35 @@ def test_samples_arrive_as_they_were_in_a_few_arrays(sizes):
     assert [(s.response, s.extra, s.index) for s in sent(shortened)[0]] == [
         ("", {}, i) for i in range(len(sizes))
     ]
+
+
+def with_experts(index: int, tokens: int, first: int = 0) -> Sample:
+    made = sample([3] * tokens, index=index)
+    made.prompt_experts = np.arange(first, first + 4, dtype=np.uint8).reshape(2, 2, 1)
+    made.response_experts = np.full((tokens - 1, 2, 1), index, np.uint8)
+    return made
+
+
+def test_equal_experts_of_a_prompt_are_held_and_sent_once():
+    samples = [with_experts(0, 3), with_experts(1, 1), with_experts(2, 4, first=9)]
+    share_prompt_experts(samples)
+    assert samples[1].prompt_experts is samples[0].prompt_experts
+    result, arrays = sent(PackedSamples(samples))
+    without, fewer = sent(PackedSamples([sample([3] * 3), sample([3]), sample([3] * 4)]))
+    # One array for all responses, one for each different prompt.
+    assert len(arrays) == len(fewer) + 3
+    assert without[0].experts is None
+    assert result[1].prompt_experts is result[0].prompt_experts
+    for before, after in zip(samples, result, strict=True):
+        assert np.array_equal(before.experts, after.experts)
+        assert after.experts.dtype == np.uint8
+        assert len(after.experts) == after.length - 1
+
+
+def test_samples_with_and_without_experts_travel_together():
+    result, _ = sent(PackedSamples([with_experts(0, 3), sample([3])]))
+    assert np.array_equal(result[0].experts, with_experts(0, 3).experts)
+    assert result[1].experts is None
 
 
 def test_a_sample_whose_arrays_disagree_arrives_so_and_is_found():

@@ -99,6 +99,16 @@ def test_the_engines_own_check_is_called_where_a_run_is_prepared(models: Any, fo
         prepare.check_models_and_engine(cfg)
 
 
+@pytest.mark.parametrize("spec", [OWN, "transformers"])
+def test_router_replay_needs_an_engine_that_returns_experts(spec: str, folder: Path) -> None:
+    cfg = Config()
+    cfg.rollout.engine = spec
+    cfg.rollout.replay_routing = True
+    message = f"rollout.replay_routing=true: rollout.engine={spec} does not return the experts"
+    with pytest.raises(ConfigError, match=message):
+        seam.check(cfg)
+
+
 def test_external_agents_need_an_engine_that_serves_them(folder: Path) -> None:
     cfg = Config()
     seam.check_agents(cfg, "external")

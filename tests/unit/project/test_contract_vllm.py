@@ -40,6 +40,8 @@ COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
 ATTENTION = "vllm.v1.core.single_type_kv_cache_manager"
 RELOAD = "vllm.model_executor.model_loader.reload"
 TRANSFER = "vllm.distributed.weight_transfer"
+EXPERTS = "vllm.distributed.aux_output_connector"
+RUNNER = "vllm.v1.worker.gpu_model_runner"
 
 ENGINE_CALLS = {
     # method of AsyncLLM -> the arguments that are given
@@ -97,6 +99,25 @@ CALLS = [
     (f"{TRANSFER}.base", "WeightTransferEngine.finish_weight_update", ()),
     (f"{TRANSFER}.base", "WeightTransferEngine.shutdown", ()),
     ("vllm.distributed.parallel_state", "get_tensor_model_parallel_rank", ()),
+    (RUNNER, "GPUModelRunner.execute_model", ("scheduler_output",)),
+    (RUNNER, "GPUModelRunner.sample_tokens", ("grammar_output",)),
+    (
+        f"{EXPERTS}.worker",
+        "get_aux_output_connector",
+        ("model", "vllm_config", "kv_cache_config"),
+    ),
+    (f"{EXPERTS}.worker", "AuxOutputWorkerConnector.begin_step", ("metadata",)),
+    (f"{EXPERTS}.worker", "AuxOutputWorkerConnector.prepare_output", ("input_batch",)),
+    (
+        f"{EXPERTS}.worker",
+        "PendingAuxOutput.enqueue_cpu_copy",
+        ("num_sampled", "num_rejected"),
+    ),
+    (f"{EXPERTS}.worker", "PendingAuxOutput.process_output", ()),
+    (f"{EXPERTS}.connector", "AuxOutputSchedulerConnector.take_output", ("request", "output")),
+    ("vllm.config.model", "ModelConfig.get_total_num_hidden_layers", ()),
+    ("vllm.config.model", "ModelConfig.get_num_experts", ()),
+    ("vllm.config.model", "ModelConfig.get_num_experts_per_tok", ()),
 ]
 
 PAUSE_MODES = {"keep", "wait"}
@@ -265,6 +286,52 @@ def test_how_the_scheduler_hands_out_log_probs() -> None:
     assert "extra_args" in fields("vllm.sampling_params", "SamplingParams")
 
 
+# ---- the experts of tokens -----------------------------------------------------------------------
+
+
+def test_what_the_connector_reads_of_a_batch() -> None:
+    """`routed_experts.RoutingRunner` gives it these, out of another kind of batch."""
+    source = ast.unparse(definition(f"{EXPERTS}.worker", "AuxOutputWorkerConnector.prepare_output"))
+    read = set(re.findall(r"input_batch\.(\w+)", source))
+    assert read == {"req_ids", "query_start_loc_np", "num_computed_tokens_np"}
+
+
+def test_what_the_first_runner_knows_of_a_step() -> None:
+    attributes = assigned_attributes(RUNNER, "GPUModelRunner")
+    assert {
+        "execute_model_state",
+        "query_start_loc",
+        "input_batch",
+        "kv_cache_config",
+    } <= attributes
+    batch = assigned_attributes("vllm.v1.worker.gpu_input_batch", "InputBatch")
+    assert "num_computed_tokens_cpu" in batch
+    assert definition("vllm.v1.worker.gpu_input_batch", "InputBatch.req_ids")
+
+
+def test_how_the_second_runner_uses_the_connector() -> None:
+    """`RoutingRunner` does the same: register the step, run, take the choice, give it out."""
+    second = "vllm.v1.worker.gpu.model_runner"
+    executes = ast.unparse(definition(second, "GPUModelRunner.execute_model"))
+    samples = ast.unparse(definition(second, "GPUModelRunner.sample_tokens"))
+    assert "begin_step(scheduler_output.aux_output_connector_metadata)" in executes
+    assert "prepare_output(input_batch)" in samples
+    output = ast.unparse(definition("vllm.v1.worker.gpu.async_utils", "AsyncOutput.get_output"))
+    assert "aux_output_connector_output = self.pending_aux_output.process_output()" in output
+
+
+def test_where_the_scheduler_asks_for_experts() -> None:
+    """`schedulers.ReplicaScheduler` sets its connector on CPUs, and has no plain rows with one."""
+    assert "aux_output_connector" in assigned_attributes(SCHEDULER, "Scheduler")
+    source = ast.unparse(definition(SCHEDULER, "Scheduler.__init__"))
+    assert "AuxOutputSchedulerConnector() if vllm_config.aux_output_config.enabled" in source
+    metadata = fields("vllm.v1.core.sched.output", "SchedulerOutput")
+    assert "aux_output_connector_metadata" in metadata
+    assert "aux_output_connector_output" in fields("vllm.v1.outputs", "ModelRunnerOutput")
+    assert "routed_experts" in fields("vllm.outputs", "CompletionOutput")
+    assert "additional_config" in fields("vllm.config.vllm", "VllmConfig")
+
+
 # ---- the worker ----------------------------------------------------------------------------------
 
 
@@ -302,6 +369,7 @@ def test_what_the_reload_keeps_of_a_layer() -> None:
 @pytest.mark.parametrize("colocated", [False, True])
 def test_engine_arguments_exist(device: str, colocated: bool) -> None:
     cfg = Config()
+    cfg.rollout.replay_routing = True
     if colocated:
         cfg.placement.pools = {"all": [1]}
         cfg.placement.roles = {"rollout": "all", "actor": "all"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from one_step_off.engines.vllm.engine_args import engine_args
+from one_step_off.config.schema import Config
+from one_step_off.engines.vllm.engine_args import RETURN_EXPERTS, engine_args
 from tests.conftest import tiny_config
 
 
@@ -113,3 +114,14 @@ def test_kept_caches_need_a_scheduler_that_keeps_versions_apart(models, device):
     made = SchedulerConfig.default_factory(scheduler_cls=name).get_scheduler_cls()
     # A function may stand for vLLM's class, which is only called.
     assert made is prefixes_per_version
+
+
+def test_experts_are_asked_for_by_vllms_argument_or_on_cpus_by_ours():
+    cfg = Config()
+    assert "additional_config" not in engine_args(cfg, "cpu")
+    assert "enable_return_routed_experts" not in engine_args(cfg, "cuda")
+    cfg.rollout.replay_routing = True
+    assert engine_args(cfg, "cuda")["enable_return_routed_experts"] is True
+    cfg.rollout.engine_kwargs = {"additional_config": {"mine": 1}}
+    assert engine_args(cfg, "cpu")["additional_config"] == {"mine": 1, RETURN_EXPERTS: True}
+    assert engine_args(cfg, "cuda")["additional_config"] == {"mine": 1}

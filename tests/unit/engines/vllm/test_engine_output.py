@@ -12,7 +12,12 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from one_step_off.config.schema import Config
 from one_step_off.engines.engine import GenerationRequest
-from one_step_off.engines.vllm.engine import generated_tokens, sampling_params, token_versions
+from one_step_off.engines.vllm.engine import (
+    experts_of,
+    generated_tokens,
+    sampling_params,
+    token_versions,
+)
 from one_step_off.engines.vllm.schedulers import COLUMN
 from one_step_off.rollout.sampling import sample_seed
 
@@ -69,6 +74,17 @@ def test_log_probs_are_read_from_the_column_or_from_vllms_lists(flat, column):
 def test_a_token_without_a_log_prob_is_refused(flat, column):
     with pytest.raises(RuntimeError, match="log-probs for 3 tokens"):
         generated_tokens(last_output(flat, column))
+
+
+@pytest.mark.parametrize("tokens", [None, 0, 2, 4])
+def test_experts_of_some_tokens_alone_are_refused(tokens):
+    output = last_output([-0.5, -1.0, -2.0], None)
+    if tokens is not None:
+        output.outputs[0].routed_experts = np.zeros((tokens, 2, 2), np.uint8)
+    with pytest.raises(RuntimeError, match=f"the experts of {tokens or 0} tokens, not of 3"):
+        experts_of(output)
+    output.outputs[0].routed_experts = np.zeros((3, 2, 2), np.uint8)
+    assert experts_of(output) is output.outputs[0].routed_experts
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from one_step_off.engines.vllm.engine_args import RETURN_EXPERTS
 from one_step_off.engines.vllm.schedulers import (
     AsyncPrefixesPerVersion,
     AsyncReplicaScheduler,
@@ -159,8 +161,14 @@ def test_other_caches_keep_vllms_manager(models, change):
     assert type(manager) is KVCacheManager
 
 
+def keep_config(self, vllm_config, **_):
+    self.vllm_config = vllm_config
+    self.aux_output_connector = None
+
+
 def test_the_schedulers_are_made_of_vllms(monkeypatch):
-    """vLLM decides late whether it schedules ahead."""
+    """vLLM decides late whether it schedules ahead. On CPUs one that is to return experts gets the
+    connector of vLLM's that asks for them."""
     expected = {
         (replica_scheduler, False): ReplicaScheduler,
         (replica_scheduler, True): AsyncReplicaScheduler,
@@ -168,9 +176,15 @@ def test_the_schedulers_are_made_of_vllms(monkeypatch):
         (prefixes_per_version, True): AsyncPrefixesPerVersion,
     }
     for vllms in (Scheduler, AsyncScheduler):
-        monkeypatch.setattr(vllms, "__init__", lambda self, **_: None)
+        monkeypatch.setattr(vllms, "__init__", keep_config)
     monkeypatch.setattr(BlockEdges, "use_in", lambda scheduler: None)
     for (make, is_async), made in expected.items():
         config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
-        assert type(make(config, block_size=16)) is made
+        config.additional_config = {}
+        scheduler = make(config, block_size=16)
+        assert type(scheduler) is made
+        assert scheduler.aux_output_connector is None
+        config.additional_config = {RETURN_EXPERTS: True}
+        connector = make(config, block_size=16).aux_output_connector
+        assert type(connector) is AuxOutputSchedulerConnector
         assert issubclass(made, AsyncScheduler) == is_async
