@@ -49,7 +49,7 @@ from one_step_off.models.hf_model import (
     read_checkpoint,
 )
 from one_step_off.models.stored_weights import StoredWeights
-from one_step_off.training import compilation, lora, packed_attention
+from one_step_off.training import compilation, lora, packed_attention, recurrent_layers
 from one_step_off.training.packed_attention import AttentionChoice
 from one_step_off.training.token_outputs import TokenOutputs, in_chunks, log_probs_and_entropy
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -125,6 +125,8 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
     attention: AttentionChoice = choice[0]
     packed_attention.register()
     model = empty_model(cfg, role, attention.implementation, dtype)
+    if attention.has_states:
+        recurrent_layers.keep_sequences_apart(model)
     model.requires_grad_(is_trained)
     if has_adapters:
         lora.inject(model, cfg.model)
