@@ -117,7 +117,7 @@ def _convolution_within_sequences(plain: Callable[..., Tensor]) -> Callable[...,
 
 def _delta_rule_per_sequence(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
-    @torch.compiler.disable  # it would be compiled again for other boundaries
+    @torch.compiler.disable  # it would be compiled again for other lengths
     def apply(
         query: Tensor,
         key: Tensor,

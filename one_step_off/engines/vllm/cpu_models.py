@@ -207,6 +207,11 @@ def _advance(
     states = states.view(slot_count, heads, key_width, value_width)  # as vLLM's own kernels do
 
     weight = layer.conv1d.weight
+    if inputs.shape[-1] != weight.shape[-1] - 1:
+        raise RuntimeError(
+            "speculative decoding of gated delta nets needs bfloat16 on CPUs: set "
+            "model.dtype=bfloat16, or no speculative_config"
+        )
     before = inputs[slots].masked_fill(begins_anew[:, None, None], 0)
     window = torch.cat([before, mixed_qkv.transpose(1, 2)], -1)
     inputs[slots] = window[..., -before.shape[-1] :]

@@ -125,7 +125,7 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
     attention: AttentionChoice = choice[0]
     packed_attention.register()
     model = empty_model(cfg, role, attention.implementation, dtype)
-    if attention.has_states:
+    if recurrent_layers.are_in(model.config):
         recurrent_layers.keep_sequences_apart(model)
     model.requires_grad_(is_trained)
     if has_adapters:
