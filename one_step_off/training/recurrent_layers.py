@@ -77,7 +77,10 @@ def keep_sequences_apart(model: PreTrainedModel) -> bool:
 
 
 def _is_kernel(function: Callable[..., Any]) -> bool:
-    """Whether transformers' function calls a package's kernel, not torch."""
+    """Whether transformers' function calls a package's kernel. A function that does not say so gets
+    its sequences one by one, which is right with kernels too."""
+    if not inspect.isfunction(function):
+        return False
     return bool(inspect.getclosurevars(function).nonlocals.get("is_new_implementation"))
 
 

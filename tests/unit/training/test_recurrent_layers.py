@@ -215,6 +215,7 @@ def test_a_kernel_of_a_package_stays():
 
     assert recurrent_layers._is_kernel(with_kernel(True))
     assert not recurrent_layers._is_kernel(with_kernel(False))
+    assert not recurrent_layers._is_kernel(torch.nn.Identity())
 
 
 def test_the_actor_trains_alike(tmp_path, start_single):
