@@ -31,6 +31,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.models.hf_model import empty_model
+from one_step_off.training import recurrent_layers
 
 PACKED = "one_step_off_packed"
 CAUSAL = "one_step_off_causal"
@@ -50,6 +51,10 @@ FIRST_FLASH_GPU = (8, 0)
 FIRST_HOPPER_GPU = (9, 0)
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_TRIED_LENGTHS = (70, 11)
+"""Tokens of the sequences with which packing is tried: chunks of linear attention have 64."""
+_PACKED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+"""Of relative differences between packed sequences and each alone. Lost positions make more."""
 _UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 """Arguments of attention functions that change the scores, in ways that the kernels do not know."""
 
@@ -61,10 +66,12 @@ class AttentionChoice:
     Attributes:
         implementation: the name by which transformers knows it.
         kernel: FLASH_ATTN, TORCH_VARLEN or PER_SEQUENCE where batches are packed; empty: padded.
+        has_states: batches are packed for layers with a state, too; see `recurrent_layers`.
     """
 
     implementation: str
     kernel: str = ""
+    has_states: bool = False
 
 
 class _FirstCall(Exception):
@@ -99,18 +106,26 @@ def choose(cfg: Config, role: str, device: torch.device) -> AttentionChoice:
         return AttentionChoice(requested)
     padded = "sdpa" if requested == "auto" else requested
     packing = role_settings(cfg, role).packing
-    call, obstacle = _first_call(cfg, role)
-    if call is None:
-        if packing == "on":
-            raise ConfigError(f"{role}.packing=on: {obstacle}; use auto or off")
-        if packing == "auto" and device.type == "cuda":
-            logging.getLogger(__name__).warning("%s: batches are padded: %s", role, obstacle)
-        return AttentionChoice(padded)
-    kernel = _kernel(cfg, device, call)
-    if packing == "on" or (packing == "auto" and kernel != PER_SEQUENCE):
-        return AttentionChoice(PACKED, kernel)
-    if padded == "sdpa" and not _has_window(call.module.config):
-        return AttentionChoice(CAUSAL)
+    model, obstacle = _asked_model(cfg, role, device)
+    call = None
+    if not obstacle:
+        call, obstacle = _first_call(model)
+    if call is not None:
+        if padded == "sdpa" and not _has_window(call.module.config):
+            padded = CAUSAL
+        has_states = recurrent_layers.are_in(model.config)
+        choice = AttentionChoice(PACKED, _kernel(cfg, device, call), has_states)
+        is_slow = choice.kernel == PER_SEQUENCE
+        if packing == "off" or (packing == "auto" and is_slow):
+            return AttentionChoice(padded)
+        if has_states:
+            obstacle = _state_obstacle(model, choice, padded, packing)
+        if not obstacle:
+            return choice
+    if packing == "on":
+        raise ConfigError(f"{role}.packing=on: {obstacle}; use auto or off")
+    if packing == "auto" and device.type == "cuda":
+        logging.getLogger(__name__).warning("%s: batches are padded: %s", role, obstacle)
     return AttentionChoice(padded)
 
 
@@ -138,42 +153,57 @@ def _has_window(hf_config: Any) -> bool:
     return bool(has_switch and getattr(hf_config, "sliding_window", None))
 
 
-def _first_call(cfg: Config, role: str) -> tuple[_FirstCall | None, str]:
-    """How the model calls its attention function; or None, and why batches cannot be packed for it.
+def _asked_model(cfg: Config, role: str, device: torch.device) -> tuple[PreTrainedModel, str]:
+    """The model that is asked for its attention, and why it cannot be packed, if that is known.
 
-    The model runs on the meta device up to that call, so this costs no memory.
+    It is on the meta device, so that this costs no memory. With layers that have a state it is a
+    small copy on the role's device, with which packing is tried.
     """
-    with torch.no_grad():
-        model = empty_model(cfg, role, _PROBE, torch.float32)
-        name = type(model).__name__
-        obstacle = _class_obstacle(model)
-        if obstacle:
-            return None, f"{name} {obstacle}"
-        boundaries = torch.tensor([0, 1, 2], dtype=torch.int32)
-        ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    model = empty_model(cfg, role, _PROBE, torch.float32)
+    obstacle = _class_obstacle(model)
+    if not obstacle and recurrent_layers.are_in(model.config):
         try:
-            model.base_model(
-                input_ids=ids,
-                position_ids=ids,
-                use_cache=False,
-                cu_seq_lens_q=boundaries,
-            )
-        except _FirstCall as call:
-            obstacle = _call_obstacle(call, boundaries)
-            return (None, f"{name} {obstacle}") if obstacle else (call, "")
-        # Code of many authors: a model that cannot be asked is padded.
+            dtype = getattr(torch, cfg.model.dtype)
+            model = recurrent_layers.small_copy(model, device, dtype)
+        # Code of many authors: a model that cannot be tried is padded.
         except Exception as e:
-            return None, f"{name} cannot be asked for its attention ({type(e).__name__}: {e})"
+            obstacle = f"has layers with a state, and no small copy ({type(e).__name__}: {e})"
+    return model, f"{type(model).__name__} {obstacle}" if obstacle else ""
+
+
+@torch.no_grad()
+def _first_call(model: PreTrainedModel) -> tuple[_FirstCall | None, str]:
+    """How a model with the attention `_PROBE` calls its attention function; or None, and why
+    batches cannot be packed for it."""
+    name = type(model).__name__
+    boundaries = torch.tensor([0, 1, 2], dtype=torch.int32)
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    try:
+        model.base_model(
+            input_ids=ids,
+            position_ids=ids,
+            use_cache=False,
+            cu_seq_lens_q=boundaries,
+        )
+    except _FirstCall as call:
+        obstacle = _call_obstacle(call, boundaries)
+        return (None, f"{name} {obstacle}") if obstacle else (call, "")
+    # Code of many authors: a model that cannot be asked is padded.
+    except Exception as e:
+        return None, f"{name} cannot be asked for its attention ({type(e).__name__}: {e})"
     return None, f"{name} does not call transformers' attention functions"
 
 
 def _class_obstacle(model: PreTrainedModel) -> str:
     hf_config = model.config.get_text_config()
+    is_tried = recurrent_layers.are_in(model.config)
     # A model that runs under flash attention needs nothing that only a mask could tell it.
-    if not (model._supports_attention_backend and model._supports_flash_attn):
+    takes_functions = model._supports_attention_backend or is_tried
+    if not (takes_functions and model._supports_flash_attn):
         return "does not support other attention functions"
-    other_layers = set(getattr(hf_config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
-    if model._is_stateful or other_layers:
+    layer_types = set(getattr(hf_config, "layer_types", None) or ())
+    other_layers = layer_types - _KNOWN_LAYER_TYPES - recurrent_layers.LAYER_TYPES
+    if other_layers or (model._is_stateful and not is_tried):
         return "has layers whose state would run on from one packed sequence into the next"
     return ""
 
@@ -195,15 +225,120 @@ def _is_causal(module: nn.Module, argument: bool | None) -> bool:
     return getattr(module, "is_causal", True) if argument is None else argument
 
 
+def _state_obstacle(
+    model: PreTrainedModel, choice: AttentionChoice, padded: str, packing: str
+) -> str:
+    """Why sequences should not be packed for a model whose layers have a state; empty: they may.
+
+    Two random sequences are packed, and passed alone. No gradient may flow from one into the
+    other: it would be exactly 0 in any dtype. And the outputs and gradients must be alike but for
+    rounding. The medians are compared, since after rounding a router may send a token to other
+    experts.
+
+    Args:
+        model: small, with random weights.
+        choice: how batches would be packed.
+        padded: transformers' name of the attention of a sequence alone.
+        packing: the role's setting.
+    """
+    name = type(model).__name__
+    is_slow = recurrent_layers.keep_sequences_apart(model)
+    if is_slow and packing == "auto":
+        return (
+            f"without flash-linear-attention the linear attention of {name} would run on one "
+            "sequence after the other"
+        )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a model gains nothing by more, and they wait for each other
+    try:
+        with torch.enable_grad():
+            leaks, difference = _compare_packed(model, choice, padded)
+    # Code of many authors, and kernels of other packages.
+    except Exception as e:
+        return f"{name} cannot be packed ({type(e).__name__}: {e})"
+    finally:
+        torch.set_num_threads(threads)
+    if leaks:
+        return f"{name} has layers whose state runs on from one packed sequence into the next"
+    if not difference < _PACKED_TOLERANCE[model.dtype]:
+        return f"{name} computes packed sequences otherwise than alone, by {difference:.2g}"
+    return ""
+
+
+def _compare_packed(
+    model: PreTrainedModel, choice: AttentionChoice, padded: str
+) -> tuple[bool, float]:
+    """See `_state_obstacle`.
+
+    Returns:
+        Whether a gradient flows from one sequence into the other, and the largest of the medians of
+        relative differences.
+    """
+    nothing = [np.zeros(0, np.int64) for _ in _TRIED_LENGTHS]
+    sequences = [np.zeros(length, np.int64) for length in _TRIED_LENGTHS]
+    layout = batching.collate(sequences, nothing, packed=True)
+    cu_seqlens = torch.from_numpy(layout.cu_seqlens).to(model.device)
+    arguments = boundary_arguments(layout, cu_seqlens, choice.kernel, choice.has_states)
+    arguments["position_ids"] = torch.from_numpy(layout.position_ids).to(model.device)
+    width = model.get_input_embeddings().weight.shape[1]
+    generator = torch.Generator().manual_seed(0)
+
+    def random_rows() -> list[Tensor]:
+        shapes = [(1, length, width) for length in _TRIED_LENGTHS]
+        rows = [torch.randn(shape, generator=generator) for shape in shapes]
+        return [row.to(model.device, model.dtype).requires_grad_() for row in rows]
+
+    inputs, factors = random_rows(), random_rows()
+    weights = [weight for weight in model.base_model.parameters() if weight.requires_grad]
+
+    model.set_attn_implementation(PACKED)
+    packed = _output(model, torch.cat(inputs, 1), **arguments).split(_TRIED_LENGTHS, 1)
+    gradients = [
+        _gradients((output * factor).sum(), [*inputs, *weights])
+        for output, factor in zip(packed, factors, strict=True)
+    ]
+    leaks = any(gradients[i][1 - i].count_nonzero() for i in range(2))
+
+    model.set_attn_implementation(padded)
+    differences = []
+    for i in range(2):
+        alone = _output(model, inputs[i])
+        of_inputs, *of_weights = _gradients((alone * factors[i]).sum(), [inputs[i], *weights])
+        pairs = zip(gradients[i][2:], of_weights, strict=True)
+        by_weight = [_difference(a.reshape(1, -1), b.reshape(1, -1)) for a, b in pairs]
+        differences.append(_difference(packed[i], alone))
+        differences.append(_difference(gradients[i][i], of_inputs))
+        differences.append(np.median(by_weight))
+    return leaks, float(np.max(differences))
+
+
+def _output(model: PreTrainedModel, inputs: Tensor, **arguments: Any) -> Tensor:
+    output = model.base_model(inputs_embeds=inputs, use_cache=False, **arguments)
+    return output.last_hidden_state
+
+
+def _gradients(loss: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    return torch.autograd.grad(
+        loss, tensors, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """The median over the rows [..., width] of |found - expected| / |expected|."""
+    norms = expected.float().norm(dim=-1).clamp(min=1e-30)
+    distances = (found.float() - expected.float()).norm(dim=-1)
+    return (distances / norms).median().item()
+
+
 def boundary_arguments(
-    layout: batching.MicroBatch, cu_seqlens: Tensor, kernel: str
+    layout: batching.MicroBatch, cu_seqlens: Tensor, kernel: str, has_states: bool = False
 ) -> dict[str, Any]:
-    """The keyword arguments of a model's forward pass that give its attention the boundaries.
+    """The keyword arguments of a model's forward pass that give its layers the boundaries.
 
     Args:
         layout: a packed micro-batch.
         cu_seqlens: `layout.cu_seqlens` on the model's device.
-        kernel: of `AttentionChoice`.
+        kernel, has_states: of `AttentionChoice`.
     """
     arguments = {
         # The names that transformers' own models and attention functions know.
@@ -213,8 +348,14 @@ def boundary_arguments(
         "max_length_k": layout.max_seqlen,
         "packed_kernel": kernel,
     }
-    if kernel == PER_SEQUENCE:  # it cuts on the host, and must not read the device for that
+    if kernel == PER_SEQUENCE or has_states:
+        # What cuts on the host must not read the device for that.
         arguments["sequence_lengths"] = np.diff(layout.cu_seqlens)
+    if has_states:
+        tokens = torch.arange(layout.input_ids.shape[1], device=cu_seqlens.device)
+        arguments["seq_idx"] = torch.bucketize(tokens, cu_seqlens[1:], out_int32=True, right=True)[
+            None
+        ]
     return arguments
 
 

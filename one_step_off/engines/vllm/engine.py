@@ -68,12 +68,12 @@ class VllmEngine:
     async def start(self) -> None:
         """See `Engine`."""
         start_fork_server(self.device)
-        from vllm import AsyncEngineArgs
+        from one_step_off.engines.vllm.cpu_models import engine_config as config_of
 
         arguments = engine_args(self.cfg, self.device, self.seed)
         self.lora_request = request_of_policy(self.cfg)
         with failed_start_names_its_reason("its engine did not start", self.log):
-            engine_config = AsyncEngineArgs(**arguments).create_engine_config()
+            engine_config = config_of(arguments)
             if self.device == "cuda":
                 self._size_kv_cache(engine_config)
             with measuring_turn(self.cfg, "rollout", self.device, engine_config):

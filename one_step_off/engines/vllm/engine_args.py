@@ -20,6 +20,7 @@ CPU_ENGINE_ARGS: dict[str, Any] = {
 }
 """What every engine on CPUs needs."""
 
+WORKER_EXTENSION = "one_step_off.engines.vllm.worker_extension.SyncWorkerExtension"
 ADAPTER_EXTENSION = "one_step_off.engines.vllm.adapter_extension.AdapterWorkerExtension"
 
 RETURN_EXPERTS = "one_step_off.return_experts"
@@ -58,7 +59,7 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
         "weight_transfer_config": {"backend": "one_step_off"},
         "max_num_seqs": MAX_SEQUENCES[device],
         "max_num_batched_tokens": max(MAX_BATCHED_TOKENS, longest),
-        "worker_extension_cls": "one_step_off.engines.vllm.worker_extension.SyncWorkerExtension",
+        "worker_extension_cls": WORKER_EXTENSION,
         "scheduler_cls": f"one_step_off.engines.vllm.schedulers.{scheduler}",
     }
     if device == "cpu":

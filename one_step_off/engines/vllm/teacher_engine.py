@@ -16,7 +16,11 @@ from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedArrays
 from one_step_off.engines.engine_processes import not_running
 from one_step_off.engines.vllm.core_process import start_engine, start_fork_server
-from one_step_off.engines.vllm.engine_args import CPU_ENGINE_ARGS, MAX_BATCHED_TOKENS
+from one_step_off.engines.vllm.engine_args import (
+    CPU_ENGINE_ARGS,
+    MAX_BATCHED_TOKENS,
+    WORKER_EXTENSION,
+)
 from one_step_off.engines.vllm.kv_cache import measuring_turn
 from one_step_off.engines.vllm.processes import (
     engine_processes,
@@ -48,6 +52,7 @@ def teacher_engine_args(cfg: Config, device: str) -> dict[str, Any]:
     }
     if device == "cpu":
         args |= CPU_ENGINE_ARGS | {"kv_cache_memory_bytes": cfg.rollout.kv_cache_mb << 20}
+        args["worker_extension_cls"] = WORKER_EXTENSION  # its import prepares the worker
     else:
         share = device_share(cfg, cfg.placement.roles["teacher"])
         args["gpu_memory_utilization"] = share * cfg.rollout.gpu_memory_utilization
@@ -83,13 +88,13 @@ class TeacherEngine(UsageProbe):
             RuntimeError: vLLM cannot serve this model here.
         """
         start_fork_server(self.device)
-        from vllm import AsyncEngineArgs
+        from one_step_off.engines.vllm.cpu_models import engine_config as config_of
 
         self.vocabulary = vocabulary_size(self.cfg)
         arguments = teacher_engine_args(self.cfg, self.device)
         what_failed = f"teacher.path={self.cfg.teacher.path}: vLLM cannot serve it here"
         with failed_start_names_its_reason(what_failed, self.log):
-            engine_config = AsyncEngineArgs(**arguments).create_engine_config()
+            engine_config = config_of(arguments)
             with measuring_turn(self.cfg, "teacher", self.device, engine_config):
                 self.llm = start_engine(engine_config, arguments, self.device)
         self.engine_processes = engine_processes()

@@ -33,6 +33,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.engines.receiving_worker import ReceivingWorker
+from one_step_off.engines.vllm import cpu_models
 from one_step_off.engines.vllm.engine_args import RETURN_EXPERTS
 from one_step_off.engines.vllm.load_recording import NotInPlace
 from one_step_off.engines.vllm.shard_layout import ShardLayout
@@ -273,4 +274,5 @@ class SyncWorkerExtension:
 
 
 bind_rendezvous_to_its_host()
+cpu_models.prepare()
 WeightTransferEngineFactory.register_engine("one_step_off", OneStepOffTransferEngine)

@@ -52,7 +52,7 @@ from one_step_off.models.hf_model import (
 )
 from one_step_off.models.router_replay import RouterReplay
 from one_step_off.models.stored_weights import StoredWeights
-from one_step_off.training import compilation, lora, packed_attention
+from one_step_off.training import compilation, lora, packed_attention, recurrent_layers
 from one_step_off.training.fsdp import experts
 from one_step_off.training.packed_attention import AttentionChoice
 from one_step_off.training.token_outputs import TokenOutputs, in_chunks, log_probs_and_entropy
@@ -134,6 +134,8 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
     attention: AttentionChoice = choice[0]
     packed_attention.register()
     model = empty_model(cfg, role, attention.implementation, dtype)
+    if recurrent_layers.are_in(model.config):
+        recurrent_layers.keep_sequences_apart(model)
     model.requires_grad_(is_trained)
     if has_adapters:
         lora.inject(model, cfg.model)

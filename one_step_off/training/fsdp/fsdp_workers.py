@@ -130,7 +130,9 @@ class FsdpBackend(ModelWorker):
         if layout.cu_seqlens is None:
             return {}
         cu_seqlens = self._tensor(layout.cu_seqlens)
-        return packed_attention.boundary_arguments(layout, cu_seqlens, self.attention.kernel)
+        return packed_attention.boundary_arguments(
+            layout, cu_seqlens, self.attention.kernel, self.attention.has_states
+        )
 
     def _auxiliary_loss(
         self, item: WorkItem, mini_batch_tokens: int, stats: UpdateStats

@@ -362,6 +362,45 @@ def test_what_the_reload_keeps_of_a_layer() -> None:
         assert definition(info, f"LayerReloadingInfo.{method}")
 
 
+# ---- models on CPUs ------------------------------------------------------------------------------
+
+GDN = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+GDN_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
+REGISTRY = "vllm.model_executor.models.registry"
+
+# What `cpu_models` replaces or does in its own words. When vLLM changes one of them, read it: its
+# own may suffice by now.
+REPLACED_ON_CPUS = {
+    (GDN, "cpu_gdn_attention_core"): "ac94c706bf17",
+    (GDN, "_cpu_gdn_attention_nonspec"): "c57898df99d3",
+    (GDN, "register_cpu_gdn_attention_ops"): "657d513f8f40",
+    (GDN_LAYER, "QwenGatedDeltaNetAttention.forward_cpu"): "e19a2b7f955d",
+    (REGISTRY, "_LazyRegisteredModel.inspect_model_cls"): "64e938a320ad",
+    (REGISTRY, "_LazyRegisteredModel.load_model_cls"): "d0ba3e03217a",
+    (REGISTRY, "_run_in_subprocess"): "619e129d7860",
+}
+
+
+@pytest.mark.parametrize(("module", "name"), REPLACED_ON_CPUS)
+def test_what_is_replaced_on_cpus_is_what_was_read(module: str, name: str) -> None:
+    assert source_digest(module, name) == REPLACED_ON_CPUS[module, name]
+
+
+def test_vllms_core_of_gated_delta_nets_refuses_float32() -> None:
+    assert "CPU GDN attention requires BF16." in constants(GDN, "cpu_gdn_attention_core")
+
+
+def test_prefix_caching_of_states_needs_chunked_prefill() -> None:
+    name = "MambaModelConfig.verify_and_update_config"
+    asserted = "Chunked prefill is required for mamba cache mode 'align'."
+    assert asserted in constants("vllm.model_executor.models.config", name)
+
+
+def test_the_registry_has_modules_and_classes_by_name() -> None:
+    assert {"module_name", "class_name"} <= fields(REGISTRY, "_LazyRegisteredModel")
+    assert "models" in fields(REGISTRY, "_ModelRegistry")
+
+
 # ---- arguments of the engine ---------------------------------------------------------------------
 
 

@@ -143,10 +143,8 @@ def start_with(tmp_path, monkeypatch):
         llm = SimpleNamespace(
             AsyncLLM=SimpleNamespace(from_vllm_config=lambda made, **_: make_engine(made))
         )
-        arguments = SimpleNamespace(
-            AsyncEngineArgs=lambda **given: SimpleNamespace(create_engine_config=lambda: given)
-        )
-        monkeypatch.setitem(sys.modules, "vllm", arguments)
+        models = SimpleNamespace(engine_config=lambda given: given)
+        monkeypatch.setitem(sys.modules, "one_step_off.engines.vllm.cpu_models", models)
         monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", llm)
         return asyncio.run(replica.start())
 

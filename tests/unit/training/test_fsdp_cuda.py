@@ -14,6 +14,7 @@ from one_step_off.training.packed_attention import FLASH_ATTN, PER_SEQUENCE, TOR
 from tests.unit.training.fsdp_helpers import (
     MODELS,
     OBJECTIVES,
+    SIZES,
     Recorder,
     assert_gradients_equal,
     config,
@@ -23,7 +24,18 @@ from tests.unit.training.fsdp_helpers import (
     hf_model,
     make_batch,
     whole,
+    write_model,
 )
+
+HYBRID = {
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 
 
 def assert_same_update(worker, path, wanted_update, rtol):
@@ -115,15 +127,20 @@ def test_the_comparison_with_cuda_sees_what_differs(model_folders, one_rank_upda
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; this machine has none")
 @pytest.mark.parametrize("kernel", [TORCH_VARLEN, FLASH_ATTN, PER_SEQUENCE])
-@pytest.mark.parametrize("name", MODELS)
-def test_packed_equals_padded(model_folders, monkeypatch, name, kernel):
-    """In bf16, whose rounding differs between kernels."""
+@pytest.mark.parametrize("name", [*MODELS, "hybrid"])
+def test_packed_equals_padded(model_folders, tmp_path, monkeypatch, name, kernel):
+    """In bf16, whose rounding differs between kernels. The hybrid model with the kernels of
+    flash-linear-attention, if they are installed, else in plain torch."""
     has_flash_attn = transformers.utils.is_flash_attn_2_available()
     if kernel == FLASH_ATTN and not has_flash_attn:
         pytest.skip("needs the package flash_attn")
     if kernel == TORCH_VARLEN:
         monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: False)
-    path = model_folders[name]
+    if name == "hybrid":
+        write_model(transformers.Qwen3_5TextConfig(**SIZES, **HYBRID), tmp_path)
+        path = str(tmp_path)
+    else:
+        path = model_folders[name]
     log_probs = {}
     gradients = {}
     for packing in ("off", "on"):

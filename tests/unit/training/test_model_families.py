@@ -25,6 +25,8 @@ FAMILIES = {
     "olmoe": CONFIGS["olmoe"],  # experts of their own in the files, one tensor in memory
     "mixtral": CONFIGS["mixtral"],  # and by other names
     "glm4_moe": CONFIGS["glm4_moe"],  # and a dense layer, shared experts, a bias of the router
+    "qwen3_5_text": CONFIGS["qwen3_5_text"],  # linear attention
+    "qwen3_5_moe_text": CONFIGS["qwen3_5_moe_text"],  # and experts
 }
 
 
@@ -129,7 +131,7 @@ def sent_by_ranks(folder: Path, when: str) -> dict[str, torch.Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "qwen3_5_moe_text"])
 def test_experts_on_two_ranks_learn_what_one_process_learns(name, tmp_path):
     """Each rank reads, trains and sends its own experts; no number twice, none left out."""
     folder = tmp_path / "model"

@@ -16,12 +16,12 @@ def serving_without_engine(cfg: Config, tokenizer: Any) -> Any:
         ConfigError: vLLM cannot be imported here, or does not take the model.
     """
     try:
-        from vllm import AsyncEngineArgs
         from vllm.renderers import renderer_from_config
 
         from one_step_off.engines.vllm.chat.serving import Serving
+        from one_step_off.engines.vllm.cpu_models import engine_config
 
-        vllm_config = AsyncEngineArgs(**engine_args(cfg, "cpu")).create_engine_config()
+        vllm_config = engine_config(engine_args(cfg, "cpu"))
         engine = SimpleNamespace(
             vllm_config=vllm_config,
             model_config=vllm_config.model_config,

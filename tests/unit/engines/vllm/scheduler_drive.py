@@ -19,7 +19,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -45,6 +50,7 @@ class Scene:
         kinds: of requests, see `Drive.params`.
         has_stats: the scheduler notes when each request was queued and scheduled.
         is_second_runner: it works for vLLM's second model runner, as on GPUs.
+        has_states: half of the layers keep a state in place of keys and values.
     """
 
     is_async: bool = True
@@ -55,10 +61,12 @@ class Scene:
     seed: int = 0
     has_stats: bool = False
     is_second_runner: bool = False
+    has_states: bool = False
 
 
 def make_scheduler(scheduler: Any, model: str, scene: Scene) -> Any:
-    """A scheduler with one group of full attention. `scheduler`: a class, or a name."""
+    """A scheduler with a group of full attention, and perhaps one of states. `scheduler`: a class,
+    or a name."""
     drafting = {"method": "ngram", "num_speculative_tokens": scene.drafts, "prompt_lookup_max": 2}
     config = AsyncEngineArgs(
         model=model,
@@ -73,9 +81,16 @@ def make_scheduler(scheduler: Any, model: str, scene: Scene) -> Any:
     config.scheduler_config.async_scheduling = scene.is_async
     config.cache_config.num_gpu_blocks = scene.blocks
     spec = FullAttentionSpec(BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    if scene.has_states:
+        config.cache_config.mamba_cache_mode = "align"  # what vLLM chooses with prefix caching
+        states = MambaSpec(
+            BLOCK_TOKENS, shapes=((8, 8),), dtypes=(torch.float32,), mamba_cache_mode="align"
+        )
+        groups.append(KVCacheGroupSpec(["recurrent layer"], states))
     made = scheduler(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(scene.blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        kv_cache_config=KVCacheConfig(scene.blocks, [], groups),
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_TOKENS,
         log_stats=scene.has_stats,

@@ -99,8 +99,9 @@ def test_vllm_measures_where_a_bound_is_not_safe(tiny: Config) -> None:
         tiny, model=dataclasses.replace(tiny.model, trust_remote_code=True)
     )
     assert unbounded(own_code).needed is None
-    made.model_config.hf_text_config.layer_types = ["full_attention", "sliding_attention"]
-    assert unbounded(tiny).needed is None
+    for other in ("sliding_attention", "linear_attention"):
+        made.model_config.hf_text_config.layer_types = ["full_attention", other]
+        assert unbounded(tiny).needed is None
 
 
 @pytest.mark.parametrize("name", kv_cache.OTHER_CACHES)

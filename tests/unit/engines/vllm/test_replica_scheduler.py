@@ -101,6 +101,21 @@ def test_several_tokens_of_a_row_in_one_step(models, kinds):
     assert len(drafted) > 10
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_books_of_hybrid_models_are_vllms(models, is_async):
+    """Two groups of blocks, of which one holds states: no row is plain, no manager replaced."""
+    scene = Scene(is_async, blocks=60, requests=60, seed=4, has_states=True)
+    theirs, ours = drive_both(models, scene)
+    assert ours.steps == theirs.steps
+    assert ours.answers == theirs.answers
+    assert (ours.hits, ours.preemptions) == (theirs.hits, theirs.preemptions)
+    assert ours.hits > 0
+    assert ours.messages == 0 < theirs.messages
+    scheduler = make_scheduler(replica_scheduler, models(), scene)
+    assert not scheduler.has_plain_rows
+    assert type(scheduler.kv_cache_manager) is KVCacheManager
+
+
 def test_a_name_that_is_used_again_begins_anew(models):
     scene = Scene(is_async=True, requests=1)
     drive = Drive(make_scheduler(replica_scheduler, models(), scene), scene)
