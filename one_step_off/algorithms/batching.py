@@ -8,7 +8,7 @@ leave the others waiting forever.
 
 import heapq
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -162,6 +162,9 @@ class MicroBatch:
             each wanted token.
         tokens: int64 [n]; the wanted tokens.
         counts: wanted tokens of each sequence, in the order of the sequences; sums to n.
+        images: the encoded images of all sequences, in the order of their tokens.
+        is_sampled: whether an engine may have sampled the wanted tokens, so that those that it must
+            not sample have no probability.
     """
 
     input_ids: np.ndarray
@@ -171,6 +174,8 @@ class MicroBatch:
     counts: list[int]
     cu_seqlens: np.ndarray | None = None
     max_seqlen: int = 0
+    images: list[bytes] = field(default_factory=list)
+    is_sampled: bool = True
 
 
 def collate(

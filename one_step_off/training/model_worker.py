@@ -16,7 +16,7 @@ import datetime
 import itertools
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +38,7 @@ from one_step_off.config.placement import processes_per_slot
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.roles import TrainedConfig
+from one_step_off.data.images import Images
 from one_step_off.data.packing import AbsentSample, PackedShares
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
@@ -192,8 +193,9 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         sequences = [np.zeros(0, np.int32)] * len(batch.samples)
         for position in itertools.chain(*micro_batches):
             sequences[position] = token_ids_of(batch.samples[position])
+        images = [batch.images.get(sample.prompt_id, ()) for sample in batch.samples]
         return PackedShares(
-            self._token_outputs(sequences, wanted, micro_batches, self.temperature, figure)
+            self._token_outputs(sequences, wanted, micro_batches, self.temperature, figure, images)
         )
 
     def _micro_batch_plan(self, lengths: list[int], shares: int) -> batching.MicroBatchPlan:
@@ -213,6 +215,8 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         micro_batches: list[list[int]],
         temperature: float,
         figure: Figure = "none",
+        images: Sequence[Images] = (),
+        is_sampled: bool = True,
     ) -> dict[int, np.ndarray]:
         """The model's output at the wanted tokens of some sequences (collective).
 
@@ -221,6 +225,8 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
             wanted: for each sequence the places, 1 .. L - 1, of the wanted tokens, int [n].
             micro_batches: indices into `sequences`.
             figure: of `token_outputs.log_probs_and_entropy`.
+            images: of each sequence; (): none has any.
+            is_sampled: see `batching.MicroBatch`.
 
         Returns:
             Index of the sequence -> float32 [n], or [n, 1 + m] with a figure of m numbers. Empty
@@ -229,6 +235,8 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         items = []
         for indices in micro_batches:
             layout = self._lay_out([sequences[i] for i in indices], [wanted[i] for i in indices])
+            layout.images = [image for i in indices for image in images[i]] if images else []
+            layout.is_sampled = is_sampled
             items.append(WorkItem(layout))
         outputs = []
 

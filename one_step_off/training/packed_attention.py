@@ -31,6 +31,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.models.hf_model import empty_model
+from one_step_off.models.vision import is_vision_config
 
 PACKED = "one_step_off_packed"
 CAUSAL = "one_step_off_causal"
@@ -169,6 +170,8 @@ def _first_call(cfg: Config, role: str) -> tuple[_FirstCall | None, str]:
 
 def _class_obstacle(model: PreTrainedModel) -> str:
     hf_config = model.config.get_text_config()
+    if is_vision_config(model.config):
+        return "reads images, whose positions have three dimensions"
     # A model that runs under flash attention needs nothing that only a mask could tell it.
     if not (model._supports_attention_backend and model._supports_flash_attn):
         return "does not support other attention functions"
