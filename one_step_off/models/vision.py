@@ -5,19 +5,27 @@ the two that transformers has, by torchvision and by PIL, round differently.
 """
 
 import functools
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor
+from transformers.utils import cached_file
 
-from one_step_off.config.errors import as_config_error, key_error
+from one_step_off.config.errors import as_config_error, key_error, value_error
 from one_step_off.config.schema import Config
 from one_step_off.data.images import BadImage, open_image
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 """The `model_type`s whose log-probs with images were proved to be those of their engine."""
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 
 CACHED_IMAGES = 32
 """Pictures of which a process keeps the pixels: the samples of a prompt share them, and a step
@@ -81,6 +89,15 @@ class ImageProcessor:
         return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
 
 
+def copy_processor(path: str, folder: str) -> None:
+    """Copy the settings of a model's processors, so that the model in `folder` is served with the
+    same. `path`: a folder or hub id."""
+    for name in PROCESSOR_FILES:
+        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            shutil.copy(found, folder)
+
+
 def check_limits(cfg: Config) -> None:
     """Refuse what a run with a model that reads images cannot do. Raises ConfigError."""
     roles = cfg.placement.roles
@@ -90,11 +107,8 @@ def check_limits(cfg: Config) -> None:
         )
     for role in ("critic", "reward_model", "teacher"):
         if role in roles:
-            raise key_error(
-                cfg,
-                f"placement.roles.{role}",
-                f"{cfg.model.path} reads images, which this role cannot; remove the role",
-            )
+            problem = f"{cfg.model.path} reads images, which this role cannot; remove the role"
+            raise value_error(f"placement.roles.{role}", roles[role], problem)
     for key, is_offered, fix in _limits(cfg):
         if not is_offered:
             raise key_error(cfg, key, f"{cfg.model.path} reads images; {fix}")
