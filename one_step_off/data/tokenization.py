@@ -137,7 +137,7 @@ def _prompt_texts(
 def needs_template(row: Any) -> str:
     """What a row has that only a chat template can write; "": nothing."""
     named = {
-        "images": row.images,
+        "images": getattr(row, "images", ()),  # rows with answers have none
         "tools": row.tools,
         "settings of a chat template": row.chat_template_kwargs,
         "tool calls": any(message.get("tool_calls") for message in row.messages),

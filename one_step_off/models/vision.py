@@ -37,12 +37,12 @@ def is_vision_config(hf_config: Any) -> bool:
     return hf_config.model_type in FAMILIES
 
 
-def reads_images(cfg: Config) -> bool:
-    """Whether the policy's model reads images."""
+def policy_vision_config(cfg: Config) -> Any:
+    """The Hugging Face config of the policy's model; None: it reads no images."""
     hf_config = AutoConfig.from_pretrained(
         cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
     )
-    return is_vision_config(hf_config)
+    return hf_config if is_vision_config(hf_config) else None
 
 
 def forbidden_tokens(hf_config: Any) -> list[int]:

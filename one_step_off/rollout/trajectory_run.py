@@ -21,7 +21,6 @@ from one_step_off.config.user_code import (
     log_traceback,
     quote_response,
 )
-from one_step_off.data.images import Images
 from one_step_off.data.samples import AGENT_ERROR, Prompt, Sample, make_plain
 from one_step_off.rewards.reward import Reward, RewardError, RewardItem, Score
 from one_step_off.rewards.verifiers import REWARD_FUNCTIONS
@@ -38,7 +37,7 @@ class Replica(Protocol):
     attempt: int
     limiter: ConcurrencyLimiter
     rewards: RewardQueue
-    _generate: Callable[[np.ndarray, int, int | None, Sampling, Images], Awaitable[Generated]]
+    _generate: Callable[..., Awaitable[Generated]]
 
     @property
     def loops(self) -> Loops:
@@ -162,8 +161,10 @@ class TrajectoryRun:
             seed = sample_seed(self.seed, self.prompt.id, self.index, turn)
         sampling = replace(self.sampling, stop=stop) if stop else self.sampling
         async with self.slot.call(uses_engine=True):
-            images = self.prompt.images
-            generated = await self.replica._generate(ids, max_tokens, seed, sampling, images)
+            request: tuple[Any, ...] = (ids, max_tokens, seed, sampling)
+            if self.prompt.images:
+                request = (*request, self.prompt.images)
+            generated = await self.replica._generate(*request)
             self.turns.append(generated)
             return generated
 

@@ -250,7 +250,9 @@ def image_processor(cfg: Config) -> Any:
     """The `ImageProcessor` of the policy's model; None: it reads no images. Raises ConfigError."""
     from one_step_off.models import vision  # transformers: slow to import
 
-    return vision.ImageProcessor(cfg.model.path) if vision.reads_images(cfg) else None
+    if vision.policy_vision_config(cfg) is None:
+        return None
+    return vision.ImageProcessor(cfg.model.path)
 
 
 def check_own_code(cfg: Config) -> None:

@@ -180,7 +180,8 @@ class WorkerGroup:
         awaited. `images`: of each sequence; (): none has any.
         """
         what = f"canary, {self.role}"
-        answers = call_all(self.time_limit_s, what, self.ranks, "score", sequences, images)
+        arguments = (sequences, images) if images else (sequences,)
+        answers = call_all(self.time_limit_s, what, self.ranks, "score", *arguments)
 
         async def first_report() -> list[np.ndarray]:
             return next(scores for scores in await answers if scores)

@@ -68,6 +68,9 @@ class WeightSync:
     replica.
     """
 
+    canary_images: Sequence[Images] = ()
+    """Of each sequence of the canary; (): none has any."""
+
     def __init__(
         self,
         actor: Trainers,

@@ -22,7 +22,7 @@ from one_step_off.engines.vllm.processes import (
     start_engine,
 )
 from one_step_off.engines.vllm.prompt_scores import log_probs_of
-from one_step_off.models.vision import forbidden_tokens, is_vision_config, reads_images
+from one_step_off.models.vision import forbidden_tokens, policy_vision_config
 
 
 class VllmEngine:
@@ -50,7 +50,7 @@ class VllmEngine:
         self.started_requests = 0
         self.finished_requests = 0
         self.asleep = False
-        self.vision: Any = None  # vLLM's `hf_config` of a model that reads images
+        self.vision: Any = None  # the `hf_config` of a model that reads images
         self.lora_request: Any = None  # of every request, where the engine has the adapters apart
         self.own_processes: list[psutil.Process] = []
 
@@ -71,7 +71,8 @@ class VllmEngine:
         from vllm import AsyncEngineArgs
 
         arguments = engine_args(self.cfg, self.device, self.seed)
-        if reads_images(self.cfg):  # else it keeps memory for videos too
+        self.vision = policy_vision_config(self.cfg)
+        if self.vision is not None:  # else it keeps memory for videos too
             arguments = {"limit_mm_per_prompt": {"video": 0}} | arguments
         self.lora_request = request_of_policy(self.cfg)
         with failed_start_names_its_reason("its engine did not start", self.log):
@@ -80,8 +81,6 @@ class VllmEngine:
                 self._size_kv_cache(engine_config)
             with measuring_turn(self.cfg, "rollout", self.device, engine_config):
                 self.llm = start_engine(engine_config, arguments)
-        hf_config = self.llm.vllm_config.model_config.hf_config
-        self.vision = hf_config if is_vision_config(hf_config) else None
         self.max_sequences = self.llm.vllm_config.scheduler_config.max_num_seqs
         self.own_processes = engine_processes()
 
