@@ -409,8 +409,9 @@ class RolloutReplica(UsageProbe, PlacedActor):
         """
 
         async def score_all() -> list[np.ndarray]:
-            pairs = zip(sequences, images or [()] * len(sequences), strict=True)
-            return await asyncio.gather(*(self.engine.score(*pair) for pair in pairs))
+            columns = (sequences, images) if images else (sequences,)
+            scored = zip(*columns, strict=True)
+            return await asyncio.gather(*(self.engine.score(*own) for own in scored))
 
         return await self._until_dropped(score_all())
 
