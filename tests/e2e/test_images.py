@@ -4,6 +4,7 @@ random one trains on rows with and without images, is saved and served again."""
 from __future__ import annotations
 
 import base64
+import io
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
+from one_step_off.data.images import open_image
 from one_step_off.data.shapes import make_shapes
 from one_step_off.models import tiny_vision
 from tests.conftest import tiny_config
@@ -56,7 +58,10 @@ def mixed_rows(folder: Path) -> str:
     """Rows with one image, with two, and without."""
     rows = []
     for i, row in enumerate(make_shapes("train", 24, 0)):
-        image = base64.b64encode(row["images"][0]).decode()
+        buffer = io.BytesIO()
+        # Of a size that the image processor must change.
+        open_image(row["images"][0]).resize((100, 61)).save(buffer, "PNG")
+        image = base64.b64encode(buffer.getvalue()).decode()
         if i % 3 == 0:
             prompt, images = f"Sort these numbers: {' '.join(map(str, range(i)))}", []
         else:
