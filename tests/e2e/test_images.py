@@ -18,6 +18,7 @@ from one_step_off.data.images import open_image
 from one_step_off.data.shapes import make_shapes
 from one_step_off.models import tiny_vision
 from tests.conftest import tiny_config
+from tests.e2e.rewards import LETTER_SHARE
 from tests.e2e.run_folder import model_weights, read_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -77,6 +78,7 @@ def config_of(model: str, folder: Path, data: str, ranks: int) -> Config:
         "data.train_files": data,
         "data.val_files": "",
         "data.max_prompt_length": 160,
+        "reward.function": LETTER_SHARE,
         "placement.pools": {"rollout": [1], "actor": [ranks]},
         "model.freeze": ["visual"] if ranks == 2 else [],
     }

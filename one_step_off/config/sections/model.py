@@ -96,7 +96,9 @@ def check_model_path(key: str, path: str) -> None:
     """
     location = f"{key}={format_value(path)}"
     if path.startswith("tiny"):
-        if re.sub(f"{TINY_LAYERS}$", "", path) not in TINY_MODELS:
+        name = re.sub(f"{TINY_LAYERS}$", "", path)
+        has_one_size = name == "tiny:vision"
+        if name not in TINY_MODELS or (has_one_size and name != path):
             fix = did_you_mean(path, TINY_MODELS, f"use {' or '.join(TINY_MODELS)}", cutoff=0.8)
             raise ConfigError(f"{location}: unknown tiny model; {fix}")
         if not os.path.isdir(path):
