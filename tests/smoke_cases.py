@@ -172,6 +172,14 @@ PROGRAM = [
         "agent.tools=calculator,my_tools:shout",
         program="shell/run_tool_agent.sh",
     ),
+    run("shapes", *SMALL, program="shell/run_shapes.sh", needs="torchvision"),
+    run(
+        "shapes_frozen",
+        "config=config/shapes_tiny_cpu.yaml",
+        *SMALL,
+        "model.freeze=[visual]",
+        needs="torchvision",
+    ),
     run(
         "external_agent",
         TINY,
@@ -480,6 +488,7 @@ SIZES = {
 # The configs that a script gives the program, on CPUs and without variables.
 SCRIPTS = {
     "config/tool_agent.yaml": "shell/run_tool_agent.sh",
+    "config/shapes_tiny_cpu.yaml": "shell/run_shapes.sh",
     "config/external_agent.yaml": "shell/run_external_agent.sh",
     "config/gsm8k_tiny_cpu.yaml": "shell/run_qwen_gsm8k.sh",
 }

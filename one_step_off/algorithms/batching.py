@@ -8,7 +8,7 @@ leave the others waiting forever.
 
 import heapq
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -164,6 +164,9 @@ class MicroBatch:
             each wanted token.
         tokens: int64 [n]; the wanted tokens.
         counts: wanted tokens of each sequence, in the order of the sequences; sums to n.
+        images: the encoded images of all sequences, in the order of their tokens.
+        is_sampled: whether an engine may have sampled the wanted tokens, so that those that it must
+            not sample have no probability.
     """
 
     input_ids: np.ndarray
@@ -174,6 +177,8 @@ class MicroBatch:
     cu_seqlens: np.ndarray | None = None
     max_seqlen: int = 0
     experts: np.ndarray | None = None
+    images: list[bytes] = field(default_factory=list)
+    is_sampled: bool = True
 
     def grid_of_experts(self) -> np.ndarray:
         """`experts` as [rows, width, layers, experts per token]; there are some."""

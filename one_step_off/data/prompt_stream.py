@@ -119,7 +119,7 @@ class PromptOrder:
         for prompt in self.prompts:
             loop = f" {prompt.agent_loop}" if prompt.agent_loop else ""
             row = f"{prompt.id[1]} {len(prompt.ids)} {prompt.ground_truth}{loop}\n"
-            digest.update(row.encode() + prompt.ids.tobytes())
+            digest.update(row.encode() + prompt.ids.tobytes() + b"".join(prompt.images))
         return digest.hexdigest()
 
     def _digest(self, order: np.ndarray) -> str:

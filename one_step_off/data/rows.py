@@ -5,8 +5,10 @@ format is one more parser beside `_parse_question` and `_parse_messages`, and a 
 `_parse_format`.
 """
 
+import functools
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -18,6 +20,7 @@ from one_step_off.config.errors import ConfigError, first_line
 from one_step_off.config.schema import DataConfig
 from one_step_off.config.sections.data import ENVIRONMENT_SOURCE, FILE_ENDINGS, split_files
 from one_step_off.data.environment_rows import no_environment
+from one_step_off.data.images import BadImage, marked_columns
 from one_step_off.data.messages import (
     BadMessage,
     normalized_messages,
@@ -445,6 +448,15 @@ def _parse_row(columns: Any, instruction: str) -> dict[str, Any]:
     return fields
 
 
+def _parse_row_with_images(columns: Any, instruction: str, folder: str) -> dict[str, Any]:
+    """As `_parse_row`, of a row that may have images. Relative paths begin at `folder`."""
+    try:
+        rest, images = marked_columns(checked_columns(columns), folder)
+    except BadImage as error:
+        raise BadRow(str(error)) from None
+    return _parse_row(rest, instruction) | {"images": images}
+
+
 def instruction_of(cfg: DataConfig) -> str:
     """What is appended to each question, apart from it by a blank."""
     starts_with_blank = not cfg.instruction[:1].strip()
@@ -459,6 +471,7 @@ def load_rows(
     report: DataReport,
     limit: int = -1,
     read_tasks: ReadTasks = no_environment,
+    reads_images: bool = False,
 ) -> list[Row]:
     """Read and check the rows of data sources.
 
@@ -470,6 +483,7 @@ def load_rows(
         report: receives the counts and the bad rows.
         limit: only the first `limit` rows are read; -1: all.
         read_tasks: gives the rows of the source `environment`.
+        reads_images: the model reads images.
 
     Raises:
         ConfigError: a source cannot be read, is empty or has only bad rows; or it has a bad row and
@@ -486,7 +500,7 @@ def load_rows(
         raw_rows = read_source(source, split, cfg, seed, read_tasks)
         if limit >= 0:
             raw_rows = raw_rows[: max(0, limit - report.rows)]
-        rows += _parse_source(source, raw_rows, instruction, cfg, report)
+        rows += _parse_source(source, raw_rows, instruction, cfg, report, reads_images)
     return rows
 
 
@@ -496,15 +510,20 @@ def _parse_source(
     instruction: str,
     cfg: DataConfig,
     report: DataReport,
+    reads_images: bool,
 ) -> list[Row]:
     """The usable rows of one source. Raises ConfigError: there are bad rows and no good one."""
     rows: list[Row] = []
+    parse = _parse_row
+    if reads_images:
+        folder = os.path.dirname(source) if source.endswith(FILE_ENDINGS) else ""
+        parse = functools.partial(_parse_row_with_images, folder=folder)
     first_bad = len(report.bad)
     for location, columns in raw_rows:
         index = report.rows
         report.rows += 1
         try:
-            fields = {"data_source": source, "where": location} | _parse_row(columns, instruction)
+            fields = {"data_source": source, "where": location} | parse(columns, instruction)
         except BadRow as error:
             report.skip(location, str(error), cfg)
         else:

@@ -17,6 +17,7 @@ from one_step_off.config.sections.data import (
 )
 from one_step_off.data.environment_rows import read_tasks
 from one_step_off.data.evaluation import MAIN_SET, set_epoch
+from one_step_off.data.images import Images, ImageTokens
 from one_step_off.data.mixture import DrawRules, MixedStream, PromptSource
 from one_step_off.data.plain_numbers import looks_like_number, plain_number
 from one_step_off.data.prompt_stream import PromptStream
@@ -62,18 +63,23 @@ class RunData:
         return by_row | {prompt.id: prompt for prompt in self.val or ()}
 
 
-def load_run_data(cfg: Config, tokenizer: Any, tools_of_loop: ToolsOfLoop = no_tools) -> RunData:
+def load_run_data(
+    cfg: Config,
+    tokenizer: Any,
+    tools_of_loop: ToolsOfLoop = no_tools,
+    images: ImageTokens | None = None,
+) -> RunData:
     """Read, check and tokenize the training and held-out sets of a run.
 
     Training prompts have ids (0, row), those of the first held-out set (-1, row), of the second
     (-2, row), and so on. A held-out set with the name of a source has that source's agent loop,
-    reward function and limits.
+    reward function and limits. `images`: of a model that reads them, see `tokenize_rows`.
 
     Raises ConfigError: see `load_rows` and `tokenize_rows`.
     """
-    sources, reports = _training_sources(cfg, tokenizer, tools_of_loop)
+    sources, reports = _training_sources(cfg, tokenizer, tools_of_loop, images)
     stream = _training_stream(cfg, sources)
-    training_texts = {prompt.text for prompt in stream.prompts}
+    training_contents = {(prompt.text, prompt.images) for prompt in stream.prompts}
     held_out_sets = _held_out_sets(cfg)
     held_out_prompts: list[Prompt] = []
     if cfg.data.val_size:
@@ -90,19 +96,20 @@ def load_run_data(cfg: Config, tokenizer: Any, tools_of_loop: ToolsOfLoop = no_t
                 set_report,
                 cfg.data.val_size,
                 partial(read_tasks, cfg),
+                images is not None,
             )
             rows = _rows_of_source(rows, source_of(cfg.data, name))
             rows = _rows_with_labels(rows, cfg, set_report)
             set_prompts = tokenize_rows(
-                rows, tokenizer, cfg.data, set_epoch(index), set_report, tools_of_loop
+                rows, tokenizer, cfg.data, set_epoch(index), set_report, tools_of_loop, images
             )
-            _note_overlap(set_prompts, training_texts, set_report)
+            _note_overlap(set_prompts, training_contents, set_report)
             held_out_prompts += set_prompts
     return RunData(stream, held_out_prompts or None, reports, list(held_out_sets))
 
 
 def _training_sources(
-    cfg: Config, tokenizer: Any, tools_of_loop: ToolsOfLoop
+    cfg: Config, tokenizer: Any, tools_of_loop: ToolsOfLoop, images: ImageTokens | None
 ) -> tuple[list[PromptSource], list[DataReport]]:
     """The training prompts by source, and a report on each source. Rows are counted over all of
     them.
@@ -127,11 +134,12 @@ def _training_sources(
             cfg.trainer.seed,
             report,
             read_tasks=partial(read_tasks, cfg),
+            reads_images=images is not None,
         )
         rows = [replace(row, id=(0, first_row + row.id[1])) for row in rows]
         rows = _rows_of_source(rows, source)
         rows = _rows_with_labels(rows, cfg, report)
-        prompts = tokenize_rows(rows, tokenizer, cfg.data, 0, report, tools_of_loop)
+        prompts = tokenize_rows(rows, tokenizer, cfg.data, 0, report, tools_of_loop, images)
         sources.append(PromptSource(source.name, prompts, source.weight))
         reports.append(report)
         first_row += report.rows
@@ -196,9 +204,11 @@ def _held_out_sets(cfg: Config) -> dict[str, str]:
     return sets | cfg.data.val_sets
 
 
-def _note_overlap(prompts: list[Prompt], training_texts: set[str], report: DataReport) -> None:
-    """Warn of held-out prompts that the training data holds too."""
-    shared = sum(prompt.text in training_texts for prompt in prompts)
+def _note_overlap(
+    prompts: list[Prompt], training_contents: set[tuple[str, Images]], report: DataReport
+) -> None:
+    """Warn of held-out prompts that the training data holds too, with the same images."""
+    shared = sum((prompt.text, prompt.images) in training_contents for prompt in prompts)
     if shared:
         report.notes.append(
             f"warning: {shared} of the {len(prompts)} held-out prompts "

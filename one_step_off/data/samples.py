@@ -44,6 +44,7 @@ class Prompt:
         where: "file:row" for messages, rows counted from 1.
         source: the name of its source in `data.train_files`, whose reward function and limits hold
             for it; empty: none.
+        images: the encoded files of its images. In `ids` each has as many tokens as parts.
     """
 
     id: PromptId
@@ -58,6 +59,7 @@ class Prompt:
     agent_loop: str = ""
     where: str = ""
     source: str = ""
+    images: tuple[bytes, ...] = ()
 
 
 PromptLookup = Callable[[PromptId], Prompt | None]
@@ -180,6 +182,7 @@ class Batch:
             policy.
         episodes: int64 [B], see `episode_numbers`: set where a batch travels without its samples'
             extras. None: the extras say it.
+        images: of the prompts that have some; set where a batch is sent to a role's ranks.
         dropped: samples that `drop` took out.
         greedy: the greedy responses, once they are baselines: generated and never trained on.
         notes: further entries of the step's row in ledger.jsonl.
@@ -203,6 +206,7 @@ class Batch:
     teacher_names: list[str] | None = None
     prob_squares: list[np.ndarray] | None = None
     episodes: np.ndarray | None = None
+    images: dict[PromptId, tuple[bytes, ...]] = field(default_factory=dict)
     dropped: list[Sample] = field(default_factory=list)
     greedy: list[Sample] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)

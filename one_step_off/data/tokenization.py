@@ -11,6 +11,7 @@ import numpy as np
 
 from one_step_off.config.errors import ConfigError, first_line, located_config_error
 from one_step_off.config.schema import DataConfig
+from one_step_off.data.images import BadImage, ImageTokens, messages_with_parts
 from one_step_off.data.messages import render_chat
 from one_step_off.data.rows import DataReport, Row
 from one_step_off.data.samples import Prompt
@@ -34,8 +35,10 @@ def tokenize_rows(
     epoch: int,
     report: DataReport,
     tools_of_loop: ToolsOfLoop = no_tools,
+    images: ImageTokens | None = None,
 ) -> list[Prompt]:
-    """Tokenize all rows at once and keep those of at most `data.max_prompt_length` tokens.
+    """Tokenize all rows at once and keep those of at most `data.max_prompt_length` tokens, the
+    tokens of images included.
 
     With a chat template the prompt ends with its generation prompt. Without one it is the question
     with `data.instruction`, or the messages joined by newlines.
@@ -43,6 +46,7 @@ def tokenize_rows(
     Args:
         epoch: the prompt ids are (epoch, row).
         report: receives what was left out.
+        images: the tokens of a model that reads images; None: it does not.
 
     Raises:
         ConfigError: the chat template that the config asks for does not exist; a prompt is too long
@@ -53,6 +57,12 @@ def tokenize_rows(
     ids_of_texts = _token_ids([text for _, text in texts_by_row], tokenizer, templated)
     prompts = []
     for (row, text), ids in zip(texts_by_row, ids_of_texts, strict=True):
+        if images is not None:
+            try:
+                ids = with_image_tokens(ids, row.images, images)
+            except BadImage as error:
+                report.skip(row.where, str(error), cfg)
+                continue
         if len(ids) <= cfg.max_prompt_length:
             ids_array = np.asarray(ids, dtype=np.int32)
             prompts.append(replace(row, id=(epoch, row.id[1]), ids=ids_array, text=text))
@@ -108,7 +118,7 @@ def _prompt_texts(
         try:
             text = render_chat(
                 tokenizer,
-                row.messages,
+                messages_with_parts(row.messages) if row.images else row.messages,
                 tools,
                 row.chat_template_kwargs,
                 add_generation_prompt=True,
@@ -127,12 +137,27 @@ def _prompt_texts(
 def needs_template(row: Any) -> str:
     """What a row has that only a chat template can write; "": nothing."""
     named = {
+        "images": getattr(row, "images", ()),  # rows with answers have none
         "tools": row.tools,
         "settings of a chat template": row.chat_template_kwargs,
         "tool calls": any(message.get("tool_calls") for message in row.messages),
         "thoughts": any(message.get("reasoning") for message in row.messages),
     }
     return next((name for name, value in named.items() if value), "")
+
+
+def with_image_tokens(ids: list[int], images: Sequence[bytes], tokens: ImageTokens) -> list[int]:
+    """The token ids of a prompt with as many tokens for each image as it has parts, in place of the
+    one that the chat template wrote. Raises BadImage: an image cannot be read, or the template
+    wrote another number of them."""
+    places = ids.count(tokens.token_id)
+    if places != len(images):
+        raise BadImage(f"it has {len(images)} images, and its text has {places} image tokens")
+    counts = iter([tokens.count(image) for image in images])
+    expanded: list[int] = []
+    for token in ids:
+        expanded += [token] * (next(counts) if token == tokens.token_id else 1)
+    return expanded
 
 
 class TemplateNotes:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from math import gcd
 from typing import Any
 
+from one_step_off.data.shapes import make_shapes
+
 QuestionRow = dict[str, str]
 """A row in the GSM8K form: `question`, and `answer` that ends in `#### N`."""
 
@@ -199,6 +201,7 @@ GENERATORS: dict[str, Callable[[str, int, int], list[Any]]] = {
     "addition": make_addition,
     "products": make_products,
     "puzzles": make_puzzles,
+    "shapes": make_shapes,
 }
 
 

@@ -25,6 +25,7 @@ from agent_loop.trajectory import Generated
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.registry import ENGINES, check_name, import_object
 from one_step_off.config.schema import Config
+from one_step_off.data.images import Images
 from one_step_off.data.samples import PolicyVersion
 
 
@@ -39,6 +40,8 @@ class GenerationRequest:
         top_p: for evaluation only.
         seed: of this request alone; None: the engine's own random numbers.
         stop: texts that end the answer, besides those of `rollout.sampling_kwargs`.
+        images: the encoded images of the context, each with as many tokens in `ids` as it has
+            parts.
     """
 
     ids: np.ndarray
@@ -47,6 +50,7 @@ class GenerationRequest:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    images: Images = ()
 
 
 class Engine(Protocol):
@@ -85,9 +89,9 @@ class Engine(Protocol):
     async def generate(self, request: GenerationRequest) -> Generated:
         """The tokens that follow `request.ids`. Raises RuntimeError: the engine died."""
 
-    async def score(self, ids: np.ndarray) -> np.ndarray:
+    async def score(self, ids: np.ndarray, images: Images = ()) -> np.ndarray:
         """Log-probs (nats, temperature 1) of every token of `ids`, int32 [T], but the first:
-        float32 [T - 1]."""
+        float32 [T - 1]. `images`: see `GenerationRequest`."""
 
     async def heartbeat(self) -> None:
         """Return once the engine answers, between two of its steps."""

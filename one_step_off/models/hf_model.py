@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.errors import ConfigError, as_config_error, key_error
 from one_step_off.config.lengths import engine_length
 from one_step_off.config.roles import role_model_path
 from one_step_off.config.schema import Config
 from one_step_off.models.checkpoint_layout import CheckpointLayout, OtherLayout
 from one_step_off.models.rope import fix_frequencies
 from one_step_off.models.stored_weights import StoredWeights
+from one_step_off.models.vision import is_vision_config
 
 SCALAR_ROLES = ("critic", "reward_model")
 SCALAR_HEAD = "score"
@@ -47,11 +48,18 @@ class ModelClass:
     description: str
 
 
-def model_class_of(role: str) -> ModelClass:
-    """The class of a role's model: a language model, or a classifier with one label."""
+def model_class_of(cfg: Config, role: str) -> ModelClass:
+    """The class of a role's model: a language model, which may read images, or a classifier with
+    one label."""
     if role in SCALAR_ROLES:
         auto_class = transformers.AutoModelForSequenceClassification
         return ModelClass(auto_class, {"num_labels": 1}, "model with a scalar head")
+    path = role_model_path(cfg, role)
+    trust = cfg.model.trust_remote_code
+    with as_config_error(f"{path!r}: its config cannot be loaded", "give a complete model"):
+        hf_config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    if is_vision_config(hf_config):
+        return ModelClass(transformers.AutoModelForImageTextToText, {}, "model that reads images")
     return ModelClass(transformers.AutoModelForCausalLM, {}, "causal language model")
 
 
@@ -73,7 +81,7 @@ def read_checkpoint(
     """
     path = role_model_path(cfg, role)
     key = "model.path" if path == cfg.model.path else f"{role}.path"
-    model_class = model_class_of(role)
+    model_class = model_class_of(cfg, role)
     options: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": attention,
@@ -162,7 +170,7 @@ def empty_model(
 ) -> PreTrainedModel:
     """The model with parameters on the meta device and real buffers (rotary frequencies are not in
     checkpoints)."""
-    model_class = model_class_of(role)
+    model_class = model_class_of(cfg, role)
     trust = cfg.model.trust_remote_code
     hf_config = transformers.AutoConfig.from_pretrained(
         role_model_path(cfg, role), trust_remote_code=trust, **model_class.arguments
@@ -177,6 +185,34 @@ def empty_model(
     # A padding index would keep a gradient from its token where that token is no padding.
     model.get_input_embeddings().padding_idx = None
     return model
+
+
+def frozen_names(names: list[str], cfg: Config) -> list[str]:
+    """The parameters that model.freeze leaves out of training.
+
+    Args:
+        names: of all parameters.
+
+    Raises:
+        ConfigError: a pattern names none of them, or all are frozen.
+    """
+    frozen: set[str] = set()
+    for pattern in cfg.model.freeze:
+        found = [name for name in names if _has_part(name, pattern)]
+        if not found:
+            examples = sorted({name.rpartition(".layers.")[0] or name for name in names})[:3]
+            raise key_error(
+                cfg, "model.freeze", f"no parameter has {pattern!r} in its name; as {examples[0]}"
+            )
+        frozen.update(found)
+    if frozen and len(frozen) == len(names):
+        raise key_error(cfg, "model.freeze", "nothing would be trained; name fewer parameters")
+    return [name for name in names if name in frozen]
+
+
+def _has_part(name: str, pattern: str) -> bool:
+    """Whether the dotted name has the dotted pattern as whole parts."""
+    return f".{pattern}." in f".{name}."
 
 
 class _BackboneOutput(BaseModelOutput):

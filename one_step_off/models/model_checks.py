@@ -51,10 +51,15 @@ def check_models(cfg: Config, longest_sequence: int) -> Any:
     Raises:
         ConfigError: a model cannot be loaded, is of the wrong kind, or does not fit the others.
     """
+    from one_step_off.models import vision  # transformers: slow to import
+
     name = _key_and_path(cfg, "model")
     model_config = _check_files(cfg, "model", longest_sequence)
-    if not cfg.model.trust_remote_code:  # a model's own code decides what kind of model it is
+    if vision.is_vision_config(model_config):
+        vision.check_limits(cfg)
+    elif not cfg.model.trust_remote_code:  # a model's own code decides what kind of model it is
         _require_causal_model(name, model_config)
+    _check_frozen_parts(cfg)
     _check_updates_in_engine(cfg, name, model_config)
     _check_attention_heads(cfg, name, model_config)
     _check_rotary_embeddings(cfg, "actor", name, model_config)
@@ -176,6 +181,16 @@ def _check_routers(cfg: Config, name: str) -> None:
     with as_config_error(f"{name}: its class cannot be built", "give another model"):
         model = hf_model.empty_model(cfg, "actor", None, None)
     router_replay.check(model, name)
+
+
+def _check_frozen_parts(cfg: Config) -> None:
+    """Raises ConfigError: model.freeze names no parameter, or all of them."""
+    if not cfg.model.freeze:
+        return
+    from one_step_off.models import hf_model  # transformers: slow to import
+
+    model = hf_model.empty_model(cfg, "actor", None, None)
+    hf_model.frozen_names([name for name, _ in model.named_parameters()], cfg)
 
 
 def _check_vocabulary(cfg: Config, role: str, policy_tokenizer: Any) -> None:

@@ -104,11 +104,11 @@ RECIPE = Recipe()
 # ---- the cache ----------------------------------------------------------------------------------
 
 
-def _ignore_progress(what: str, done: float) -> None:
+def ignore_progress(what: str, done: float) -> None:
     pass
 
 
-def ensure(kind: str, seed: int = 0, progress: Progress = _ignore_progress) -> str:
+def ensure(kind: str, seed: int = 0, progress: Progress = ignore_progress) -> str:
     """A local directory with the warm-started model, built once, later found in the cache.
 
     Args:
@@ -117,8 +117,18 @@ def ensure(kind: str, seed: int = 0, progress: Progress = _ignore_progress) -> s
         seed: of weights and warm start, not of a run: all runs start from one model.
     """
     name = kind.removeprefix("tiny:")
+    family, layers = kind_and_layers(name)
+    return cached(
+        f"tiny-{name}-{recipe_hash(name, seed)}",
+        lambda folder: build(family, folder, seed, progress=progress, **layers),
+    )
+
+
+def cached(name: str, make: Callable[[str], Any]) -> str:
+    """The folder `name` of built models. Where it is missing, `make` fills another folder, which
+    becomes it."""
     root = cache_dir()
-    target = root / f"tiny-{name}-{recipe_hash(name, seed)}"
+    target = root / name
     if target.is_dir():
         return str(target)
     root.mkdir(parents=True, exist_ok=True)
@@ -128,8 +138,7 @@ def ensure(kind: str, seed: int = 0, progress: Progress = _ignore_progress) -> s
             unfinished = root / f".{target.name}.part"
             shutil.rmtree(unfinished, ignore_errors=True)  # of a builder that was killed or failed
             unfinished.mkdir()
-            family, layers = kind_and_layers(name)
-            build(family, str(unfinished), seed, progress=progress, **layers)
+            make(str(unfinished))
             unfinished.rename(target)
     return str(target)
 
@@ -306,8 +315,8 @@ def warm_start(
     steps = STEPS.get(kind, RECIPE.steps)
     rows = _make_rows(RECIPE.rows, kind)
     prompts = [prompt_ids(tokenizer, row["question"]) for row in rows]
-    optimizers = _optimizers(model)
-    schedules = [_schedule(optimizer, steps) for optimizer in optimizers]
+    optimizers = optimizers_of(model)
+    schedules = [schedule_of(optimizer, steps) for optimizer in optimizers]
     threads = torch.get_num_threads()
     # So small a model gains little by more threads, and on a busy machine they wait for each other.
     torch.set_num_threads(1)
@@ -329,7 +338,7 @@ def warm_start(
     torch.set_num_threads(threads)
 
 
-def _optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
+def optimizers_of(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     """Muon for the matrices and AdamW for the rest: so it learns the sums in a third of AdamW's
     steps."""
     matrices = []
@@ -348,7 +357,7 @@ def _optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     return [muon, adamw]
 
 
-def _schedule(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+def schedule_of(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
     """Warm-up, plateau, then a straight fall to 0."""
     fall_steps = steps * RECIPE.decay
 

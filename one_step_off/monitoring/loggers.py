@@ -21,6 +21,7 @@ from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.registry import import_object
 from one_step_off.config.schema import Config
 from one_step_off.config.yaml_io import parse_yaml, resolved_yaml
+from one_step_off.data.images import media_type
 from one_step_off.data.samples import NOT_GENERATED, Batch, PromptLookup, Sample
 from one_step_off.monitoring.sample_parts import Decode, has_parts, parts_of_sample
 
@@ -30,6 +31,9 @@ EVALUATION_PREFIX = "val_v"
 CLOSE_TIMEOUT_S = 60.0
 MAX_PENDING_JOBS = 32
 # Entries of `Sample.extra` that the pipeline alone reads.
+IMAGE_FOLDER = "images"
+"""Below SAMPLE_FOLDER."""
+
 INTERNAL_EXTRAS = ("greedy", "replaces", "replaced_work")
 
 
@@ -266,6 +270,8 @@ class SampleDump:
             "prompt": prompt and prompt.text,
             "response": sample.response,
         }
+        if prompt and prompt.images:
+            row["images"] = [self._image_file(image) for image in prompt.images]
         for name, value in sample.extra.items():
             if name not in INTERNAL_EXTRAS:
                 row[name] = value
@@ -276,6 +282,19 @@ class SampleDump:
             row["prompt_length"] = len(sample.prompt_ids)
             row["parts"] = parts_of_sample(sample, self.decode)
         return row
+
+    def _image_file(self, image: bytes) -> str:
+        """Write an image once in the run, under a name by its content. Returns the file's path
+        below the run folder."""
+        ending = media_type(image).removeprefix("image/")
+        name = f"{IMAGE_FOLDER}/{hashlib.sha256(image).hexdigest()[:16]}.{ending}"
+        path = self.folder / name
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            temporary = self.folder / ".tmp_image"
+            temporary.write_bytes(image)
+            temporary.replace(path)
+        return f"{SAMPLE_FOLDER}/{name}"
 
     def close(self, failed: bool) -> None:
         """Every file is complete already."""

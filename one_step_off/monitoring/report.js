@@ -857,6 +857,7 @@ function sampleElement(sample, isOpen) {
   ];
   return el("details", isOpen ? { open: "" } : {},
     el("summary", {}, facts.filter(Boolean).join("  ·  ")),
+    ...(sample.images || []).map((url) => el("img", { src: url, alt: "image of the prompt" })),
     el("pre", {}, String(sample.prompt ?? "")),
     el("pre", {}, String(sample.response ?? "")));
 }

@@ -4,6 +4,7 @@ A run writes report.html at its end. Here the folder becomes one JSON object; th
 `report.html` beside this file, draws it. What cannot be read is left out: a run may have been
 killed at any moment, or still be running."""
 
+import base64
 import contextlib
 import json
 import os
@@ -14,9 +15,11 @@ from typing import Any
 
 from one_step_off.config.errors import ConfigError, as_config_error, first_line
 from one_step_off.config.text import mask_secrets
+from one_step_off.data.images import media_type
 from one_step_off.monitoring.loggers import STEP_PREFIX, sample_files
 from one_step_off.monitoring.sample_parts import (
     CONTEXT,
+    image_files,
     parts_of_row,
     rows_by_episode,
     segment_of,
@@ -30,11 +33,13 @@ SCRIPT = Path(__file__).with_suffix(".js")  # it draws the page out of the data
 MAX_TIMELINE_BYTES = 4 << 20
 SHOWN_SAMPLES = 8
 SHOWN_CHARACTERS = 2000  # of each text of a sample
-LONG_COLUMNS = ("parts", "tool_calls")  # the response has their texts
+LONG_COLUMNS = ("parts", "tool_calls", "images")  # the response has the texts of the first two
 SHOWN_SEGMENTS = 60  # of each episode
 SHOWN_PARTS = 120  # of each segment
 SHOWN_CALLS = 40  # tool calls of each segment
 SHOWN_NAMES = 3  # tools whose names stand beside a segment
+SHOWN_IMAGES = 4  # of each sample
+MAX_IMAGE_BYTES = 1 << 20
 SEARCHED_STEPS = 8  # the newest steps, among which the longest samples are searched
 MAX_NUMBER = 1e300  # JSON has no infinity
 
@@ -89,7 +94,20 @@ def longest_samples(folder: Path) -> list[Row]:
             if isinstance(row.get("length"), int):
                 samples.append(row | {"step": step})
     samples.sort(key=lambda row: -row["length"])
-    return [_shortened(row) for row in samples[:SHOWN_SAMPLES]]
+    return [_shortened(row) | _pictures(folder, row) for row in samples[:SHOWN_SAMPLES]]
+
+
+def _pictures(folder: Path, row: Row) -> Row:
+    """The images of a dumped row as data URLs, without those that are too large for the page; {}
+    where it has none."""
+    urls = []
+    for name in image_files(row)[:SHOWN_IMAGES]:
+        with contextlib.suppress(OSError):
+            image = (folder / name).read_bytes()
+            if len(image) <= MAX_IMAGE_BYTES:
+                data = base64.b64encode(image).decode()
+                urls.append(f"data:{media_type(image)};base64,{data}")
+    return {"images": urls} if urls else {}
 
 
 def _shortened(row: Row) -> Row:

@@ -1,6 +1,7 @@
 """A dumped sample in parts: what the policy generated and is trained on, and what is context. And a
 file's rows by episode, for the viewer and the report."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,6 +93,17 @@ def parts_of_row(row: Row) -> list[Row]:
             }
         )
     return shown
+
+
+def image_files(row: Row) -> list[str]:
+    """The files of a dumped row's images, below the run folder. Only names that a run writes: a row
+    may not make the viewer read another file."""
+    names = row.get("images")
+    return [
+        name
+        for name in (names if isinstance(names, list) else [])
+        if isinstance(name, str) and re.fullmatch(r"samples/images/[0-9a-f]{16}\.[a-z]+", name)
+    ]
 
 
 def tool_call_texts(row: Row) -> list[str]:

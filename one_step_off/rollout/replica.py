@@ -26,6 +26,7 @@ from one_step_off.cluster.remote_calls import observed
 from one_step_off.cluster.resource_usage import UsageProbe
 from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.config.schema import Config
+from one_step_off.data.images import Images
 from one_step_off.data.packing import PackedSamples
 from one_step_off.data.samples import PolicyVersion, Prompt, Sample, share_prompt_experts
 from one_step_off.engines.engine import Engine, GenerationRequest, find_engine
@@ -381,27 +382,38 @@ class RolloutReplica(UsageProbe, PlacedActor):
         return Loops(self.cfg, self.tokenizer, self.endpoint)
 
     async def _generate(
-        self, ids: np.ndarray, max_tokens: int, seed: int | None, sampling: Sampling
+        self,
+        ids: np.ndarray,
+        max_tokens: int,
+        seed: int | None,
+        sampling: Sampling,
+        images: Images = (),
     ) -> Generated:
-        """One request to the engine: the tokens that follow `ids`, int32 [T]."""
+        """One request to the engine: the tokens that follow `ids`, int32 [T], which begin with the
+        prompt of `images`."""
         request = GenerationRequest(
-            ids, max_tokens, sampling.temperature, sampling.top_p, seed, sampling.stop
+            ids, max_tokens, sampling.temperature, sampling.top_p, seed, sampling.stop, images
         )
         return await self.engine.generate(request)
 
-    async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    async def score(
+        self, sequences: list[np.ndarray], images: Sequence[Images] = ()
+    ) -> list[np.ndarray]:
         """The engine's half of the canary: log-probs (nats, temperature 1) of every token but the
         first.
 
         Args:
             sequences: token ids, int32 [T] each.
+            images: of each sequence; (): none has any.
 
         Returns:
             float32 [T - 1] per sequence.
         """
 
         async def score_all() -> list[np.ndarray]:
-            return await asyncio.gather(*(self.engine.score(ids) for ids in sequences))
+            columns = (sequences, images) if images else (sequences,)
+            scored = zip(*columns, strict=True)
+            return await asyncio.gather(*(self.engine.score(*own) for own in scored))
 
         return await self._until_dropped(score_all())
 

@@ -37,7 +37,7 @@ class Replica(Protocol):
     attempt: int
     limiter: ConcurrencyLimiter
     rewards: RewardQueue
-    _generate: Callable[[np.ndarray, int, int | None, Sampling], Awaitable[Generated]]
+    _generate: Callable[..., Awaitable[Generated]]
 
     @property
     def loops(self) -> Loops:
@@ -165,7 +165,10 @@ class TrajectoryRun:
             seed = sample_seed(self.seed, self.prompt.id, self.index, turn)
         sampling = replace(self.sampling, stop=stop) if stop else self.sampling
         async with self.slot.call(uses_engine=True):
-            generated = await self.replica._generate(ids, max_tokens, seed, sampling)
+            request: tuple[Any, ...] = (ids, max_tokens, seed, sampling)
+            if self.prompt.images:
+                request = (*request, self.prompt.images)
+            generated = await self.replica._generate(*request)
             self.turns.append(generated)
             return generated
 

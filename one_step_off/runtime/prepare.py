@@ -5,7 +5,7 @@ a run is in `attempts.RunState`."""
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from one_step_off.config.roles import own_optimizers, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import is_user_spec
 from one_step_off.data import run_data
+from one_step_off.data.images import Images
 from one_step_off.data.supervised_data import load_supervised_data
 from one_step_off.data.teacher_rows import check_teacher_sources
 from one_step_off.engines import engine
@@ -70,6 +71,7 @@ class RunInputs:
         data: the stream of training prompts and the held-out prompts.
         canary: token ids of the sequences that trainer and engine score after each weight sync, int
             [T] each.
+        canary_images: of each of them; (): the model reads none.
         tokenizer: the policy's.
         named_models: section -> the model as the user named it, as "tiny:qwen2"; "" where the
             section names none.
@@ -88,6 +90,7 @@ class RunInputs:
     loop_names: list[str]
     resume_point: ResumePoint | None = None
     is_supervised: bool = False
+    canary_images: Sequence[Images] = ()
 
 
 def load_resume_point(path: Path) -> ResumePoint:
@@ -121,7 +124,10 @@ def prepare(
     warn_of_experts(cfg, print_line)
     loops = Loops(cfg, tokenizer)
     loops.get()  # refuses a loop that cannot be loaded before the data is read
-    data = run_data.load_run_data(cfg, tokenizer, lambda loop_name: loops.get(loop_name).tools)
+    images = image_processor(cfg)
+    data = run_data.load_run_data(
+        cfg, tokenizer, lambda loop_name: loops.get(loop_name).tools, images
+    )
     for line in data.lines():
         print_line(line)
     loop_names = check_rows(loops, data, print_line)
@@ -133,7 +139,15 @@ def prepare(
     canary = canary_sequences(cfg, data)
     resume_point = find_resume_point(cfg, data, print_line)
     return RunInputs(
-        cfg, resolved_device(cfg), data, canary, tokenizer, named_models, loop_names, resume_point
+        cfg,
+        resolved_device(cfg),
+        data,
+        [ids for ids, _ in canary],
+        tokenizer,
+        named_models,
+        loop_names,
+        resume_point,
+        canary_images=() if images is None else [own for _, own in canary],
     )
 
 
@@ -234,6 +248,15 @@ def find_resume_point(
     return resume_point
 
 
+def image_processor(cfg: Config) -> Any:
+    """The `ImageProcessor` of the policy's model; None: it reads no images. Raises ConfigError."""
+    from one_step_off.models import vision  # transformers: slow to import
+
+    if vision.policy_vision_config(cfg) is None:
+        return None
+    return vision.ImageProcessor(cfg.model.path)
+
+
 def check_own_code(cfg: Config) -> None:
     """What the user wrote must be importable before the engines start, and an optimizer must work.
     Raises ConfigError."""
@@ -269,10 +292,12 @@ def _build_tiny_models(
     config."""
 
     def built(key: str, path: str) -> str:
-        from one_step_off.models import tiny_qwen
+        from one_step_off.models import tiny_qwen, tiny_vision
 
         what = f"{key}={path}: cannot be cached in {tiny_qwen.cache_dir()}"
         with as_config_error(what, "set ONE_STEP_OFF_CACHE to another folder", OSError):
+            if path == "tiny:vision":
+                return tiny_vision.ensure(progress=show_progress)
             return tiny_qwen.ensure(path, progress=show_progress)
 
     for section, path in named_models.items():
@@ -339,6 +364,12 @@ def check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> l
         loop_name = prompt.agent_loop or loops.cfg.agent.loop
         first_prompts.setdefault(loop_name, prompt)
     external = [name for name in first_prompts if loops.get(name).needs_endpoint]
+    has_images = any(prompt.images for prompt in first_prompts.values())
+    if has_images and external:
+        raise ConfigError(
+            f"agent.loop={external[0]}: external agents receive text alone, and "
+            f"{loops.cfg.model.path} is trained on images; use single_turn, or a text model"
+        )
     _check_reward_model_of_loops(loops.cfg, external)
     if external:
         engine.check_agents(loops.cfg, external[0])
@@ -390,12 +421,15 @@ def check_profile_step(cfg: Config, total_steps: int) -> None:
         )
 
 
-def canary_sequences(cfg: Config, data: run_data.RunData) -> list[np.ndarray]:
-    """The last tokens of the first prompts. A log-prob needs a token before it, so prompts of one
-    token are left out."""
+def canary_sequences(cfg: Config, data: run_data.RunData) -> list[tuple[np.ndarray, Images]]:
+    """The last tokens of the first prompts; with images all tokens, and the images. A log-prob
+    needs a token before it, so prompts of one token are left out."""
     long_enough = (prompt for prompt in data.stream.prompts if len(prompt.ids) > 1)
     chosen = itertools.islice(long_enough, cfg.weight_sync.canary_sequences)
-    canary = [prompt.ids[-CANARY_TOKENS:] for prompt in chosen]
+    canary = []
+    for prompt in chosen:
+        ids = prompt.ids if prompt.images else prompt.ids[-CANARY_TOKENS:]
+        canary.append((ids, prompt.images))
     if not canary:
         raise ConfigError(
             "data.train_files: no prompt has at least two tokens, which the canary of the weight "

@@ -161,7 +161,10 @@ class RunProcesses:
             group_class = TeacherEngineGroup if has_engines else TeacherGroup
             return group_class(role, ranks, cfg, lock, self.host, self.events)
         if role != "reward_model":
-            return WorkerGroup(role, ranks, cfg, lock, self.host, self.events)
+            group = WorkerGroup(role, ranks, cfg, lock, self.host, self.events)
+            if self.prepared.canary_images:
+                group.find_prompt = self.prepared.data.find
+            return group
         return LocalRewardModel(
             role,
             ranks,
@@ -185,6 +188,7 @@ class RunProcesses:
             self.host,
             self._replicas_on_device_of_rank(),
             self.events,
+            self.prepared.canary_images,
         )
         sync.epoch = self.engines.sync_epoch  # receivers that stay have been in these groups
         models: dict[str, Any] = {}

@@ -132,7 +132,8 @@ class Checks:
     def data(self, tokenizer: Any, loops: Loops) -> RunData | None:
         """Read and tokenize all rows."""
         with self.check("data"):
-            data = load_run_data(self.cfg, tokenizer, lambda name: loops.get(name).tools)
+            images = prepare.image_processor(self.cfg)
+            data = load_run_data(self.cfg, tokenizer, lambda name: loops.get(name).tools, images)
             counts = [line for line in data.lines() if not line.startswith(" ")]
             longest = max(len(prompt.ids) for prompt in data.stream.prompts)
             self.line(

@@ -223,7 +223,7 @@ class _Trial:
         self.result.samples = await run.samples()
 
     async def _generate(
-        self, ids: np.ndarray, max_tokens: int, seed: int | None, sampling: Sampling
+        self, ids: np.ndarray, max_tokens: int, seed: int | None, sampling: Sampling, *images: Any
     ) -> Generated:
         """The next canned turn: first a call of a tool where the loop has tools, then answers."""
         self.turns += 1

@@ -18,6 +18,7 @@ from one_step_off.monitoring.sample_parts import (
     TRAINED,
     UNTRAINED,
     Row,
+    image_files,
     parts_of_row,
     rows_by_episode,
     segment_of,
@@ -207,6 +208,9 @@ def show(path: Path, rows: list[Row], counts: dict[str, int]) -> None:
 def _print_sample(console: Any, row: Row) -> None:
     """Print a sample: as parts where it has any, else prompt and response."""
     parts = parts_of_row(row)
+    images = image_files(row)
+    if images:
+        _print_safely(console, f"images: {', '.join(images)}")
     _print_text(console, row, "prompt", CONTEXT)
     if not parts:
         _print_text(console, row, "response", TRAINED)

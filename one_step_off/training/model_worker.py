@@ -38,6 +38,7 @@ from one_step_off.config.placement import processes_per_slot
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.roles import TrainedConfig
+from one_step_off.data.images import Images
 from one_step_off.data.packing import AbsentSample, PackedShares
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
@@ -203,8 +204,11 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         for position in itertools.chain(*micro_batches):
             sequences[position] = token_ids_of(batch.samples[position])
             experts[position] = self._experts_of(batch.samples[position])
+        images = [batch.images.get(sample.prompt_id, ()) for sample in batch.samples]
         return PackedShares(
-            self._token_outputs(sequences, wanted, micro_batches, self.temperature, figure, experts)
+            self._token_outputs(
+                sequences, wanted, micro_batches, self.temperature, figure, experts, images
+            )
         )
 
     def _experts_of(self, sample: Sample) -> np.ndarray | None:
@@ -231,6 +235,8 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         temperature: float,
         figure: Figure = "none",
         experts: Sequence[np.ndarray | None] = (),
+        images: Sequence[Images] = (),
+        is_sampled: bool = True,
     ) -> dict[int, np.ndarray]:
         """The model's output at the wanted tokens of some sequences (collective).
 
@@ -240,6 +246,8 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
             micro_batches: indices into `sequences`.
             figure: of `token_outputs.log_probs_and_entropy`.
             experts: of each sequence, as `batching.collate` takes them; empty: the routers choose.
+            images: of each sequence; (): none has any.
+            is_sampled: see `batching.MicroBatch`.
 
         Returns:
             Index of the sequence -> float32 [n], or [n, 1 + m] with a figure of m numbers. Empty
@@ -252,6 +260,8 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
                 [wanted[i] for i in indices],
                 [experts[i] for i in indices] if experts else (),
             )
+            layout.images = [image for i in indices for image in images[i]] if images else []
+            layout.is_sampled = is_sampled
             items.append(WorkItem(layout))
         outputs = []
 

@@ -31,6 +31,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.models.hf_model import empty_model
+from one_step_off.models.vision import is_vision_config
 from one_step_off.training import recurrent_layers
 
 PACKED = "one_step_off_packed"
@@ -196,6 +197,8 @@ def _first_call(model: PreTrainedModel) -> tuple[_FirstCall | None, str]:
 
 def _class_obstacle(model: PreTrainedModel) -> str:
     hf_config = model.config.get_text_config()
+    if is_vision_config(model.config):
+        return "reads images, whose positions have three dimensions"
     is_tried = recurrent_layers.are_in(model.config)
     # A model that runs under flash attention needs nothing that only a mask could tell it.
     takes_functions = model._supports_attention_backend or is_tried

@@ -5,6 +5,7 @@ A back end puts its own class before each of these, see `worker_interface.py`.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from one_step_off.algorithms import core_algos, distillation, policy_losses
 from one_step_off.config.roles import vocabulary_size
+from one_step_off.data.images import Images
 from one_step_off.data.samples import Batch
 from one_step_off.training.model_worker import ModelWorker, WorkItem
 from one_step_off.training.token_outputs import Figure
@@ -40,16 +42,18 @@ class PolicyWorker(WeightExport):
         (collective)."""
         return self._response_outputs(batch, "squares")
 
-    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    def score(self, sequences: list[np.ndarray], images: Sequence[Images] = ()) -> list[np.ndarray]:
         """Log-probs at temperature 1 of every token but the first, float32 [L - 1] each
-        (collective).
+        (collective). `images`: of each sequence; (): none has any.
 
         Every rank scores all sequences: the canary's few cost less than gathering would. Ranks that
         do not report return [].
         """
         wanted = [np.arange(1, len(sequence)) for sequence in sequences]
         plan = self._micro_batch_plan([len(sequence) for sequence in sequences], shares=1)
-        scores = self._token_outputs(sequences, wanted, plan[0], temperature=1.0)
+        scores = self._token_outputs(
+            sequences, wanted, plan[0], temperature=1.0, images=images, is_sampled=False
+        )
         return [scores[i] for i in sorted(scores)]
 
     def _columns(self, batch: Batch) -> dict[str, list[np.ndarray] | None]:

@@ -225,6 +225,8 @@ class TrainedWorker(CheckpointedWorker):
         sequences = [token_ids_of(s) for s in samples]
         wanted = [len(s.prompt_ids) + np.flatnonzero(s.loss_mask) for s in samples]
         layout = self._lay_out(sequences, wanted, [self._experts_of(s) for s in samples])
+        for sample in samples:
+            layout.images += batch.images.get(sample.prompt_id, ())
         columns = self._token_columns(batch, positions, weights)
         return WorkItem(layout, columns, [len(sequence) for sequence in sequences])
 

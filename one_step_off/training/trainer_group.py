@@ -3,7 +3,7 @@
 import asyncio
 import operator
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ from one_step_off.config.placement import start_limit_s
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.data.episodes import episodes_of
+from one_step_off.data.images import Images
 from one_step_off.data.packing import (
     ArraySlice,
     BatchOutline,
@@ -23,7 +24,14 @@ from one_step_off.data.packing import (
     PackedSamples,
     SampleSlice,
 )
-from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch, Sample
+from one_step_off.data.samples import (
+    NOT_STORED,
+    TRAINER_FIELDS,
+    Batch,
+    PromptId,
+    PromptLookup,
+    Sample,
+)
 from one_step_off.training.device_memory import with_memory_advice
 from one_step_off.training.worker_interface import BatchShare
 from one_step_off.training.written_files import FileFacts
@@ -55,6 +63,7 @@ class WorkerGroup:
         has_answered: whether all ranks have answered once. Before, one that does not answer may be
             starting; from then on it hangs.
         colocated: the replicas in the same pool; None: they have devices of their own.
+        find_prompt: the prompt of a sample, for its images; None: the model reads none.
     """
 
     def __init__(
@@ -73,6 +82,7 @@ class WorkerGroup:
             host: the address at which the ranks meet; empty: rank 0's address on the network.
             events: receives the span of each call that uses the devices.
         """
+        self.find_prompt: PromptLookup | None = None
         self.role = role
         self.ranks = ranks
         self.cfg = cfg
@@ -104,6 +114,8 @@ class WorkerGroup:
             batch: of a step.
             prompts_per_mini_batch: of an update; 0: the whole batch is planned at once.
         """
+        if self.find_prompt is not None:
+            batch.images = images_of(batch.samples, self.find_prompt)
         if not self.shares or self.shares[0].count == 1:
             return [put_batch(batch)] * len(self.ranks)
         references = put_slices(batch, self.shares[0], prompts_per_mini_batch)
@@ -160,15 +172,18 @@ class WorkerGroup:
         sample."""
         return merged(await self._on_devices(batch.step, "values", self._batch_for_ranks(batch)))
 
-    def score(self, sequences: list[np.ndarray]) -> Awaitable[list[np.ndarray]]:
+    def score(
+        self, sequences: list[np.ndarray], images: Sequence[Images] = ()
+    ) -> Awaitable[list[np.ndarray]]:
         """The trainer's half of the canary: log-probs of every token but the first, at temperature
         1.
 
         The calls are sent now, so the weights are those of now, whatever is called before this is
-        awaited.
+        awaited. `images`: of each sequence; (): none has any.
         """
         what = f"canary, {self.role}"
-        answers = call_all(self.time_limit_s, what, self.ranks, "score", sequences)
+        arguments = (sequences, images) if images else (sequences,)
+        answers = call_all(self.time_limit_s, what, self.ranks, "score", *arguments)
 
         async def first_report() -> list[np.ndarray]:
             return next(scores for scores in await answers if scores)
@@ -209,6 +224,16 @@ def merged(shares: list[dict[int, T]]) -> list[T]:
     for share in shares:
         answers.update(share)
     return [answers[i] for i in range(len(answers))]
+
+
+def images_of(samples: list[Sample], find_prompt: PromptLookup) -> dict[PromptId, Images]:
+    """The images of the prompts that have some, once per prompt."""
+    images: dict[PromptId, Images] = {}
+    for prompt_id in {sample.prompt_id for sample in samples}:
+        prompt = find_prompt(prompt_id)
+        if prompt is not None and prompt.images:
+            images[prompt_id] = prompt.images
+    return images
 
 
 def put_batch(batch: Batch) -> Any:
@@ -265,7 +290,9 @@ def put_slices(batch: Batch, share: BatchShare, prompts_per_mini_batch: int) -> 
 def _slice(batch: Batch, positions: list[int], outline: BatchOutline) -> Batch:
     """What the ranks of one share get."""
     samples = SampleSlice(batch.samples, positions, outline, UNREAD_FIELDS)
-    columns = {}
+    own_prompts = {batch.samples[position].prompt_id for position in positions}
+    images = {prompt: own for prompt, own in batch.images.items() if prompt in own_prompts}
+    columns: dict[str, Any] = {"images": images}
     for name in TRAINER_FIELDS:
         values = getattr(batch, name)
         columns[name] = ArraySlice(values, positions, outline) if values else values

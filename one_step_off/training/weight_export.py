@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from one_step_off.config.errors import first_line
 from one_step_off.config.roles import load_section_tokenizer
-from one_step_off.models import hf_model
+from one_step_off.models import hf_model, vision
 from one_step_off.models.checkpoint_layout import LivePart
 from one_step_off.training import lora
 from one_step_off.training.trained_worker import TrainedWorker
@@ -188,6 +188,8 @@ class WeightExport(TrainedWorker):
         if adapter:
             lora.write(adapter, cfg.model, os.path.join(unfinished, "adapter"))
         load_section_tokenizer(cfg, "model").save_pretrained(unfinished)
+        if vision.is_vision_config(model.config):
+            vision.copy_processor(cfg.model.path, unfinished)
         shutil.rmtree(path, ignore_errors=True)
         os.rename(unfinished, path)
 

@@ -13,12 +13,13 @@ a rank computes, as a dict of position in the batch -> result. All shares togeth
 position once.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from one_step_off.data.images import Images
 from one_step_off.data.samples import Batch
 from one_step_off.training.written_files import FileFacts
 from one_step_off.weight_sync.weight_piece import FrozenBlock, WeightPiece
@@ -115,10 +116,10 @@ class ActorInterface(ReferenceInterface, TrainedInterface, Protocol):
     """The role "actor". Its workers also have the methods of the weight sender in
     `weight_sync/trainer_sender.py`."""
 
-    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    def score(self, sequences: list[np.ndarray], images: Sequence[Images] = ()) -> list[np.ndarray]:
         """Log-probs at temperature 1 of every token but the first of each int sequence [L]: float32
         [L-1] each (collective). Every rank scores all sequences; ranks that do not report return
-        []."""
+        []. `images`: of each sequence, where it has some."""
 
     def weight_plan(self) -> list[WeightPiece]:
         """The pieces that this rank sends, in a fixed order. No collective."""

@@ -203,6 +203,7 @@ class FailedCanary:
         trainer: the log-probs that were compared.
         replicas: replica -> the same.
         limit: of the difference of one token, in nats.
+        scored: the arguments of `score`: the sequences, and their images if they have any.
     """
 
     what: str
@@ -210,6 +211,7 @@ class FailedCanary:
     trainer: LogProbs
     replicas: dict[int, LogProbs]
     limit: float
+    scored: tuple[Any, ...]
 
     async def log_diagnosis(
         self, trainers: Trainers, actors: dict[int, Any], on_log: OnLog
@@ -251,10 +253,10 @@ class FailedCanary:
     ) -> list[tuple[str, LogProbs, LogProbs | Exception | None]]:
         """Who, its first log-probs, and its new ones: None if it does not answer in time."""
         calls: list[tuple[str, LogProbs, Awaitable[LogProbs]]] = [
-            (f"rollout replica {number}", scores, actors[number].score.remote(self.sequences))
+            (f"rollout replica {number}", scores, actors[number].score.remote(*self.scored))
             for number, scores in self.replicas.items()
         ]
-        calls.append(("the trainer", self.trainer, trainers.score(self.sequences)))
+        calls.append(("the trainer", self.trainer, trainers.score(*self.scored)))
         limit_s = min(SCORE_AGAIN_S, canary_limit_s(trainers.cfg))
         again = await _answers([_outcome(answer) for _, _, answer in calls], limit_s)
         return [(who, first, new) for (who, first, _), new in zip(calls, again, strict=True)]

@@ -19,7 +19,7 @@ its canary has passed. Where that fails it is restarted again, and excluded afte
 import asyncio
 import math
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -32,6 +32,7 @@ from one_step_off.cluster.remote_calls import (
     store_once,
 )
 from one_step_off.cluster.run_events import RunEvents
+from one_step_off.data.images import Images
 from one_step_off.data.samples import PolicyVersion
 from one_step_off.distributed_util import connect_timeout
 from one_step_off.weight_sync import base_weights, report
@@ -69,6 +70,9 @@ class WeightSync:
     replica.
     """
 
+    canary_images: Sequence[Images] = ()
+    """Of each sequence of the canary; (): none has any."""
+
     def __init__(
         self,
         actor: Trainers,
@@ -77,6 +81,7 @@ class WeightSync:
         host: str,
         same_device: list[list[int]],
         events: RunEvents | None = None,
+        canary_images: Sequence[Images] = (),
     ) -> None:
         """Nothing is connected yet.
 
@@ -87,10 +92,12 @@ class WeightSync:
             host: the address at which senders and receivers listen; empty: each node's own.
             same_device: per rank of the actor the replicas on its device, which need no network.
             events: receives the spans of each sync, and what a failed canary's diagnosis finds.
+            canary_images: of each sequence; (): none has any.
         """
         self.actor = actor
         self.rollout: Any = rollout
         self.canary = canary
+        self.canary_images = canary_images
         self.host = host
         self.cfg = actor.cfg.weight_sync
         self.same_device = same_device
@@ -166,9 +173,14 @@ class WeightSync:
                 pieces_for_rank[group.leader] = store_once(pieces)
         return pieces_for_rank
 
+    @property
+    def scored(self) -> tuple[Any, ...]:
+        """The canary, as the arguments of `score`."""
+        return (self.canary, self.canary_images) if self.canary_images else (self.canary,)
+
     def score_canary(self) -> Awaitable[LogProbs]:
         """Ask the trainer for its log-probs of the canary, at the weights that it has now."""
-        return self.actor.score(self.canary)
+        return self.actor.score(*self.scored)
 
     async def __call__(
         self, stamp: PolicyVersion, expected: Awaitable[LogProbs] | None = None
@@ -403,7 +415,7 @@ class WeightSync:
         """
         what = canary_name(stamp)
         replicas = {number: self.rollout.replicas[number] for number in numbers}
-        calls = begin_on_replicas(replicas, "score", self.canary)
+        calls = begin_on_replicas(replicas, "score", *self.scored)
         limit_s = canary_limit_s(self.actor.cfg)
         scores = await run_or_abort(what, calls, limit_s, limit_s, self.abort)
         replica_log_probs = dict(zip(numbers, scores, strict=True))
@@ -415,7 +427,12 @@ class WeightSync:
             if not is_restore:  # for a restore the trainer may have newer weights by now
                 limit = self.canary_check.tolerance.largest
                 failed = FailedCanary(
-                    what, self.canary, trainer_log_probs, replica_log_probs, limit
+                    what,
+                    self.canary,
+                    trainer_log_probs,
+                    replica_log_probs,
+                    limit,
+                    self.scored,
                 )
                 await failed.log_diagnosis(self.actor, replicas, self.events.log)
             raise

@@ -5,7 +5,7 @@ failed.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ import numpy as np
 from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, TrainerDied
 from one_step_off.cluster.remote_calls import MAX_TRIES, name_failures, not_alive, observed
 from one_step_off.config.schema import Config
+from one_step_off.data.images import Images
 from one_step_off.data.samples import PolicyVersion
 
 LogProbs = list[np.ndarray]
@@ -28,9 +29,11 @@ class Trainers(Protocol):
     """Ray actor handles."""
     cfg: Config
 
-    def score(self, sequences: list[np.ndarray]) -> Awaitable[LogProbs]:
-        """The trainer's log-probs of the canary's tokens (int32 [tokens + 1] per sequence) at its
-        current weights."""
+    def score(
+        self, sequences: list[np.ndarray], images: Sequence[Images] = ()
+    ) -> Awaitable[LogProbs]:
+        """The trainer's log-probs of the canary's tokens (int32 [tokens + 1] per sequence, with
+        their images) at its current weights."""
         ...
 
 

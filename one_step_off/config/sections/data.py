@@ -21,7 +21,7 @@ from one_step_off.config.text import did_you_mean, format_value
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 # The names that data/word_problems.py registers, repeated because importing it takes long; a test
 # keeps them equal.
-GENERATORS = ("word_problems", "addition", "products", "puzzles")
+GENERATORS = ("word_problems", "addition", "products", "puzzles", "shapes")
 
 ENVIRONMENT_SOURCE = "environment"
 

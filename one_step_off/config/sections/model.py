@@ -8,7 +8,7 @@ from one_step_off.config.errors import ConfigError, refuse_here, value_error
 from one_step_off.config.keys import config_key, path_key
 from one_step_off.config.text import did_you_mean, format_value
 
-TINY_MODELS = ("tiny:qwen2", "tiny:qwen3", "tiny:tools", "tiny:teacher")
+TINY_MODELS = ("tiny:qwen2", "tiny:qwen3", "tiny:tools", "tiny:teacher", "tiny:vision")
 TINY_LAYERS = r"(-[1-9])?"
 """What may follow: the number of layers, such as tiny:qwen2-1."""
 # A model directory holds at least one file of each of these endings.
@@ -25,8 +25,8 @@ class ModelConfig:
 
     path: str = path_key(
         "",
-        "HF model directory or hub id; tiny:qwen2, tiny:qwen3, tiny:tools: a small model that is "
-        "built on this machine and briefly pretrained (tiny:qwen2-1: with one layer)",
+        "HF model directory or hub id; tiny:qwen2, tiny:qwen3, tiny:tools, tiny:vision: a small "
+        "model that is built on this machine and briefly pretrained (tiny:qwen2-1: with one layer)",
     )
     dtype: str = config_key(
         "bfloat16",
@@ -49,6 +49,11 @@ class ModelConfig:
         "all-linear",
         "names of the linear layers that get adapters; all-linear: all but the language model head",
     )
+    freeze: list[str] = config_key(
+        [],
+        "parts of the actor that are not trained, by the names of their parameters, such as "
+        "[visual]; they are still sent and verified",
+    )
 
 
 def check_model(model: ModelConfig, actor_backend: str, device: str) -> None:
@@ -59,6 +64,12 @@ def check_model(model: ModelConfig, actor_backend: str, device: str) -> None:
             model.lora_rank,
             "only the fsdp back end trains adapters; set it to 0, or actor.backend=fsdp",
         )
+    if model.freeze and actor_backend != "fsdp":
+        problem = "only the fsdp back end freezes parts of a model; remove it"
+        raise value_error("model.freeze", model.freeze, problem)
+    if model.freeze and model.lora_rank:
+        problem = "with adapters all other parameters are frozen; remove it, or set lora_rank to 0"
+        raise value_error("model.freeze", model.freeze, problem)
     layer_names = [name.strip() for name in model.lora_target_modules.split(",")]
     are_names = all(re.fullmatch(r"[\w.-]+", name) for name in layer_names)
     if model.lora_rank and not are_names:
@@ -85,7 +96,9 @@ def check_model_path(key: str, path: str) -> None:
     """
     location = f"{key}={format_value(path)}"
     if path.startswith("tiny"):
-        if re.sub(f"{TINY_LAYERS}$", "", path) not in TINY_MODELS:
+        name = re.sub(f"{TINY_LAYERS}$", "", path)
+        has_one_size = name == "tiny:vision"
+        if name not in TINY_MODELS or (has_one_size and name != path):
             fix = did_you_mean(path, TINY_MODELS, f"use {' or '.join(TINY_MODELS)}", cutoff=0.8)
             raise ConfigError(f"{location}: unknown tiny model; {fix}")
         if not os.path.isdir(path):

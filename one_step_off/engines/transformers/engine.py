@@ -16,6 +16,7 @@ from one_step_off.config.lengths import engine_length
 from one_step_off.config.placement import device_share, resolved_device
 from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.config.schema import Config
+from one_step_off.data.images import Images
 from one_step_off.data.samples import PolicyVersion
 from one_step_off.engines.engine import GenerationRequest
 
@@ -162,7 +163,7 @@ class TransformersEngine:
             if running.answer.cancelled():
                 self.thread.wake()
 
-    async def score(self, ids: np.ndarray) -> np.ndarray:
+    async def score(self, ids: np.ndarray, images: Images = ()) -> np.ndarray:
         """See `Engine.score`."""
         return await self._on_thread(self.thread.score, ids)
 

@@ -53,7 +53,16 @@ def _check_model(cfg: Config, key: str, path: str) -> None:
         return
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
+    from one_step_off.models.vision import is_vision_config
+
     model_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if is_vision_config(model_config):  # each of these was tried with vLLM
+        if not is_installed("torchvision"):
+            raise ConfigError(
+                f"{key}={path}: vLLM reads images with torchvision, which is not installed; run "
+                "shell/setup.sh"
+            )
+        return
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
     # vLLM runs any model with the code of transformers where that code accepts vLLM's attention.
     if model_class.is_backend_compatible() or model_class._can_set_attn_implementation():

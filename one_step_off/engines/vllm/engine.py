@@ -1,6 +1,7 @@
 """`VllmEngine`: vLLM's `AsyncLLM` behind the Engine seam, see `engines/engine.py`."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from agent_loop.base import Generated
 from one_step_off.cluster.errors import SyncError
 from one_step_off.config.lora_checks import sends_adapters
 from one_step_off.config.schema import Config
+from one_step_off.data.images import Images, open_image
 from one_step_off.data.samples import PolicyVersion
 from one_step_off.engines.engine import GenerationRequest
 from one_step_off.engines.vllm import checks
@@ -21,6 +23,7 @@ from one_step_off.engines.vllm.processes import (
     failed_start_names_its_reason,
 )
 from one_step_off.engines.vllm.prompt_scores import log_probs_of
+from one_step_off.models.vision import forbidden_tokens, policy_vision_config
 
 
 class VllmEngine:
@@ -50,6 +53,7 @@ class VllmEngine:
         self.started_requests = 0
         self.finished_requests = 0
         self.asleep = False
+        self.vision: Any = None  # the `hf_config` of a model that reads images
         self.lora_request: Any = None  # of every request, where the engine has the adapters apart
         self.own_processes: list[psutil.Process] = []
 
@@ -71,6 +75,9 @@ class VllmEngine:
         from one_step_off.engines.vllm.cpu_models import engine_config as config_of
 
         arguments = engine_args(self.cfg, self.device, self.seed)
+        self.vision = policy_vision_config(self.cfg)
+        if self.vision is not None:  # else it keeps memory for videos too
+            arguments = {"limit_mm_per_prompt": {"video": 0}} | arguments
         self.lora_request = request_of_policy(self.cfg)
         with failed_start_names_its_reason("its engine did not start", self.log):
             engine_config = config_of(arguments)
@@ -123,27 +130,36 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> Generated:
         """See `Engine`."""
         params = sampling_params(self.cfg, request)
-        output = await self._request(request.ids, params)
+        if self.vision is not None:
+            forbid_tokens(params, forbidden_tokens(self.vision))
+        output = await self._request(request.ids, params, request.images)
         generated = generated_tokens(output)
         if self.cfg.rollout.replay_routing:
             return replace(generated, experts=experts_of(output))
         return generated
 
-    async def score(self, ids: np.ndarray) -> np.ndarray:
+    async def score(self, ids: np.ndarray, images: Images = ()) -> np.ndarray:
         """See `Engine`."""
-        return await log_probs_of(self._request, ids)
+        return await log_probs_of(partial(self._request, images=images), ids)
 
-    async def _request(self, ids: np.ndarray, params: Any) -> Any:
+    async def _request(self, ids: np.ndarray, params: Any, images: Images = ()) -> Any:
         """The engine's last output for these token ids, int32 [T]."""
         self.started_requests += 1
         name = str(self.started_requests)
         params.skip_clone = True  # no other request changes these settings
         # Marked as tokens: a prompt would else travel through a thread that has nothing to
         # tokenize.
-        prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids.tolist()}
+        if images:
+            prompt = prompt_with_images(ids, images, self.vision.image_token_id)
         answers = self.llm.generate(prompt, params, name, lora_request=self.lora_request)
         try:
             outputs = [output async for output in answers]
+            if images and outputs[-1].prompt_token_ids != ids.tolist():
+                raise RuntimeError(
+                    f"the engine read {len(outputs[-1].prompt_token_ids)} tokens in a prompt with "
+                    f"images that has {len(ids)}: its image processor is not the trainer's"
+                )
             return outputs[-1]
         finally:
             self.finished_requests += 1
@@ -164,6 +180,9 @@ class VllmEngine:
         # Not AsyncLLM.pause_generation: it sleeps another 20 ms, for callers to whom the order of
         # outputs matters.
         mode = "wait" if wait else "keep"
+        if clear_cache and self.vision is not None:
+            # The engine forgets the pixels of images too, and must get them again.
+            await self.llm.renderer.clear_mm_cache_async()
         await self.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
     async def resume(self, version: PolicyVersion) -> None:
@@ -190,6 +209,20 @@ class VllmEngine:
         """See `Engine`."""
         if self.llm is not None:
             self.llm.shutdown()
+
+
+def prompt_with_images(ids: np.ndarray, images: Images, image_token: int) -> dict[str, Any]:
+    """vLLM's prompt of a context with images. It has one token for each image, which vLLM replaces
+    by as many as the image has parts: the run of tokens that stands in `ids`, int32 [T]."""
+    is_image = ids == image_token
+    goes_on = np.append(False, is_image[:-1]) & is_image
+    pictures = [open_image(image) for image in images]
+    return {"prompt_token_ids": ids[~goes_on].tolist(), "multi_modal_data": {"image": pictures}}
+
+
+def forbid_tokens(params: Any, tokens: list[int]) -> None:
+    """Let vLLM sample none of these tokens, with the smallest bias that it knows."""
+    params.logit_bias = (params.logit_bias or {}) | dict.fromkeys(tokens, -100.0)
 
 
 def sampling_params(cfg: Config, request: GenerationRequest) -> Any:

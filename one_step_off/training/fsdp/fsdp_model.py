@@ -47,11 +47,13 @@ from one_step_off.models.hf_model import (
     SCALAR_ROLES,
     check_stored_head,
     empty_model,
+    frozen_names,
     logits_of,
     read_checkpoint,
 )
 from one_step_off.models.router_replay import RouterReplay
 from one_step_off.models.stored_weights import StoredWeights
+from one_step_off.models.vision import forbidden_tokens, is_vision_config
 from one_step_off.training import compilation, lora, packed_attention, recurrent_layers
 from one_step_off.training.fsdp import experts
 from one_step_off.training.packed_attention import AttentionChoice
@@ -137,6 +139,11 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
     if recurrent_layers.are_in(model.config):
         recurrent_layers.keep_sequences_apart(model)
     model.requires_grad_(is_trained)
+    model.forbidden_tokens = []
+    if is_vision_config(model.config):
+        model.forbidden_tokens = forbidden_tokens(model.config)
+    if role == "actor" and cfg.model.freeze:
+        _freeze(model, cfg)
     if has_adapters:
         lora.inject(model, cfg.model)
     router_replay = None
@@ -151,6 +158,13 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
     _load(model, source, shard_device, device)
     routing = experts.Routing(model, device)
     return BuiltModel(model, attention, source.layout, router_replay, routing)
+
+
+def _freeze(model: PreTrainedModel, cfg: Config) -> None:
+    """Leave the parameters of model.freeze out of training. Raises ConfigError."""
+    parameters = dict(model.named_parameters())
+    for name in frozen_names(list(parameters), cfg):
+        parameters[name].requires_grad_(False)
 
 
 def _find_source(cfg: Config, role: str, dtype: torch.dtype, has_adapters: bool) -> _Source:
@@ -247,7 +261,9 @@ def _shard(
     recomputes = getattr(role_config, "activation_checkpointing", False)  # of trainable roles
     # The hooks that collect router logits cannot be compiled, nor can the exchange of tokens.
     is_eager = getattr(model.config, "output_router_logits", False) or expert_mesh is not None
-    compiles = compilation.is_wanted(role_config.torch_compile, device) and not is_eager
+    has_images = is_vision_config(model.config)
+    compiles = compilation.is_wanted(role_config.torch_compile, device)
+    compiles = compiles and not is_eager and not has_images
     compiler = compilation.Compiler("decoder layers", are_recomputed=recomputes, dynamic=True)
     for layer in _decoder_layers(model):
         # Wrapping the method, not the module, keeps parameter names as the checkpoint has them, and
@@ -261,7 +277,11 @@ def _shard(
         if expert_mesh is not None:
             experts.shard_experts(layer, expert_mesh, options)
         fully_shard(layer, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
+    root: Any = fully_shard(model, mesh=mesh, **options)
+    if has_images:
+        # A rank whose micro-batch has no image gives the layers that read images no gradient; the
+        # others would wait for it.
+        root.set_reduce_scatter_unused_params(True)
 
 
 def _load(
@@ -343,12 +363,14 @@ def _token_outputs(
     entropy: str,
     chunk: int,
     compiled: bool,
+    is_sampled: bool = True,
     **inputs: Any,
 ) -> TokenOutputs:
     """Log-probs (and entropies) of the wanted tokens, or the scalar head's output there, float32
     [n].
 
-    See `batching.MicroBatch` for `logit_index` and `tokens`; `inputs` are the backbone's. This
+    See `batching.MicroBatch` for `logit_index`, `tokens` and `is_sampled`; `inputs` are the
+    backbone's. This
     replaces the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm,
     head) around that method alone.
     """
@@ -363,6 +385,8 @@ def _token_outputs(
         if scalar_head:
             return scalar_head(hidden).float().squeeze(-1), None
         logits = logits_of(self, hidden)
+        if is_sampled and self.forbidden_tokens:
+            logits[:, self.forbidden_tokens] = -torch.inf  # as in the engine
         return log_probs_and_entropy(logits, tokens, temperature, entropy, compiled)
 
     return in_chunks(project, hidden, logit_index, tokens, chunk)

@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from one_step_off.algorithms import batching
 from one_step_off.config.lengths import longest_sequence
+from one_step_off.config.roles import role_model_path
 from one_step_off.config.sections.roles import TrainedConfig
 from one_step_off.models.checkpoint_layout import LivePart
+from one_step_off.models.vision import ImageProcessor, is_vision_config
 from one_step_off.training import (
     compilation,
     lora,
@@ -54,6 +56,9 @@ class FsdpBackend(ModelWorker):
         self.routing = built.routing
         self.adapters = lora.Adapters(self.model, self._stored_name)
         self.packed = bool(self.attention.kernel)
+        self.image_processor: ImageProcessor | None = None
+        if is_vision_config(self.model.config):
+            self.image_processor = ImageProcessor(role_model_path(self.cfg, self.role))
 
     def _warm_up(self) -> None:
         """Compile what is compiled, and load the kernels: the passes with and without gradients, of
@@ -111,6 +116,8 @@ class FsdpBackend(ModelWorker):
         if self.router_replay:
             chosen = None if layout.experts is None else self._tensor(layout.experts)
             self.router_replay.use(chosen)
+        if layout.images:
+            inputs |= self._image_inputs(layout)
         return self.model(
             **inputs,
             **self._boundaries(layout),
@@ -120,11 +127,25 @@ class FsdpBackend(ModelWorker):
             entropy=figure,
             chunk=self.cfg.actor.log_prob_chunk,
             compiled=self._is_compiled,
+            is_sampled=layout.is_sampled,
         )
 
     @property
     def _is_compiled(self) -> bool:
         return compilation.is_wanted(self.role_config.torch_compile, self.device)
+
+    def _image_inputs(self, layout: batching.MicroBatch) -> dict[str, Tensor]:
+        """The pixels of a micro-batch, and the positions [3, rows, width] of its tokens in time,
+        height and width: without them the model would count the tokens of an image as text."""
+        inputs = self.image_processor.inputs(layout.images)
+        is_image = layout.input_ids == self.image_processor.token_id
+        positions, _ = self.model.base_model.get_rope_index(
+            torch.from_numpy(layout.input_ids),
+            mm_token_type_ids=torch.from_numpy(is_image.astype(np.int64)),
+            image_grid_thw=inputs["image_grid_thw"],
+        )
+        inputs["position_ids"] = positions
+        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
     def _boundaries(self, layout: batching.MicroBatch) -> dict[str, Any]:
         if layout.cu_seqlens is None:

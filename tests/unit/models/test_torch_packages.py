@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.models.model_checks import check_torch_companions
@@ -48,3 +51,35 @@ def test_packages_of_the_same_build_are_not_even_imported(
     install(packages, "torchvision", version, "raise RuntimeError('imported')")
     check_torch_companions()
     assert "torchvision" not in sys.modules
+
+
+TORCHVISION = """
+import torch.library
+
+for name in ("nms", "qnms"):
+    torch.library.register_fake(f"torchvision::{name}")(lambda *args: None)
+"""
+
+
+@pytest.mark.parametrize(("has_hook", "code"), [(True, 0), (False, 1)])
+def test_the_venvs_hook_lets_the_cuda_build_of_torchvision_be_imported(
+    tmp_path: Path, has_hook: bool, code: int
+) -> None:
+    """In a process that imports nothing of this program, as some of vLLM's."""
+    if torch.version.cuda:
+        pytest.skip("its own library is there")
+    install(tmp_path, "torchvision", "0.28.0", TORCHVISION)
+    hook = Path(__file__).parents[3] / "shell/torchvision_on_cpu.py"
+    shutil.copy(hook, tmp_path)
+    program = "import torchvision_on_cpu; " if has_hook else ""
+    program += "import sys; assert 'torch' not in sys.modules; import torchvision, torchvision"
+    path = {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env=path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == code, result.stderr
+    assert has_hook or "torchvision::nms does not exist" in result.stderr

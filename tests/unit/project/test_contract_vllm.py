@@ -55,7 +55,7 @@ ENGINE_CALLS = {
     "update_weight_version": ("new_version",),
     "wake_up": ("tags",),
 }
-ENGINE_ATTRIBUTES = {"errored", "vllm_config", "engine_core", "output_processor"}
+ENGINE_ATTRIBUTES = {"errored", "vllm_config", "engine_core", "output_processor", "renderer"}
 
 CALLS = [
     # module, function or method, the arguments that are given, in order where they are positional

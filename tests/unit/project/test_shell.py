@@ -272,12 +272,14 @@ def test_a_venv_lasts_with_and_without_megatron(checkout: Path, extra: str) -> N
     not want it.
     """
     shutil.copy(ROOT / "shell/setup.sh", checkout / "shell/setup.sh")
+    shutil.copy(ROOT / "shell/torchvision_on_cpu.py", checkout / "shell")
     shutil.copy(ROOT / "pyproject.toml", checkout)
     venv = checkout / (".venv" if extra == "cpu" else ".venv-gpu")
     tool(
         venv / "bin/python",
         f'[[ "$*" != *"pip install"* ]] || echo "$*" >>{checkout}/log\n'
         f'[[ "$*" != *"install"*megatron-core* ]] || touch {checkout}/installed\n'
+        f'[[ "$*" != *purelib* ]] || echo {venv}\n'
         f'[[ "$*" != *"megatron.core"* || -e {checkout}/installed ]]',
     )
     for megatron, installs in (("", True), ("", False), ("1", True), ("1", False), ("", False)):
@@ -286,6 +288,8 @@ def test_a_venv_lasts_with_and_without_megatron(checkout: Path, extra: str) -> N
         assert done.returncode == 0, done.stderr
         assert bool(calls) == installs, (megatron, calls)
         assert any("megatron-core" in call for call in calls) == (megatron == "1" and installs)
+        hook = (venv / "torchvision_on_cpu.pth").exists()
+        assert hook == (extra == "cpu")
         engine = any("transformer-engine" in call for call in calls)
         assert engine == (megatron == "1" and installs and extra == "gpu")
 
@@ -305,6 +309,18 @@ def test_tool_agent(checkout: Path, model: str, more: str) -> None:
     done, (call,) = run(checkout, "run_tool_agent.sh", "trainer.total_steps=2", MODEL=model)
     assert done.returncode == 0, done.stderr
     assert f"{PROGRAM} config={checkout}/config/tool_agent.yaml{more} trainer.total_steps=2" in call
+
+
+def test_shapes(checkout: Path) -> None:
+    """On the CPU whatever there is."""
+    tool(
+        checkout / "shell/setup.sh",
+        f'[[ $EXTRA == cpu && $# == 0 ]] || echo "{checkout}/.venv-$EXTRA"',
+    )
+    shutil.copytree(checkout / ".venv-gpu", checkout / ".venv-cpu")
+    done, (call,) = run(checkout, "run_shapes.sh", "trainer.total_steps=2")
+    assert done.returncode == 0, done.stderr
+    assert f"{PROGRAM} config={checkout}/config/shapes_tiny_cpu.yaml trainer.total_steps=2" in call
 
 
 @pytest.mark.parametrize("given", ["", "/my/python"])

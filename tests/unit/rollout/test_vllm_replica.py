@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from transformers import Qwen2Config
 
 from agent_loop import tools
 from agent_loop.base import Loops
@@ -136,6 +137,7 @@ def test_a_colocated_engine_sleeps_between_its_turns_and_wakes_for_the_sync(devi
 def start_with(tmp_path, monkeypatch):
     """A function that starts a replica, whose engine is what a function returns in vLLM's place."""
     tiny_tokenizer().save_pretrained(tmp_path)
+    Qwen2Config().save_pretrained(tmp_path)
     monkeypatch.setattr("gc.freeze", lambda: None)
 
     def start(replica, make_engine):

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[3]
 FAKE_PYTHON = """#!/bin/bash
 case "$*" in
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    *purelib*) dirname "$0" ;;
     *print*) echo 3.11 ;;
 esac
 """

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from one_step_off.algorithms import batching
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import AbsentSample, BatchOutline, SampleSlice
-from one_step_off.data.samples import Batch, Sample
+from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.data.staleness import StalenessError, assert_staleness
 from one_step_off.training import trainer_group
 from one_step_off.training.model_worker import token_ids_of
@@ -245,3 +245,32 @@ def test_a_stale_token_is_seen_by_the_ranks_of_its_share_and_no_others():
             raised.append(str(error))
     (message,) = raised
     assert f"prompt {stale.prompt_id}" in message
+
+
+def samples_of(prompt: int, length: int, n: int) -> list[Sample]:
+    """Of one prompt, all of one length."""
+    ids = np.zeros(length, np.int32)
+    numbers = np.zeros(length, np.float32)
+    mask = np.ones(length, bool)
+    return [Sample((0, prompt), index, ids, ids, numbers, mask, ids) for index in range(n)]
+
+
+def test_images_travel_once_per_prompt_and_only_where_they_are_needed():
+    samples = [*samples_of(0, 40, 1), *samples_of(1, 10, 4)]
+    batch = Batch(0, samples, (0, 0), images={(0, 0): (b"a" * 100_000,), (0, 1): (b"b" * 100_000,)})
+    slices = pickled_slices(batch, BatchShare(0, 2), 0)
+    sent = [pickle.loads(data).images for data in slices]
+    assert [set(images) for images in sent] == [{(0, 0)}, {(0, 1)}]
+    assert all(100_000 < len(data) < 110_000 for data in slices)
+
+
+def test_a_group_finds_the_images_of_its_samples():
+    images = {(3, 0): (b"x",), (3, 1): ()}
+
+    def find(prompt_id):
+        return Prompt(prompt_id, np.zeros(1, np.int32), "", "", images=images[prompt_id])
+
+    samples = [sample for prompt in range(2) for sample in samples_of(prompt, 4, 2)]
+    for sample in samples:
+        sample.prompt_id = (3, sample.prompt_id[1])
+    assert trainer_group.images_of(samples, find) == {(3, 0): (b"x",)}
