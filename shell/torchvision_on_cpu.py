@@ -27,9 +27,12 @@ class _DeclaresOperators:
 
 
 def _declare():
+    try:
+        is_cpu_build = importlib.metadata.version("torchvision").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return  # it was uninstalled, and this hook stayed
     import torch
 
-    is_cpu_build = importlib.metadata.version("torchvision").endswith("+cpu")
     if torch.version.cuda or torch.version.hip or is_cpu_build:
         return  # its own library declares them
     library = torch.library.Library("torchvision", "DEF")

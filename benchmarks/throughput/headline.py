@@ -153,7 +153,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> list[PlannedRegime]:
         ConfigError, ValueError: a flag or a key is wrong. The message is one line.
     """
     planned = []
-    gpus = hardware.count_gpus()
+    gpus = 0 if "placement.device=cpu" in overrides else hardware.count_gpus()
     if gpus == 1:
         overrides = [ONE_GPU, *overrides]
     for regime in regimes_of(args.regimes, gpus):
@@ -172,6 +172,10 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> list[PlannedRegime]:
         names = [ARMS[flag] for flag in args.arms or DEFAULT_ARMS]
         if gpus and not args.arms:
             names = default_arms(cfg)
+        missing = [name for name in names if name not in all_arms]
+        if missing:
+            offered = ", ".join(flag for flag, name in ARMS.items() if name in all_arms)
+            raise ValueError(f"--arms: these devices cannot have {missing[0]!r}; give of {offered}")
         arms = {name: all_arms[name] for name in names}
         for arm_keys in arms.values():
             validate(load_config([f"config={config}", *keys, *arm_keys]))

@@ -28,6 +28,7 @@ FIXED_KEYS = (
     "model.lora_rank",
     "model.lora_alpha",
     "model.lora_target_modules",
+    "model.freeze",
     "trainer.sft_steps",
 )
 """A resumed run must make the same batches of the same age, from the same start: with adapters the
@@ -39,6 +40,7 @@ MODEL_KEYS = (
     "model.lora_rank",
     "model.lora_alpha",
     "model.lora_target_modules",
+    "model.freeze",
 )
 """Those of FIXED_KEYS that an evaluation alone must share: they make the model. With adapters
 trainer.sft_steps does too."""
@@ -182,4 +184,6 @@ def _value_before_it_was_named(key: str) -> Any:
         return "auto"
     if key.endswith(".block_size"):
         return BLOCK_SIZE
+    if key == "model.freeze":
+        return []
     return 0 if key == "trainer.sft_steps" else "none"

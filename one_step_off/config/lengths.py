@@ -10,6 +10,13 @@ def longest_sequence(cfg: Config) -> int:
     return cfg.data.max_prompt_length + longest_response
 
 
+def longest_trained(cfg: Config) -> int:
+    """Tokens of the longest sequence that a trainer sees: held-out responses may be longer."""
+    if "rollout" not in cfg.placement.roles:
+        return longest_row(cfg)
+    return cfg.data.max_prompt_length + cfg.data.max_response_length
+
+
 def longest_row(cfg: Config) -> int:
     """Tokens of the longest row of supervised steps."""
     if cfg.sft.max_length is not None:

@@ -7,7 +7,7 @@ In transformers the experts of a layer are one module with tensors of three dime
 
 from typing import Any
 
-from one_step_off.config.errors import ConfigError
+from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.pool_checks import nearest_divisor
 from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
@@ -65,7 +65,10 @@ def _check_role(cfg: Config, role: str) -> None:
     if settings.backend != "fsdp":  # Megatron's own checks know its sizes
         return
     if settings.expert_parallel_size > 1 or _update_rate(settings):
-        check_keys_of_experts(hf_model.empty_model(cfg, role, None, None), cfg, role)
+        problem = f"model.path={role_model_path(cfg, role)}: its class cannot be built"
+        with as_config_error(problem, "give another model"):
+            model = hf_model.empty_model(cfg, role, None, None)
+        check_keys_of_experts(model, cfg, role)
 
 
 def check_keys_of_experts(model: Any, cfg: Config, role: str) -> None:

@@ -48,6 +48,16 @@ class ModelClass:
     description: str
 
 
+STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
+"""transformers' names of layers with a state, in `layer_types` of a config."""
+
+
+def has_state_layers(hf_config: Any) -> bool:
+    """Whether a model has layers with a state, by its config's `layer_types`."""
+    layer_types = getattr(hf_config.get_text_config(), "layer_types", None)
+    return not STATE_LAYERS.isdisjoint(layer_types or ())
+
+
 def model_class_of(cfg: Config, role: str) -> ModelClass:
     """The class of a role's model: a language model, which may read images, or a classifier with
     one label."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from one_step_off.config.errors import ConfigError, as_config_error, first_line
 from one_step_off.config.lengths import engine_length
-from one_step_off.config.placement import devices_per_node
+from one_step_off.config.placement import devices_per_node, resolved_device
 from one_step_off.config.pool_checks import nearest_divisor
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
@@ -181,6 +181,12 @@ def _check_routers(cfg: Config, name: str) -> None:
     with as_config_error(f"{name}: its class cannot be built", "give another model"):
         model = hf_model.empty_model(cfg, "actor", None, None)
     router_replay.check(model, name)
+    is_on_cpu = resolved_device(cfg) == "cpu"
+    if is_on_cpu and cfg.rollout.engine == "vllm" and hf_model.has_state_layers(model.config):
+        raise ConfigError(
+            f"rollout.replay_routing=true: on CPUs vLLM serves {name} without its prefix cache, "
+            "which keeps the experts; set rollout.replay_routing=false"
+        )
 
 
 def _check_frozen_parts(cfg: Config) -> None:
@@ -189,7 +195,9 @@ def _check_frozen_parts(cfg: Config) -> None:
         return
     from one_step_off.models import hf_model  # transformers: slow to import
 
-    model = hf_model.empty_model(cfg, "actor", None, None)
+    problem = f"model.path={cfg.model.path}: its class cannot be built"
+    with as_config_error(problem, "give another model"):
+        model = hf_model.empty_model(cfg, "actor", None, None)
     hf_model.frozen_names([name for name, _ in model.named_parameters()], cfg)
 
 

@@ -4,7 +4,6 @@ Engine and trainer use one image processor, that of transformers' AutoImageProce
 the two that transformers has, by torchvision and by PIL, round differently.
 """
 
-import functools
 import shutil
 from collections.abc import Sequence
 from typing import Any
@@ -27,9 +26,9 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
 )
 
-CACHED_IMAGES = 32
-"""Pictures of which a process keeps the pixels: the samples of a prompt share them, and a step
-passes over them several times."""
+CACHED_BYTES = 256 << 20
+"""Of the pixels that a process keeps: the samples of a prompt share them, and a step passes over
+them several times."""
 
 
 def is_vision_config(hf_config: Any) -> bool:
@@ -65,7 +64,8 @@ class ImageProcessor:
         with as_config_error(f"model.path={path}: its image processor cannot be loaded", fix):
             self.processor: Any = AutoImageProcessor.from_pretrained(path)
         self.token_id: int = AutoConfig.from_pretrained(path).image_token_id
-        self.pixels_of = functools.lru_cache(CACHED_IMAGES)(self._pixels_of)
+        self.pixels: dict[bytes, tuple[Tensor, Tensor]] = {}
+        self.pixel_bytes = 0
 
     def count(self, image: bytes) -> int:
         """See `ImageTokens`."""
@@ -76,11 +76,20 @@ class ImageProcessor:
             raise BadImage(f"an image cannot be used: {error}") from error
         return patches // self.processor.merge_size**2
 
-    def _pixels_of(self, image: bytes) -> tuple[Tensor, Tensor]:
+    def pixels_of(self, image: bytes) -> tuple[Tensor, Tensor]:
         """Of one image: float32 [patches, numbers of a patch], and int64 [1, 3], its patches in
         time, height and width."""
+        known = self.pixels.get(image)
+        if known is not None:
+            return known
         inputs = self.processor(images=[open_image(image)], return_tensors="pt")
-        return inputs["pixel_values"], inputs["image_grid_thw"]
+        made = inputs["pixel_values"], inputs["image_grid_thw"]
+        self.pixel_bytes += made[0].nbytes
+        if self.pixel_bytes > CACHED_BYTES:
+            self.pixels.clear()
+            self.pixel_bytes = made[0].nbytes
+        self.pixels[image] = made
+        return made
 
     def inputs(self, images: Sequence[bytes]) -> dict[str, Tensor]:
         """The arguments of the model's forward pass for these images, in the order of their
@@ -109,6 +118,11 @@ def check_limits(cfg: Config) -> None:
         if role in roles:
             problem = f"{cfg.model.path} reads images, which this role cannot; remove the role"
             raise value_error(f"placement.roles.{role}", roles[role], problem)
+    if "ref" in roles and cfg.ref.path not in ("", cfg.model.path):
+        known = AutoConfig.from_pretrained(cfg.model.path)
+        other = AutoConfig.from_pretrained(cfg.ref.path)
+        if getattr(other, "image_token_id", None) != known.image_token_id:
+            raise key_error(cfg, "ref.path", f"does not read images as {cfg.model.path} does")
     for key, is_offered, fix in _limits(cfg):
         if not is_offered:
             raise key_error(cfg, key, f"{cfg.model.path} reads images; {fix}")

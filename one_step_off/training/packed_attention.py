@@ -30,7 +30,7 @@ from one_step_off.algorithms import batching
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
-from one_step_off.models.hf_model import empty_model
+from one_step_off.models.hf_model import STATE_LAYERS, empty_model, has_state_layers
 from one_step_off.models.vision import is_vision_config
 from one_step_off.training import recurrent_layers
 
@@ -114,7 +114,7 @@ def choose(cfg: Config, role: str, device: torch.device) -> AttentionChoice:
     if call is not None:
         if padded == "sdpa" and not _has_window(call.module.config):
             padded = CAUSAL
-        has_states = recurrent_layers.are_in(model.config)
+        has_states = has_state_layers(model.config)
         choice = AttentionChoice(PACKED, _kernel(cfg, device, call), has_states)
         is_slow = choice.kernel == PER_SEQUENCE
         if packing == "off" or (packing == "auto" and is_slow):
@@ -162,7 +162,7 @@ def _asked_model(cfg: Config, role: str, device: torch.device) -> tuple[PreTrain
     """
     model = empty_model(cfg, role, _PROBE, torch.float32)
     obstacle = _class_obstacle(model)
-    if not obstacle and recurrent_layers.are_in(model.config):
+    if not obstacle and has_state_layers(model.config):
         try:
             dtype = getattr(torch, cfg.model.dtype)
             model = recurrent_layers.small_copy(model, device, dtype)
@@ -199,13 +199,13 @@ def _class_obstacle(model: PreTrainedModel) -> str:
     hf_config = model.config.get_text_config()
     if is_vision_config(model.config):
         return "reads images, whose positions have three dimensions"
-    is_tried = recurrent_layers.are_in(model.config)
+    is_tried = has_state_layers(model.config)
     # A model that runs under flash attention needs nothing that only a mask could tell it.
     takes_functions = model._supports_attention_backend or is_tried
     if not (takes_functions and model._supports_flash_attn):
         return "does not support other attention functions"
     layer_types = set(getattr(hf_config, "layer_types", None) or ())
-    other_layers = layer_types - _KNOWN_LAYER_TYPES - recurrent_layers.LAYER_TYPES
+    other_layers = layer_types - _KNOWN_LAYER_TYPES - STATE_LAYERS
     if other_layers or (model._is_stateful and not is_tried):
         return "has layers whose state would run on from one packed sequence into the next"
     return ""

@@ -24,9 +24,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
-LAYER_TYPES = {"linear_attention", "conv", "hybrid"}
-"""transformers' names of layers with a state, in `layer_types` of a config."""
-
 _SMALL_SIZES = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -45,12 +42,6 @@ _HEADS = (
 depend on it, and configs have other fields that must fit it."""
 
 _replacements: list[Callable[..., Any]] = []
-
-
-def are_in(hf_config: PreTrainedConfig) -> bool:
-    """Whether a model has layers with a state, by its config's `layer_types`."""
-    layer_types = getattr(hf_config.get_text_config(), "layer_types", None)
-    return not LAYER_TYPES.isdisjoint(layer_types or ())
 
 
 def keep_sequences_apart(model: PreTrainedModel) -> bool:

@@ -231,7 +231,11 @@ def images_of(samples: list[Sample], find_prompt: PromptLookup) -> dict[PromptId
     images: dict[PromptId, Images] = {}
     for prompt_id in {sample.prompt_id for sample in samples}:
         prompt = find_prompt(prompt_id)
-        if prompt is not None and prompt.images:
+        if prompt is None:
+            raise RuntimeError(
+                f"prompt {prompt_id}: its images are not known; it is not of the data"
+            )
+        if prompt.images:
             images[prompt_id] = prompt.images
     return images
 

@@ -378,6 +378,8 @@ class WeightSender(StreamPeer):
             seconds = self.wire_thread.submit(self._broadcast, packed, *sent)
             on_wire = BucketOnWire(index, seconds)
         self._finish_bucket(on_wire)
+        if not progress.filled:  # receivers wait for them all the same
+            checksums = {number: sums.cpu() for number, sums in progress.checksums.items()}
         with self._phase("wire"):
             self._on_wire(self._broadcast, None, checksums)
 

@@ -66,8 +66,8 @@ class BackendConfig:
     )
     torch_compile: Optional[bool] = config_key(
         None,
-        "compile the log-probs, and with fsdp each decoder layer, by torch.compile, which makes "
-        "the first steps slow; null: on GPUs",
+        "compile the log-probs, and with fsdp each decoder layer, by torch.compile, while the "
+        "engines start; null: on GPUs",
     )
     param_offload: bool = config_key(
         False, "GPUs: keep parameters in host memory while they are not used"

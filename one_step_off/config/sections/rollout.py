@@ -222,6 +222,11 @@ def check_engine(rollout: RolloutConfig, in_flight: str, longest: int, device: s
                 "prompts from cached prefixes of older weights; remove it, or use "
                 "in_flight=recompute"
             )
+        if name == "scheduler_cls" and rollout.replay_routing:
+            raise ConfigError(
+                f"{location}: with rollout.replay_routing the run's own scheduler keeps the "
+                "experts; remove it, or set rollout.replay_routing=false"
+            )
         if name == "enable_prefix_caching" and not value and rollout.replay_routing:
             raise ConfigError(
                 f"{location}: with rollout.replay_routing vLLM keeps the experts of a token with "

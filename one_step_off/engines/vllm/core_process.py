@@ -7,8 +7,10 @@ libraries read some variables of the environment when they are loaded, which vLL
 """
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -19,6 +21,10 @@ PRELOADED = ["vllm.v1.engine.async_llm", "vllm.v1.engine.core"]
 """What the server imports: what vLLM itself imports before it forks. More might start CUDA, which
 no forked process can use."""
 
+
+PR_SET_PDEATHSIG = 1
+SPAWN_WORKERS = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+"""For the workers of tensor parallelism, as vLLM itself has them in a Ray actor."""
 
 KERNEL_NAME = "VLLM::EngineCore"
 """By it `processes.is_engine` finds the process: a forked one has the server's command line, in
@@ -40,15 +46,29 @@ class CoreProcess(ForkServerProcess):
 
     def start(self) -> None:
         """See `multiprocessing.Process`."""
-        self.environment = dict(os.environ)
+        self.environment = os.environ | SPAWN_WORKERS
         super().start()
 
     def run(self) -> None:
         """See `multiprocessing.Process`."""
+        _die_with_the_server()
         Path("/proc/self/comm").write_text(KERNEL_NAME)
         os.environ.clear()
         os.environ.update(self.environment)
         super().run()
+
+
+def _die_with_the_server() -> None:
+    """In a forked process: let it end with the server, and the server with the actor. The server
+    ends when all copies of a pipe are closed, and it gives one to each process that it forks."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended meanwhile
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class CoreContext(ForkServerContext):
@@ -86,7 +106,9 @@ def start_engine(engine_config: Any, arguments: dict[str, Any], device: str) -> 
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    with core_is_forked(device):
+    # vLLM binds a process to a NUMA node by another executable, which a fork does not start.
+    forks = device == "cuda" and not engine_config.parallel_config.numa_bind
+    with core_is_forked(device) if forks else contextlib.nullcontext():
         return AsyncLLM.from_vllm_config(
             engine_config,
             enable_log_requests=arguments.get("enable_log_requests", False),

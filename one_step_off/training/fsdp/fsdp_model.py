@@ -48,6 +48,7 @@ from one_step_off.models.hf_model import (
     check_stored_head,
     empty_model,
     frozen_names,
+    has_state_layers,
     logits_of,
     read_checkpoint,
 )
@@ -136,7 +137,7 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
     attention: AttentionChoice = choice[0]
     packed_attention.register()
     model = empty_model(cfg, role, attention.implementation, dtype)
-    if recurrent_layers.are_in(model.config):
+    if has_state_layers(model.config):
         recurrent_layers.keep_sequences_apart(model)
     model.requires_grad_(is_trained)
     model.forbidden_tokens = []

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.tensor import DTensor
 
 from one_step_off.algorithms import batching
-from one_step_off.config.lengths import longest_sequence
+from one_step_off.config.lengths import longest_trained
 from one_step_off.config.roles import role_model_path
 from one_step_off.config.sections.roles import TrainedConfig
 from one_step_off.models.checkpoint_layout import LivePart
@@ -62,15 +62,18 @@ class FsdpBackend(ModelWorker):
 
     def _warm_up(self) -> None:
         """Compile what is compiled, and load the kernels: the passes with and without gradients, of
-        one micro-batch, on a GPU as large as they come."""
+        one micro-batch, on a GPU as large as training has them."""
         if not self._is_compiled:
             return
         length, count = WARM_UP_SHAPE
         if self.device.type == "cuda":
-            length = longest_sequence(self.cfg)
+            length = longest_trained(self.cfg)
             count = max(1, self.role_config.micro_batch_tokens // length)
-        sequences = [np.arange(length) % WARM_UP_ENTRIES] * count
-        item = WorkItem(self._lay_out(sequences, [np.arange(1, length)] * count))
+        forbidden = self.model.forbidden_tokens  # stand for images that are not there
+        entries = np.setdiff1d(np.arange(WARM_UP_ENTRIES), forbidden)
+        sequences = [entries[np.arange(length) % len(entries)]] * count
+        layout = self._lay_out(sequences, [np.arange(1, length)] * count)
+        item = WorkItem(layout, lengths=[length] * count)
 
         def run(figure: Figure) -> Tensor:
             outputs, figures = self._forward(item.layout, self.temperature, figure)
@@ -82,6 +85,7 @@ class FsdpBackend(ModelWorker):
         if isinstance(self.role_config, TrainedConfig):
             self._run_micro_batches([item], lambda _: run(self.trained_figure), timer)
             self._zero_grad()
+            self.routing.counts.zero_()
 
     def _stored_name(self, parameter: str) -> str:
         return self.layout.stored_name(parameter)

@@ -207,3 +207,9 @@ def test_on_gpus_every_arrangement_runs_with_three_lengths(
     (own,) = plan("--regimes", "8x4:64")
     cfg = load_config([f"config={own.config}", *own.keys])
     assert (cfg.data.train_batch_size, cfg.rollout.n, cfg.data.max_response_length) == (8, 4, 64)
+
+
+def test_an_arm_that_the_devices_cannot_have_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("one_step_off.config.hardware.count_gpus", lambda: 1)
+    with pytest.raises(ValueError, match="--arms: these devices cannot have .*; give of"):
+        plan("--arms", "auto")

@@ -210,6 +210,7 @@ def test_a_checkpoint_knows_whether_it_began_with_a_warm_up(tmp_path, monkeypatc
 
 
 OTHERS = {
+    "model.freeze": ["embed_tokens"],
     "pipeline.staleness": 3,
     "pipeline.batch_source": "my_batches:LongestFirst",
     "weight_sync.in_flight": "keep",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from one_step_off.engines.vllm.core_process import PRELOADED, CoreContext, core_is_forked
@@ -116,3 +117,33 @@ def test_it_is_found_as_a_process_of_the_engine():
     assert process.pid in [found.pid for found in engine_processes()]
     process.kill()
     process.join()
+
+
+START_AND_WAIT = """
+import time
+from one_step_off.engines.vllm.core_process import CoreContext
+from tests.unit.engines.vllm.test_core_process import wait_forever
+if __name__ == "__main__":
+    process = CoreContext().Process(target=wait_forever)
+    process.start()
+    print(process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_it_ends_with_the_actor_that_started_it(tmp_path):
+    """And so does the server: both would keep the memory of a GPU."""
+    script = tmp_path / "start.py"
+    script.write_text(START_AND_WAIT)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, script], env=environment, stdout=subprocess.PIPE
+    ) as actor:
+        core = psutil.Process(int(actor.stdout.readline()))
+        server = core.parent()
+        assert server.pid not in (actor.pid, 1)
+        actor.kill()
+        _, alive = psutil.wait_procs([core, server], timeout=20)
+        for process in alive:
+            process.kill()
+        assert alive == []
