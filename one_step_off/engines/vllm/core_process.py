@@ -17,6 +17,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from one_step_off.cluster.errors import ProcessDied
+
 PRELOADED = ["vllm.v1.engine.async_llm", "vllm.v1.engine.core"]
 """What the server imports: what vLLM itself imports before it forks. More might start CUDA, which
 no forked process can use."""
@@ -99,7 +101,7 @@ def core_is_forked(device: str) -> Iterator[None]:
 
 def start_engine(engine_config: Any, arguments: dict[str, Any], device: str) -> Any:
     """An `AsyncLLM` with vLLM's `VllmConfig`, which has been made of `arguments`. Raises what vLLM
-    raises.
+    raises, and ProcessDied: the server died.
 
     Args:
         device: "cpu" or "cuda".
@@ -109,8 +111,11 @@ def start_engine(engine_config: Any, arguments: dict[str, Any], device: str) -> 
     # vLLM binds a process to a NUMA node by another executable, which a fork does not start.
     forks = device == "cuda" and not engine_config.parallel_config.numa_bind
     with core_is_forked(device) if forks else contextlib.nullcontext():
-        return AsyncLLM.from_vllm_config(
-            engine_config,
-            enable_log_requests=arguments.get("enable_log_requests", False),
-            disable_log_stats=arguments["disable_log_stats"],
-        )
+        try:
+            return AsyncLLM.from_vllm_config(
+                engine_config,
+                enable_log_requests=arguments.get("enable_log_requests", False),
+                disable_log_stats=arguments["disable_log_stats"],
+            )
+        except (EOFError, ConnectionError) as error:  # of the server's pipe and socket
+            raise ProcessDied("its engine's fork server died") from error
