@@ -423,6 +423,12 @@ WITHOUT = [
     ),
     CommandWithoutCase(GPUS, MAIN, keys={"config": "config/qwen_gsm8k_fsdp.yaml"}),
     CommandWithoutCase(GPUS, MAIN, keys={"placement.device": "cuda"}),
+    CommandWithoutCase(GPUS, "benchmarks.rollout", flags=("--config",)),
+    CommandWithoutCase(
+        "tests/e2e/test_router_replay.py makes such a model and trains it",
+        MAIN,
+        keys={"rollout.replay_routing": "true"},
+    ),
     CommandWithoutCase(
         "needs a run on GPUs; plan_runs reads two runs of the tiny model",
         "one_step_off.plan",

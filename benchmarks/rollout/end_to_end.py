@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from benchmarks.rollout.report import BARE, REPLICA
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.engines.engine import GenerationRequest
@@ -21,8 +22,6 @@ from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.runtime.prepare import prepare
 
-BARE = "bare vLLM"
-REPLICA = "replica"
 OURS_ALONE = ("scheduler_cls", "weight_transfer_config", "worker_extension_cls")
 
 

@@ -19,8 +19,10 @@ from benchmarks.common.report import (
     spread,
     with_range,
 )
-from benchmarks.rollout.end_to_end import BARE, REPLICA
 from benchmarks.rollout.host import PARTS
+
+BARE = "bare vLLM"
+REPLICA = "replica"
 
 CORE = ("schedule", "output update", "encoding")
 """What the engine's core does between two steps; the thread that encodes shares its interpreter."""

@@ -66,7 +66,8 @@ def model_class_of(cfg: Config, role: str) -> ModelClass:
         return ModelClass(auto_class, {"num_labels": 1}, "model with a scalar head")
     path = role_model_path(cfg, role)
     trust = cfg.model.trust_remote_code
-    with as_config_error(f"{path!r}: its config cannot be loaded", "give a complete model"):
+    problem = f"model.path: {path!r}: its config cannot be loaded"
+    with as_config_error(problem, "give a complete model"):
         hf_config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust)
     if is_vision_config(hf_config):
         return ModelClass(transformers.AutoModelForImageTextToText, {}, "model that reads images")

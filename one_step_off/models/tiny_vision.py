@@ -159,7 +159,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, kind: str) -> Pre
     )
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
         torch.manual_seed(seed)
-        return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        return AutoModelForImageTextToText.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
 
 
 def warm_start(

@@ -34,10 +34,6 @@ BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Logits that are in float32 at a time, where the function is not compiled: on a CPU they stay in
 its caches, and a GPU is busy for longer than the host needs for a launch."""
 
-MAX_FUSED_ENTRIES = 1 << 13
-"""The largest vocabulary for torch's own log_softmax. It takes half the time of `_measured`, and
-adds the entries up so that over more of them the sum loses several units in its last place."""
-
 LOWEST_LOG_PROB = -1000.0
 """Below it a probability is 0 in every dtype. An entry that the model masks has minus infinity, and
 0 times that would be no number."""
@@ -83,10 +79,6 @@ def log_probs_and_entropy(
     Returns:
         As `tokens`; and [n], what the function returns, or None.
     """
-    if entropy == "none" and not compiled:
-        places = tokens if tokens.ndim == 2 else tokens.unsqueeze(-1)
-        chosen: Any = _ChosenLogProbs.apply(logits, places, temperature)
-        return chosen.reshape(tokens.shape), None
     rows = row_statistics(logits, tokens, temperature, entropy, compiled)
     return rows.chosen.reshape(tokens.shape), rows.figure
 
@@ -98,38 +90,6 @@ def row_statistics(
     places = tokens if tokens.ndim == 2 else tokens.unsqueeze(-1)
     statistics: Any = _RowStatistics.apply(logits, places, temperature, entropy, compiled)
     return RowStatistics(*statistics)
-
-
-class _ChosenLogProbs(torch.autograd.Function):
-    """The log-probs alone, by torch's own softmax: on CPUs less time than `_RowStatistics`."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, places: Tensor, temperature: float) -> Tensor:
-        ctx.temperature = temperature
-        ctx.save_for_backward(logits, places)
-        parts = []
-        for rows in _blocks(logits, places):
-            if logits.shape[-1] > MAX_FUSED_ENTRIES:
-                parts.append(_measured(logits[rows], places[rows], temperature, "none")[0])
-            else:
-                log_p = torch.log_softmax(_scaled(logits[rows], temperature), dim=-1)
-                parts.append(log_p.gather(-1, places[rows]))
-        return torch.cat(parts)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, of_chosen: Tensor) -> tuple[Tensor | None, ...]:
-        logits, places = ctx.saved_tensors
-        written = torch.empty_like(logits)
-        for rows in _blocks(logits, places):
-            p = torch.softmax(_scaled(logits[rows], ctx.temperature), dim=-1)
-            slope = -of_chosen[rows].sum(-1, keepdim=True)
-            direct = _direct_gradient(places[rows], of_chosen[rows])
-            # In float32 for the wanted tokens too, see `_gradient`.
-            at_places = (p.gather(-1, places[rows]) * slope + direct) / ctx.temperature
-            torch.mul(p, slope / ctx.temperature, out=p)
-            written[rows] = p.scatter_(-1, places[rows], at_places)
-        return written, None, None
 
 
 class _RowStatistics(torch.autograd.Function):

@@ -71,8 +71,13 @@ def test_the_venvs_hook_lets_the_cuda_build_of_torchvision_be_imported(
     install(tmp_path, "torchvision", "0.28.0", TORCHVISION)
     hook = Path(__file__).parents[3] / "shell/torchvision_on_cpu.py"
     shutil.copy(hook, tmp_path)
-    program = "import torchvision_on_cpu; " if has_hook else ""
-    program += "import sys; assert 'torch' not in sys.modules; import torchvision, torchvision"
+    # The venv has the hook too.
+    program = (
+        "import sys; sys.meta_path = [f for f in sys.meta_path if 'Declares' not in repr(f)]; "
+    )
+    program += "sys.modules.pop('torchvision_on_cpu', None); "
+    program += "import torchvision_on_cpu; " if has_hook else ""
+    program += " assert 'torch' not in sys.modules; import torchvision, torchvision"
     path = {"PYTHONPATH": str(tmp_path)}
     result = subprocess.run(
         [sys.executable, "-c", program],

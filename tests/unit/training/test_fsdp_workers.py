@@ -66,8 +66,7 @@ def test_squares_of_the_whole_distribution_beside_the_log_probs(model_folders, s
             ).softmax(-1)
         assert got[i].shape == (len(s.response_ids), 2)
         assert got[i].dtype == np.float32
-        # Without a statistic another function sums: one unit in the last place.
-        np.testing.assert_allclose(got[i][:, 0], plain[i], rtol=2e-7)
+        np.testing.assert_array_equal(got[i][:, 0], plain[i])
         np.testing.assert_allclose(got[i][:, 1], (p**2).sum(-1).numpy(), rtol=1e-5)
         # |one-hot of the token - p|^2, the squared gradient at the logits that the optimal token
         # baseline adds up

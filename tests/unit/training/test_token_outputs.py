@@ -85,21 +85,6 @@ def test_values_and_gradients_equal_the_formulas(
         torch.testing.assert_close(one, other, rtol=relative, atol=TOLERANCES[dtype] * largest)
 
 
-@pytest.mark.parametrize("entries", [1000, token_outputs.MAX_FUSED_ENTRIES + 1])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_without_a_statistic_they_are_those_beside_one(entries, temperature):
-    """They come from another function then."""
-    logits = 4 * torch.randn(ROWS, entries)
-    tokens = torch.randint(entries, (ROWS,))
-    alone, beside = (
-        results(log_probs_and_entropy, logits, HEADS["plain"], tokens, temperature, entropy)
-        for entropy in ("none", "metric")
-    )
-    last_place = torch.finfo(torch.float32).eps * logits.abs().max() / temperature
-    assert (alone[0] - beside[0]).abs().max() <= last_place
-    assert torch.allclose(alone[1], beside[2], rtol=2e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize("wanted", [1, 3])
 def test_gradients_by_differences(wanted):
     torch.manual_seed(1)
