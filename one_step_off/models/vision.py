@@ -119,9 +119,15 @@ def check_limits(cfg: Config) -> None:
             problem = f"{cfg.model.path} reads images, which this role cannot; remove the role"
             raise value_error(f"placement.roles.{role}", roles[role], problem)
     if "ref" in roles and cfg.ref.path not in ("", cfg.model.path):
-        known = AutoConfig.from_pretrained(cfg.model.path)
-        other = AutoConfig.from_pretrained(cfg.ref.path)
-        if getattr(other, "image_token_id", None) != known.image_token_id:
+        tokens = [
+            getattr(
+                AutoConfig.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code),
+                "image_token_id",
+                None,
+            )
+            for path in (cfg.model.path, cfg.ref.path)
+        ]
+        if tokens[0] != tokens[1]:
             raise key_error(cfg, "ref.path", f"does not read images as {cfg.model.path} does")
     for key, is_offered, fix in _limits(cfg):
         if not is_offered:
