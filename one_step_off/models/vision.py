@@ -62,8 +62,10 @@ class ImageProcessor:
         loaded."""
         fix = "give a complete model; on CPUs run shell/setup.sh, which installs torchvision"
         with as_config_error(f"model.path={path}: its image processor cannot be loaded", fix):
-            self.processor: Any = AutoImageProcessor.from_pretrained(path)
-        self.token_id: int = AutoConfig.from_pretrained(path).image_token_id
+            self.processor: Any = AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
+        self.token_id: int = AutoConfig.from_pretrained(
+            path, trust_remote_code=False
+        ).image_token_id
         self.pixels: dict[bytes, tuple[Tensor, Tensor]] = {}
         self.pixel_bytes = 0
 
