@@ -355,7 +355,7 @@ NOT_IN_CI = (
     *("learning", "overhead_ray", "planner", "plan_runs", "external_tools", "throughput_headline"),
     *("after_sft", "script_sft", "sft_tiny_cpu", "kept_caches", "distillation", "distill_config"),
     *("script_tools", "script_megatron", "agent_loop", "external_agent", "puzzles_partial"),
-    *("mixed_sources", "val_only", "plain"),
+    *("mixed_sources", "val_only", "plain", "shapes", "shapes_frozen", "vllm_scheduler"),
 )
 """Cases that run on demand (marker "slow"): each takes about a minute, and other tests cover most
 of their code."""
