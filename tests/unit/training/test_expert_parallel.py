@@ -96,7 +96,13 @@ TOLERANCES = {"muon": 1e-4}
 """In the weights; Muon orthogonalizes in bfloat16."""
 
 
-@pytest.mark.parametrize("case", CASES)
+FAST = ("plain", "router biases")
+"""The others are slow tests."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES]
+)
 def test_ranks_with_whole_experts_learn_what_one_process_learns(case, tmp_path):
     name, changes, ranks, settings, held = CASES[case]
     folder = tmp_path / "model"

@@ -131,7 +131,13 @@ def sent_by_ranks(folder: Path, when: str) -> dict[str, torch.Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "qwen3_5_moe_text"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_moe",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("glm4_moe", "qwen3_5_moe_text")),
+    ],
+)
 def test_experts_on_two_ranks_learn_what_one_process_learns(name, tmp_path):
     """Each rank reads, trains and sends its own experts; no number twice, none left out."""
     folder = tmp_path / "model"
