@@ -188,6 +188,7 @@ class ReplicaScheduler(LogProbColumns):
             and self.num_sampled_tokens_per_step == 1
             and self.num_prefill_lookahead <= 1
             and not self.use_pp
+            and not self.defer_block_free
             and not self.need_mamba_block_aligned_split
             and self.dynamic_sd_lookup is None
         )
@@ -302,13 +303,9 @@ class ReplicaScheduler(LogProbColumns):
         ]
         step.num_scheduled_tokens = dict.fromkeys(names, 1)
         step.total_num_scheduled_tokens = len(rows)
-        if self.defer_block_free:
-            self.sched_step_seq += 1
         for row in rows:
             row.num_computed_tokens += 1
             row.num_in_flight_tokens += 1
-            if self.defer_block_free:
-                row.last_sched_seq = self.sched_step_seq
         if self.is_async:
             self._expect_tokens(rows)
 

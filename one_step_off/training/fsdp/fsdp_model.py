@@ -371,9 +371,10 @@ def _token_outputs(
     [n].
 
     See `batching.MicroBatch` for `logit_index`, `tokens` and `is_sampled`; `inputs` are the
-    backbone's. This
-    replaces the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm,
-    head) around that method alone.
+    backbone's.
+
+    This replaces the model's own forward, because FSDP2 gathers the root's parameters (embedding,
+    norm, head) around that method alone.
     """
     output = self.base_model(**inputs, use_cache=False)
     hidden = output.last_hidden_state

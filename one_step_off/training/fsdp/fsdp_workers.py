@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from one_step_off.algorithms import batching
 from one_step_off.config.lengths import longest_trained
-from one_step_off.config.roles import role_model_path
 from one_step_off.config.sections.roles import TrainedConfig
 from one_step_off.models.checkpoint_layout import LivePart
 from one_step_off.models.vision import ImageProcessor, is_vision_config
@@ -58,7 +57,7 @@ class FsdpBackend(ModelWorker):
         self.packed = bool(self.attention.kernel)
         self.image_processor: ImageProcessor | None = None
         if is_vision_config(self.model.config):
-            self.image_processor = ImageProcessor(role_model_path(self.cfg, self.role))
+            self.image_processor = ImageProcessor(self.cfg.model.path)  # counted its tokens
 
     def _warm_up(self) -> None:
         """Compile what is compiled, and load the kernels: the passes with and without gradients, of
