@@ -18,7 +18,7 @@ lock_wait_s="${LOCK_WAIT_S:-1800}"
 torch_version=2.13.0
 megatron_version=0.19.2
 cpu_torch_index="https://download.pytorch.org/whl/cpu"
-# Packages on these paths would count as installed, and would be missing for whoever does not set them.
+# Packages on these paths would count as installed, and would be missing in a shell that does not set them.
 unset PYTHONPATH PYTHONHOME PIP_TARGET PIP_PREFIX
 
 die() {

@@ -1,4 +1,4 @@
-"""What the parts of a run report while it goes on."""
+"""What the parts of a run report while it runs."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -52,7 +52,7 @@ class LivePart:
     them.
 
     A view would not do: FSDP2 gives a parameter other memory, as in the first pass with
-    `param_offload`, and a view goes on showing the old one.
+    `param_offload`, and a view would still show the old one.
     """
 
     parameter: Tensor

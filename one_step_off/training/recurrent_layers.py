@@ -2,7 +2,7 @@
 
 transformers passes the boundaries of packed sequences to the kernels of such layers. Without the
 kernels' packages (flash-linear-attention, causal-conv1d) it computes the layers in plain torch and
-drops the boundaries, so that a sequence silently goes on with the state of the one before it. Here
+drops the boundaries, so that a sequence silently continues from the state of the one before it. Here
 these functions get versions that keep sequences apart.
 
 Whether a model's packed sequences are apart is never taken for granted: `packed_attention` proves

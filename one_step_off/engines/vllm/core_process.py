@@ -34,7 +34,7 @@ which there is no room for the title that vLLM gives itself. The kernel keeps 15
 
 
 def start_fork_server(device: str) -> None:
-    """Start the server on a GPU; it imports vLLM while the caller goes on. `device`: "cpu" or
+    """Start the server on a GPU; it imports vLLM while the caller continues. `device`: "cpu" or
     "cuda"."""
     if device != "cuda":
         return
