@@ -2,8 +2,8 @@
 
 transformers passes the boundaries of packed sequences to the kernels of such layers. Without the
 kernels' packages (flash-linear-attention, causal-conv1d) it computes the layers in plain torch and
-drops the boundaries, so that a sequence silently continues from the state of the one before it. Here
-these functions get versions that keep sequences apart.
+drops the boundaries, so that a sequence silently continues from the state of the one before it.
+Here these functions get versions that keep sequences apart.
 
 Whether a model's packed sequences are apart is never taken for granted: `packed_attention` proves
 it on a small copy of the model, see `small_copy`.

@@ -500,8 +500,8 @@ class WeightSender(StreamPeer):
         return [sizes, messages]
 
     def _numbers(self, *values: int) -> torch.Tensor:
-        """A message of a few numbers, int64, in host memory. It is pinned on GPUs: no thread waits for
-        its copy to the device then."""
+        """A message of a few numbers, int64, in host memory. It is pinned on GPUs, so that no
+        thread waits for its copy to the device."""
         pinned = self.device.type == "cuda"
         return torch.tensor(values, dtype=torch.int64, pin_memory=pinned)
 
