@@ -61,7 +61,8 @@ class Engine(Protocol):
     An engine's class may have a static method `check(cfg)` that raises ConfigError for what the
     engine cannot do. It is called where a run is prepared, before anything is started. It may have
     `returns_experts`: with `rollout.replay_routing` each `Generated` has its experts; and
-    `quantizes`: it knows `rollout.quantization` and `rollout.kv_cache_dtype`. Its engines may have `start_note`: after `start`, a line for the console.
+    `quantizes`: it knows `rollout.quantization` and `rollout.kv_cache_dtype`. Its engines may have
+    `start_note`: after `start`, a line for the console.
 
     Attributes:
         max_sequences: how many requests it works on at once; known after `start`.
