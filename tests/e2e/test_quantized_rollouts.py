@@ -1,5 +1,6 @@
-"""A quantized engine with real Ray, FSDP2, gloo and vLLM: its syncs take effect, its log-probs are
-those of what it samples from, and a layer that stays at the version before is noticed.
+"""An engine with quantized weights and KV cache, with real Ray, FSDP2, gloo and vLLM: its syncs take
+effect, its log-probs are those of what it samples from, and a layer that stays at the version
+before is noticed.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ async def assert_log_probs_are_the_engines(roles: RunGroups) -> None:
         assert np.abs(own - sample.log_probs).max() < 0.1
 
 
-@pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_syncs_take_effect_and_a_stale_layer_ends_the_attempt(models, tmp_path, cache):
+def test_syncs_take_effect_and_a_stale_layer_ends_the_attempt(models, tmp_path):
     """The engine starts from other weights than the trainer."""
     from one_step_off.cluster.errors import SyncError
 
@@ -53,7 +53,7 @@ def test_syncs_take_effect_and_a_stale_layer_ends_the_attempt(models, tmp_path, 
     settings: dict[str, Any] = {
         "model.dtype": "bfloat16",
         "rollout.quantization": "fp8_per_channel",
-        "rollout.kv_cache_dtype": cache,
+        "rollout.kv_cache_dtype": "fp8",
         "rollout.engine_kwargs": engine_kwargs,
         "rollout.sampling_kwargs": {"ignore_eos": True},
         "actor.lr": 1e-2,
@@ -69,7 +69,7 @@ def test_syncs_take_effect_and_a_stale_layer_ends_the_attempt(models, tmp_path, 
         stale = await mean_difference(roles)
         metrics |= await roles.sync((0, 1))
         fresh = await mean_difference(roles)
-        print(cache, quantization, stale, fresh, metrics)
+        print(f"nats: {quantization:.3f}, stale {stale:.3f}, fresh {fresh:.3f}")
         assert stale > 3 * fresh
         assert metrics["sync/in_place"] == 0.0
         assert metrics["canary/logprob_diff_mean"] < 3 * quantization

@@ -12,6 +12,7 @@ from tests.unit.config.config_helpers import SHARED, fault, write
 pytestmark = pytest.mark.filterwarnings("error")
 
 FP8 = "rollout.quantization=fp8_per_channel"
+BF16 = "model.dtype=bfloat16"
 
 BAD = [
     # keys that were removed
@@ -324,9 +325,9 @@ BAD = [
         ["rollout.kv_cache_dtype=fp8_per_token_head", "CPU build computes fp8 alone"],
     ),
     ([FP8, "model.dtype=float32"], [FP8, "model.dtype=float32", "use model.dtype=bfloat16"]),
-    ([FP8, "weight_sync.mode=delta"], [FP8, "weight_sync.mode=delta", "mode=full"]),
+    ([FP8, BF16, "weight_sync.mode=delta"], [FP8, "weight_sync.mode=delta", "mode=full"]),
     (
-        [FP8, "model.lora_rank=4", "weight_sync.lora=adapter"],
+        [FP8, BF16, "model.lora_rank=4", "weight_sync.lora=adapter"],
         [FP8, "weight_sync.lora=adapter", "use weight_sync.lora=merged"],
     ),
     (
