@@ -1,5 +1,5 @@
-"""An engine with quantized weights and KV cache, with real Ray, FSDP2, gloo and vLLM: its syncs take
-effect, its log-probs are those of what it samples from, and a layer that stays at the version
+"""An engine with quantized weights and KV cache, with real Ray, FSDP2, gloo and vLLM: its syncs
+take effect, its log-probs are those of what it samples from, and a layer that stays at the version
 before is noticed.
 """
 
