@@ -32,7 +32,6 @@ from one_step_off.engines.vllm.shard_layout import (
     box_checksum,
     check_as_loaded,
     compared_columns,
-    kernel_tensor,
     kernel_weight,
     parameter_view,
     read_columns,
@@ -65,8 +64,11 @@ class ReloadProof:
                 numbers.append((name, number))
         self.converted: dict[torch.nn.Module, str] = {}
         for loadable in recording.loadables:
-            if not _is_used_as_loaded(loadable):
-                self.converted[loadable.layer] = loadable.layer_name
+            if _is_used_as_loaded(loadable):
+                continue
+            if not hasattr(getattr(loadable.layer, "quant_method", None), HOOK):
+                raise NotInPlace(f"{loadable.layer_name} has no method that converts it")
+            self.converted[loadable.layer] = loadable.layer_name
         self._forget()
 
     @staticmethod
@@ -194,6 +196,8 @@ class ReloadProof:
 
 
 def _is_used_as_loaded(loadable: Loadable) -> bool:
+    if loadable.layer._parameters.get(loadable.name) is None:
+        return False
     try:
         check_as_loaded(loadable)
     except NotInPlace:
@@ -206,13 +210,21 @@ def _check_all_loaded(recording: Recording) -> None:
     the embedding."""
     written = {copy.destination.parameter for copy in recording.copies}
     addresses = set()
+    unwritten = []
     for loadable in recording.loadables:
         if (loadable.layer, loadable.name) in written:
-            addresses.add(kernel_tensor(loadable).data_ptr())
-    for loadable in recording.loadables:
-        is_written = (loadable.layer, loadable.name) in written
-        if not is_written and kernel_tensor(loadable).data_ptr() not in addresses:
+            addresses.add(_address(loadable))
+        else:
+            unwritten.append(loadable)
+    for loadable in unwritten:
+        if _address(loadable) not in addresses - {0}:
             raise NotInPlace(f"nothing is loaded into {loadable.full_name}")
+
+
+def _address(loadable: Loadable) -> int:
+    """Of the memory that the kernels read; 0: the parameter was dropped after loading."""
+    parameter = loadable.layer._parameters.get(loadable.name)
+    return 0 if parameter is None else parameter.data_ptr()
 
 
 def _parameter_checksums(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

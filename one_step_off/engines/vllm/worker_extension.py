@@ -79,6 +79,7 @@ class OneStepOffTransferEngine(ReceivingWorker, base.WeightTransferEngine):
         self.layout_is_proved = False
         named_shapes = {name: (dtype, tuple(shape)) for name, (dtype, shape) in shapes.items()}
         if self.model_config.quantization is not None:
+            self._discard_failed_update()  # of the attempt before, where engines stay
             self.reload_proof = _learn_reload(self.model, named_shapes)
             return {"kept": None, "reason": "the model is quantized"}
         try:
