@@ -149,3 +149,35 @@ def test_what_stays_at_the_version_before_is_named():
     (found,) = run_workers(TIED, faulty_reloads, TIED.tensors(0), TIED.tensors(1))
     for fault, message in FAULTS.items():
         assert message in found[fault], fault
+
+
+class Plain(torch.nn.Module):
+    """Two parameters without a `quant_method`; `load_weights` loads the named ones."""
+
+    def __init__(self, loaded: str) -> None:
+        from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+        super().__init__()
+        for name in ("a", "b"):
+            zeros = torch.zeros(4, 4)
+            self.register_parameter(name, torch.nn.Parameter(zeros, requires_grad=False))
+        self.loaded = loaded
+        record_metadata_for_reloading(self)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if name in self.loaded:
+                getattr(self, name).data.copy_(tensor)
+
+
+def test_what_cannot_be_proved_is_refused():
+    from one_step_off.engines.vllm.load_recording import NotInPlace
+
+    tensors = {name: torch.randn(4, 4) for name in ("a", "b")}
+    assert learned(Plain("ab"), tensors).loaded_names == {"a", "b"}
+    with pytest.raises(NotInPlace, match="nothing is loaded into b"):
+        learned(Plain("a"), tensors)
+    model = Plain("ab")
+    model.b.data = model.b.data.to(torch.float8_e4m3fn)
+    with pytest.raises(NotInPlace, match="has no method that converts it"):
+        learned(model, tensors)
