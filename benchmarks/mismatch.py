@@ -1,12 +1,12 @@
 """What does the difference between engine and trainer cost, and which correction learns best?
 
     python -m benchmarks.mismatch --out DIR [--config config/gsm8k_tiny_cpu.yaml] [--dtype bfloat16]
-        [--seeds 0 1 2] [--steps 40] [--probe-steps 10] [--arms rollout recompute recompute+tis]
-        [section.key=value ...]
+        [--seeds 0 1 2] [--steps 40] [--probe-steps 10]
+        [--arms rollout recompute recompute+tis fp8 fp8+tis] [section.key=value ...]
 
 At the same weights, engine and trainer compute different log-probs for the same token, because
-their
-kernels round differently. Two kinds of runs show what follows:
+their kernels round differently, and because a quantized engine has other weights (the arms fp8).
+Two kinds of runs show what follows:
 
 - synchronous runs with one optimizer step per batch, one per arm. There the true ratio is 1. So the
   clipped share and the ratio's distance from 1 come from rounding alone;
@@ -30,10 +30,16 @@ from benchmarks.common.paths import config_path
 from benchmarks.common.report import markdown_table, write_results
 from benchmarks.common.runs import RunFailed, alternated, run_arm
 
+ROLLOUT = ["algorithm.old_log_probs=rollout"]
+RECOMPUTE = ["algorithm.old_log_probs=recompute"]
+TIS = [*RECOMPUTE, "algorithm.rollout_correction=tis"]
+FP8 = ["rollout.quantization=fp8_per_channel"]
 ARMS = {
-    "rollout": ["algorithm.old_log_probs=rollout"],
-    "recompute": ["algorithm.old_log_probs=recompute"],
-    "recompute+tis": ["algorithm.old_log_probs=recompute", "algorithm.rollout_correction=tis"],
+    "rollout": ROLLOUT,
+    "recompute": RECOMPUTE,
+    "recompute+tis": TIS,
+    "fp8": [*FP8, *ROLLOUT],
+    "fp8+tis": [*FP8, *TIS],
 }
 PROBED = {
     "clipped share": "actor/clip_frac",
@@ -146,7 +152,9 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[s
     )
     parser.add_argument("--steps", type=int, default=40, help="of each run one step off")
     parser.add_argument("--probe-steps", type=int, default=10, help="of each synchronous run")
-    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS))
+    parser.add_argument(
+        "--arms", nargs="+", choices=tuple(ARMS), default=["rollout", "recompute", "recompute+tis"]
+    )
     return parser.parse(argv)
 
 

@@ -268,9 +268,7 @@ BENCHMARKS = [
         *SMALL,
         writes=(*RESULTS, "learning.png"),
     ),
-    benchmark(
-        "mismatch", *"--arms rollout --seeds 0 --steps 2 --probe-steps 2".split(), *FEW_SAMPLES
-    ),
+    benchmark("mismatch", *"--arms fp8 --seeds 0 --steps 2 --probe-steps 2".split(), *FEW_SAMPLES),
     benchmark("planner", "--arms", "--batch", "4", *CALIBRATING),
     SmokeCase("planner_published", "benchmarks.planner", ("--published",), prints="| verl |"),
     benchmark(

@@ -22,7 +22,8 @@ import numpy as np
 import psutil
 
 from agent_loop.trajectory import Generated
-from one_step_off.config.errors import ConfigError
+from one_step_off.config.errors import ConfigError, key_error
+from one_step_off.config.quantization import is_quantized, quantized_keys
 from one_step_off.config.registry import ENGINES, check_name, import_object
 from one_step_off.config.schema import Config
 from one_step_off.data.images import Images
@@ -59,8 +60,9 @@ class Engine(Protocol):
 
     An engine's class may have a static method `check(cfg)` that raises ConfigError for what the
     engine cannot do. It is called where a run is prepared, before anything is started. It may have
-    `returns_experts`: with `rollout.replay_routing` each `Generated` has its experts. Its engines
-    may have `start_note`: after `start`, a line for the console.
+    `returns_experts`: with `rollout.replay_routing` each `Generated` has its experts; and
+    `quantizes`: it knows `rollout.quantization` and `rollout.kv_cache_dtype`. Its engines may have
+    `start_note`: after `start`, a line for the console.
 
     Attributes:
         max_sequences: how many requests it works on at once; known after `start`.
@@ -218,6 +220,13 @@ def check(cfg: Config) -> None:
         raise ConfigError(
             f"rollout.replay_routing=true: rollout.engine={cfg.rollout.engine} does not return the "
             "experts that it chose; use rollout.engine=vllm, or set this to false"
+        )
+    if is_quantized(cfg) and not getattr(create, "quantizes", False):
+        raise key_error(
+            cfg,
+            quantized_keys(cfg),
+            f"rollout.engine={cfg.rollout.engine} quantizes nothing; remove it, or use "
+            "rollout.engine=vllm",
         )
     if hasattr(create, "check"):
         create.check(cfg)

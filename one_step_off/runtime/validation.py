@@ -19,6 +19,7 @@ from one_step_off.config.placement import (
     visible_gpu_count,
 )
 from one_step_off.config.pool_checks import check_batch, check_hardware, check_layouts, check_pools
+from one_step_off.config.quantization import check_quantization
 from one_step_off.config.registry import ENGINES, check_name
 from one_step_off.config.role_checks import check_roles, check_run
 from one_step_off.config.roles import check_optimizers
@@ -80,6 +81,7 @@ def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> 
     check_staleness(cfg)
     check_weight_sync(cfg.weight_sync, device, rollout_and_actor_share(cfg))
     check_adapter_sync(cfg, device)
+    check_quantization(cfg, device)
     check_allocator(cfg, device)
     check_warm_up(cfg, device)
     if machine:

@@ -1,9 +1,10 @@
 """The canary: engine and trainer score the same tokens, and must agree about their log-probs after
 a sync.
 
-In bfloat16 both round differently, and a mixture of experts may send a token to another expert. How
-far they differ with the same weights depends on the model. So the first sync of an attempt, when
-both hold the weights that they loaded, measures it, and all later syncs are held to a multiple.
+In bfloat16 both round differently, a mixture of experts may send a token to another expert, and a
+quantized engine has other weights. How far they differ depends on the model. So the first sync of
+an attempt, when both hold the weights that they loaded, measures it, and all later syncs are held
+to a multiple.
 
 After a failed canary engine and trainer score it once more (`FailedCanary`), and the log says at
 which token they differ and which side has changed. It helps to find the cause and decides nothing:
@@ -63,6 +64,10 @@ other experts differ by more than 1 nat."""
 MEAN = Calibration(factor=3.0, floor=0.02, bound=0.1)
 """Of the mean difference, which hardly varies."""
 
+QUANTIZED_MEAN = Calibration(factor=2.5, floor=0.05, bound=0.4)
+"""Of the mean difference to a quantized engine. A layer that is a version behind stays below it:
+the proof of the reload detects that."""
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -84,16 +89,20 @@ class Tolerance:
 class Canary:
     """Compares log-probs after each sync of an attempt."""
 
-    def __init__(self, configured: float | None, dtype: str) -> None:
+    def __init__(self, configured: float | None, dtype: str, is_quantized: bool = False) -> None:
         """
         Args:
             configured: weight_sync.canary_tolerance; None: 1e-3 in float32, measured in bfloat16.
             dtype: model.dtype.
+            is_quantized: the engine quantizes weights or its KV cache; measured in any dtype.
         """
-        self.calibrates = configured is None and dtype == "bfloat16"
+        self.calibrates = configured is None and (dtype == "bfloat16" or is_quantized)
+        self.mean_calibration = QUANTIZED_MEAN if is_quantized else MEAN
+        self.engine = f"{dtype}, quantized in the engine" if is_quantized else dtype
         if self.calibrates:
             source = "the bound of a first sync"
-            self.tolerance = Tolerance(LARGEST.bound, MEAN.bound, source, is_exact=False)
+            mean_bound = self.mean_calibration.bound
+            self.tolerance = Tolerance(LARGEST.bound, mean_bound, source, is_exact=False)
         else:
             largest = configured or DEFAULT_TOLERANCE[dtype]
             self.tolerance = Tolerance(largest, MEAN_SHARE * largest, KEY)
@@ -149,11 +158,14 @@ class Canary:
         self.calibrates = False
         source = f"the tolerance measured in the first sync; {KEY} sets another"
         self.tolerance = Tolerance(
-            LARGEST.tolerance(largest), MEAN.tolerance(mean), source, is_exact=False
+            LARGEST.tolerance(largest),
+            self.mean_calibration.tolerance(mean),
+            source,
+            is_exact=False,
         )
         log(
             f"{what}: engine and trainer differ by {largest:.3g} nats at most, {mean:.3g} in the "
-            f"mean, with the same weights in bfloat16; allowed from here on: "
+            f"mean, with the same weights in {self.engine}; allowed from here on: "
             f"{self.tolerance.largest:.3g} and {self.tolerance.mean:.3g}"
         )
 

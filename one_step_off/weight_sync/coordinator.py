@@ -32,6 +32,7 @@ from one_step_off.cluster.remote_calls import (
     store_once,
 )
 from one_step_off.cluster.run_events import RunEvents
+from one_step_off.config.quantization import is_quantized
 from one_step_off.data.images import Images
 from one_step_off.data.samples import PolicyVersion
 from one_step_off.distributed_util import connect_timeout
@@ -105,7 +106,9 @@ class WeightSync:
             self.same_device = [[] for _ in same_device]
         self.kind_choice = KindChoice(self.cfg.full_every)
         """With `weight_sync.mode=delta`."""
-        self.canary_check = Canary(self.cfg.canary_tolerance, actor.cfg.model.dtype)
+        self.canary_check = Canary(
+            self.cfg.canary_tolerance, actor.cfg.model.dtype, is_quantized(actor.cfg)
+        )
         self.lock = asyncio.Lock()
         """Held by one sync at a time: of all replicas, or of one restarted replica."""
         self.epoch = 0

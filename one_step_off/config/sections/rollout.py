@@ -53,10 +53,10 @@ ENGINE_FIELDS_SET_BY_US = """pipeline_parallel_size prefill_context_parallel_siz
 
 # Fields that are refused unless they are off. With them the engine's log-probs would not be the
 # policy's, or the engine would hold another model, or parts of one that the weight sync does not
-# write: adapters, draft models, offloaded or quantized weights, values cached with older weights.
-UNSAFE_ENGINE_FIELDS = """logits_processors watermark_config diffusion_config kv_cache_dtype
+# write: adapters, draft models, offloaded weights, values cached with older weights.
+UNSAFE_ENGINE_FIELDS = """logits_processors watermark_config diffusion_config
     hf_overrides hf_config_path revision model_class_overrides model_weights code_revision
-    quantization quantization_config enable_lora cpu_offload_gb offload_group_size enable_eplb
+    quantization_config enable_lora cpu_offload_gb offload_group_size enable_eplb
     speculative_config spec_method spec_model spec_tokens kv_transfer_config
     ec_transfer_config kv_offloading_size""".split()
 
@@ -103,6 +103,17 @@ class RolloutConfig:
         "fraction of the pool's part of each GPU's memory that vLLM may use",
         above=0.0,
         high=1.0,
+    )
+    quantization: str = config_key(
+        "none",
+        "how the engine quantizes the linear layers, anew at each weight sync; the trainer does "
+        "not. CPUs: fp8_per_channel alone",
+        choices="none fp8_per_tensor fp8_per_channel fp8_per_block mxfp8",
+    )
+    kv_cache_dtype: str = config_key(
+        "auto",
+        "dtype of the engine's KV cache; auto: model.dtype; fp8: E4M3 with scale 1",
+        choices="auto fp8 fp8_per_token_head",
     )
     kv_cache_mb: int = config_key(256, "KV cache of each replica on CPU, in MiB", low=1)
     sampling_kwargs: dict[str, Any] = config_key(

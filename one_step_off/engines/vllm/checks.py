@@ -4,11 +4,18 @@ code for. Importing vLLM takes ten seconds, so each check does it only where it 
 from dataclasses import fields
 from typing import Any
 
-from one_step_off.config.errors import ConfigError
+from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.packages import is_installed
+from one_step_off.config.placement import resolved_device
+from one_step_off.config.quantization import has_quantized_weights
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.rollout import check_engine_names
 from one_step_off.config.teachers import config_of_teacher, teacher_key, teacher_paths
+
+MIN_CAPABILITY = {"fp8_per_channel": (8, 9)}
+"""Its kernels multiply in FP8."""
+ANY_CAPABILITY = (8, 0)
+"""The other schemes: without FP8 arithmetic vLLM 0.32 multiplies FP8 weights in bfloat16."""
 
 
 def check_policy(cfg: Config) -> None:
@@ -20,6 +27,8 @@ def check_policy(cfg: Config) -> None:
         )
     _check_engine_fields(cfg, "rollout")
     _check_model(cfg, "model.path", cfg.model.path)
+    if has_quantized_weights(cfg):
+        _check_quantization(cfg)
 
 
 def check_teachers(cfg: Config) -> None:
@@ -40,6 +49,34 @@ def _check_engine_fields(cfg: Config, section: str) -> None:
 
         names = [field.name for field in fields(AsyncEngineArgs)]
         check_engine_names(f"{section}.engine_kwargs", getattr(cfg, section).engine_kwargs, names)
+
+
+def _check_quantization(cfg: Config) -> None:
+    """Refuse a scheme that this machine's device cannot compute."""
+    if resolved_device(cfg) == "cpu":
+        from one_step_off.models.experts import fused_experts
+        from one_step_off.models.hf_model import empty_model  # transformers: slow to import
+
+        if fused_experts(empty_model(cfg, "actor", None, None)):
+            raise key_error(
+                cfg,
+                "rollout.quantization",
+                f"{cfg.model.path} has experts, which vLLM's CPU build does not quantize; use none",
+            )
+        return
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    if capability is None:  # this machine has no GPU: the engine itself will say it elsewhere
+        return
+    needed = MIN_CAPABILITY.get(cfg.rollout.quantization, ANY_CAPABILITY)
+    if tuple(capability) < needed:
+        raise key_error(
+            cfg,
+            "rollout.quantization",
+            f"needs compute capability {needed[0]}.{needed[1]}, and this GPU has "
+            f"{capability[0]}.{capability[1]}; use another, or none",
+        )
 
 
 def _check_model(cfg: Config, key: str, path: str) -> None:

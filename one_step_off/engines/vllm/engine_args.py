@@ -5,6 +5,7 @@ from typing import Any
 from one_step_off.config.lengths import longest_sequence
 from one_step_off.config.lora_checks import engine_rank, sends_adapters
 from one_step_off.config.placement import device_share
+from one_step_off.config.quantization import has_quantized_weights
 from one_step_off.config.schema import Config
 
 MAX_SEQUENCES = {"cpu": 256, "cuda": 512}
@@ -61,7 +62,10 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
         "max_num_batched_tokens": max(MAX_BATCHED_TOKENS, longest),
         "worker_extension_cls": WORKER_EXTENSION,
         "scheduler_cls": f"one_step_off.engines.vllm.schedulers.{scheduler}",
+        "kv_cache_dtype": cfg.rollout.kv_cache_dtype,
     }
+    if has_quantized_weights(cfg):
+        args["quantization"] = cfg.rollout.quantization
     if device == "cpu":
         args |= CPU_ENGINE_ARGS | {"kv_cache_memory_bytes": cfg.rollout.kv_cache_mb << 20}
     else:

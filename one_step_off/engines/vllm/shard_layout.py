@@ -150,7 +150,7 @@ class ShardLayout:
         layout = ShardLayout(model, shapes, recording, keep_plain)
         for loadable in recording.loadables:
             if (loadable.layer, loadable.name) not in layout.packed:
-                _check_as_loaded(loadable)
+                check_as_loaded(loadable)
         _check_complete(recording)
         return layout
 
@@ -266,7 +266,7 @@ def _disjoint_blocks(name: str, copies: list[Copy]) -> tuple[Block, ...]:
     return blocks
 
 
-def _check_as_loaded(loadable: Loadable) -> None:
+def check_as_loaded(loadable: Loadable) -> None:
     """Raises NotInPlace: after loading, the model computes with something else than this
     parameter."""
     parameter = kernel_tensor(loadable)
@@ -396,34 +396,35 @@ class LoadProof:
         destination = copy.destination
         packed_layer = self.packed.get(destination.parameter)
         if packed_layer is None:
-            return _checksum(box)
+            return box_checksum(box)
         if packed_layer.keep or packed_layer.holds_experts:
             packed_layer.fill(destination.name, destination.block, box)
         if packed_layer.holds_experts:
             return torch.zeros(0)
-        return box.reshape(destination.block.shape)[:, _columns(destination.block.shape[1])].clone()
+        columns = compared_columns(destination.block.shape[1])
+        return box.reshape(destination.block.shape)[:, columns].clone()
 
     def _find_box(self, copy: Copy) -> torch.Tensor:
         destination = copy.destination
         packed_layer = self.packed.get(destination.parameter)
         if packed_layer is None:
             wire_dtype = getattr(torch, self.shapes[copy.tensor][0])
-            return _checksum(parameter_view(copy, copy.source).to(wire_dtype))
+            return box_checksum(parameter_view(copy, copy.source).to(wire_dtype))
         if packed_layer.holds_experts:
             return torch.zeros(0)
         width = packed_layer.forms[destination.name].shape[1]
-        return _read_columns(packed_layer.layer, width, destination.block)
+        return read_columns(packed_layer.layer, width, destination.block)
 
 
-def _columns(width: int) -> list[int]:
+def compared_columns(width: int) -> list[int]:
     """The columns of a box that are compared: the first, the last and the middle one."""
     return sorted({0, width // 2, width - 1})
 
 
-def _read_columns(layer: torch.nn.Module, width: int, block: Block) -> torch.Tensor:
+def read_columns(layer: torch.nn.Module, width: int, block: Block) -> torch.Tensor:
     """Columns of a box of a packed weight with `width` columns, read through its kernel."""
     first = block.start[1]
-    columns = torch.tensor([first + column for column in _columns(block.shape[1])])
+    columns = torch.tensor([first + column for column in compared_columns(block.shape[1])])
     weight = kernel_weight(layer)
     one_hot = torch.nn.functional.one_hot(columns, width).to(weight.dtype)
     return layer.cpu_linear(one_hot, weight, None)[:, block.start[0] : block.stop[0]].t()
@@ -441,7 +442,7 @@ def _check_experts(layer: PackedLayer) -> None:
             raise NotInPlace(f"{layer.layer_name}.{name} does not hold the bytes of its experts")
 
 
-def _checksum(box: torch.Tensor) -> torch.Tensor:
+def box_checksum(box: torch.Tensor) -> torch.Tensor:
     """Two int64 words over the bytes of a box, in the order of its numbers."""
     flat = box.contiguous().view(-1).view(torch.uint8)
     padding = -len(flat) % ALIGNMENT

@@ -35,7 +35,8 @@ from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.engines.receiving_worker import ReceivingWorker
 from one_step_off.engines.vllm import cpu_models
 from one_step_off.engines.vllm.engine_args import RETURN_EXPERTS
-from one_step_off.engines.vllm.load_recording import NotInPlace
+from one_step_off.engines.vllm.load_recording import NotInPlace, TensorShapes
+from one_step_off.engines.vllm.reload_proof import ReloadProof
 from one_step_off.engines.vllm.shard_layout import ShardLayout
 from one_step_off.weight_sync.shard_blocks import plain_shards
 
@@ -52,6 +53,8 @@ class OneStepOffTransferEngine(ReceivingWorker, base.WeightTransferEngine):
     """What this worker keeps of every tensor. None: not learned, or whole tensors must travel."""
     layout_is_proved = False
     """The last ordinary load has shown that `shard_layout` is right."""
+    reload_proof: ReloadProof | None = None
+    """Of a quantized model, whose parameters are not what is received."""
     sharded_only = False
     """The update under way brings what this worker keeps, and nothing is loaded by name."""
 
@@ -68,10 +71,17 @@ class OneStepOffTransferEngine(ReceivingWorker, base.WeightTransferEngine):
         Returns:
             "kept": name -> [[start, stop] of each box], as `shards_from_plain` reads it; None:
             whole tensors must travel, because of "reason".
+
+        Raises:
+            SyncError: the model is quantized, and its reload cannot be proved.
         """
         self.shard_layout = None
         self.layout_is_proved = False
         named_shapes = {name: (dtype, tuple(shape)) for name, (dtype, shape) in shapes.items()}
+        if self.model_config.quantization is not None:
+            self._discard_failed_update()  # of the attempt before, where engines stay
+            self.reload_proof = _learn_reload(self.model, named_shapes)
+            return {"kept": None, "reason": "the model is quantized"}
         try:
             if self.model_config.enable_sleep_mode:
                 raise NotInPlace("a sleeping engine releases its weights")
@@ -110,6 +120,8 @@ class OneStepOffTransferEngine(ReceivingWorker, base.WeightTransferEngine):
         start = time.perf_counter()
         self._discard_failed_update()
         initialize_layerwise_reload(self.model)
+        if self.reload_proof:
+            self.reload_proof.start()
         if self.device.type == "cpu":
             self._drop_expert_kernels()
         self.report = {"prepare": time.perf_counter() - start}
@@ -125,7 +137,8 @@ class OneStepOffTransferEngine(ReceivingWorker, base.WeightTransferEngine):
         )
         if self.sharded_only:
             return
-        missing = sorted(self.expected_names - self.loaded_names)
+        expected = self.reload_proof.loaded_names if self.reload_proof else self.expected_names
+        missing = sorted(expected - self.loaded_names)
         if missing:
             raise SyncError(
                 f"{self.receiver.name}: {len(missing)} parameters were not loaded, "
@@ -145,6 +158,8 @@ class OneStepOffTransferEngine(ReceivingWorker, base.WeightTransferEngine):
         else:
             finalize_layerwise_reload(self.model, self.model_config)
             self._pack_tied_head()
+            if self.reload_proof:
+                self.reload_proof.check()
             self._prove_layout()
             if self.receiver.mirror and not self.layout_is_proved:
                 self.receiver.mirror.pin()
@@ -198,12 +213,24 @@ class OneStepOffTransferEngine(ReceivingWorker, base.WeightTransferEngine):
         The reload processes a fused layer (qkv, gate and up) when its last part has come. Parts
         that came earlier wait as references into the bucket, whose buffer is about to be reused.
         """
-        if self.shard_layout:
-            self.shard_layout.note_loaded(tensors)
+        proof = self.reload_proof or self.shard_layout
+        if proof:
+            proof.note_loaded(tensors)
         self.loaded_names |= self.model.load_weights(tensors)
         if len(self.receiver.plan.buckets) > 1:
             for layer in self.model.modules():
                 _copy_waiting_parts(layer)
+
+
+def _learn_reload(model: torch.nn.Module, shapes: TensorShapes) -> ReloadProof:
+    """Raises SyncError: there is no proof of a reload of this quantized model."""
+    try:
+        return ReloadProof.learn(model, shapes)
+    except NotInPlace as error:
+        raise SyncError(
+            f"nothing would show that the quantized engine has the new weights: {error}; set "
+            "rollout.quantization=none"
+        ) from error
 
 
 def _log_whole_tensors(error: NotInPlace) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.lora_checks import sends_adapters
+from one_step_off.config.quantization import has_quantized_weights
 from one_step_off.config.schema import Config
 from one_step_off.data.token_work import pass_work
 from one_step_off.engines.vllm.kv_cache import token_bytes
@@ -134,6 +135,7 @@ class PlannedModel:
         parameters: all of them, those of all experts too.
         kv_bytes: of the KV cache of one token, in bf16.
         heads: of attention, which tensor parallelism divides.
+        embedding_params: of the embedding and of a head that is not tied to it.
     """
 
     source: str
@@ -141,6 +143,18 @@ class PlannedModel:
     parameters: int
     kv_bytes: float
     heads: int
+    embedding_params: int
+
+    def engine_bytes(self, cfg: Config) -> float:
+        """Of an engine's weights: two per parameter; one per quantized parameter, which are those
+        of the layers."""
+        if not has_quantized_weights(cfg):
+            return 2.0 * self.parameters
+        return float(self.parameters + self.embedding_params)
+
+    def cache_bytes(self, cfg: Config) -> float:
+        """Of an engine's KV cache of one token."""
+        return self.kv_bytes if cfg.rollout.kv_cache_dtype == "auto" else self.kv_bytes / 2
 
 
 def planned_model(path: str) -> PlannedModel:
@@ -172,7 +186,10 @@ def planned_model(path: str) -> PlannedModel:
     head_size = shape.attention_width / heads
     parameters = sum(parameter.numel() for parameter in model.parameters())
     kv_bytes = token_bytes(shape.layers, kv_heads, head_size, itemsize=2)
-    return PlannedModel(source, shape, parameters, kv_bytes, heads)
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = {table.weight for table in tables if table is not None}  # a tied one is one
+    embedding_params = sum(weight.numel() for weight in weights)
+    return PlannedModel(source, shape, parameters, kv_bytes, heads, embedding_params)
 
 
 def _read_config(path: str) -> Any:
@@ -286,10 +303,10 @@ def by_hardware(
     prompt_tokens = cfg.data.max_prompt_length / 2
     context = prompt_tokens + float(lengths.mean())
     width = cfg.rollout.tensor_parallel_size
-    weight_bytes = 2.0 * model.parameters
+    sent_bytes = 2.0 * model.parameters
     bandwidth = BANDWIDTH_SHARE * gpu.bytes_per_s * width
     compute = COMPUTE_SHARE * gpu.flops_per_s * width
-    cache_bytes = model.kv_bytes * (prompt_tokens + float((lengths.mean() + 1) / 2))
+    cache_bytes = model.cache_bytes(cfg) * (prompt_tokens + float((lengths.mean() + 1) / 2))
     token_flops = 2 * model.shape.matmul_params
     train_flops = _train_flops(cfg, model, context, lengths)
     train_rate = gpu.flops_per_s * train_mfu(model.parameters)
@@ -297,11 +314,11 @@ def by_hardware(
         prompts=cfg.data.train_batch_size,
         lengths=lengths,
         prompt_tokens=prompt_tokens,
-        decode_s=STEP_S + weight_bytes / bandwidth,
+        decode_s=STEP_S + model.engine_bytes(cfg) / bandwidth,
         sequence_s=SEQUENCE_S + token_flops / compute + cache_bytes / bandwidth,
         train_fixed_s=0.0,
         train_token_s=train_flops / context / train_rate,
-        sync_s=SYNC_S + (0 if sends_adapters(cfg) else weight_bytes / SYNC_BYTES_PER_S),
+        sync_s=SYNC_S + (0 if sends_adapters(cfg) else sent_bytes / SYNC_BYTES_PER_S),
     )
     places = _sequences_in_memory(cfg, model, gpu, context, width)
     if places < 1:
@@ -316,13 +333,15 @@ def _sequences_in_memory(
 ) -> int:
     """How many sequences of `context` tokens a replica of `width` GPUs has memory for."""
     usable_bytes = cfg.rollout.gpu_memory_utilization * gpu.memory_bytes * width
-    return int((usable_bytes - 2.0 * model.parameters) / (model.kv_bytes * context))
+    free_bytes = usable_bytes - model.engine_bytes(cfg)
+    return int(free_bytes / (model.cache_bytes(cfg) * context))
 
 
 def _too_large(cfg: Config, model: PlannedModel, gpu: Gpu, context: float) -> ConfigError:
     """What to set where a replica has no memory for one sequence."""
     width = cfg.rollout.tensor_parallel_size
     usable = cfg.rollout.gpu_memory_utilization
+    weights_gb = 1e-9 * model.engine_bytes(cfg)
     divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
     fitting = [n for n in divisors if _sequences_in_memory(cfg, model, gpu, context, n) >= 1]
     fix = (
@@ -331,8 +350,8 @@ def _too_large(cfg: Config, model: PlannedModel, gpu: Gpu, context: float) -> Co
         else "give a GPU with more memory"
     )
     return ConfigError(
-        f"rollout.tensor_parallel_size={width}: weights of {2e-9 * model.parameters:.0f} GB and "
-        f"one sequence do not fit into {width} x {gpu.memory_bytes / 1e9:.0f} GB, of which "
+        f"rollout.tensor_parallel_size={width}: weights of {weights_gb:.0f} GB and one sequence do "
+        f"not fit into {width} x {gpu.memory_bytes / 1e9:.0f} GB, of which "
         f"rollout.gpu_memory_utilization={usable:g} may be used; {fix}"
     )
 

@@ -305,12 +305,11 @@ def test_valid_combinations() -> None:
     validate(
         good("rollout.engine_kwargs={tokenizer: x, max_num_seqs: 8}", "pipeline.staleness=0"), 0
     )
-    validate(
-        good(
-            "rollout.engine_kwargs={kv_cache_dtype: auto, quantization: null, enable_lora: false}"
-        ),
-        0,
-    )
+    validate(good("rollout.engine_kwargs={hf_overrides: null, enable_lora: false}"), 0)
+    fp8 = "rollout.quantization=fp8_per_channel"
+    validate(good(fp8, "rollout.kv_cache_dtype=fp8", "model.dtype=bfloat16"), 0)
+    validate(good("rollout.kv_cache_dtype=fp8", "weight_sync.mode=delta"), 0)
+    validate(good("rollout.quantization=mxfp8", "model.dtype=bfloat16", "placement.device=cuda"), 2)
     split = "rollout.engine_kwargs={enable_chunked_prefill: true, max_num_batched_tokens: 512}"
     validate(good(split, "placement.device=cuda"), 2)
     own_size = "rollout.engine_kwargs.kv_cache_memory_bytes=1000000000"

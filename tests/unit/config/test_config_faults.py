@@ -11,6 +11,9 @@ from tests.unit.config.config_helpers import SHARED, fault, write
 # A warning would be a second line on the console.
 pytestmark = pytest.mark.filterwarnings("error")
 
+FP8 = "rollout.quantization=fp8_per_channel"
+BF16 = "model.dtype=bfloat16"
+
 BAD = [
     # keys that were removed
     (
@@ -303,9 +306,34 @@ BAD = [
     ),
     (
         ["rollout.engine_kwargs.kv_cache_dtype=fp8"],
-        ["kv_cache_dtype=fp8", "log-probs", "remove it"],
+        ["engine_kwargs.kv_cache_dtype=fp8", "use rollout.kv_cache_dtype"],
     ),
-    (["rollout.engine_kwargs.quantization=fp8"], ["quantization=fp8", "weight sync", "remove it"]),
+    (
+        ["rollout.engine_kwargs.quantization=fp8"],
+        ["engine_kwargs.quantization=fp8", "use rollout.quantization"],
+    ),
+    (
+        ["rollout.engine_kwargs.quantization_config={linear: mxfp8}"],
+        ["quantization_config=", "log-probs", "remove it"],
+    ),
+    (
+        ["rollout.quantization=fp8_per_tensor"],
+        ["rollout.quantization=fp8_per_tensor", "CPU build", "fp8_per_channel alone"],
+    ),
+    (
+        ["rollout.kv_cache_dtype=fp8_per_token_head"],
+        ["rollout.kv_cache_dtype=fp8_per_token_head", "CPU build computes fp8 alone"],
+    ),
+    ([FP8, "model.dtype=float32"], [FP8, "model.dtype=float32", "use model.dtype=bfloat16"]),
+    ([FP8, BF16, "weight_sync.mode=delta"], [FP8, "weight_sync.mode=delta", "mode=full"]),
+    (
+        [FP8, BF16, "model.lora_rank=4", "weight_sync.lora=adapter"],
+        [FP8, "weight_sync.lora=adapter", "use weight_sync.lora=merged"],
+    ),
+    (
+        [FP8, "rollout.kv_cache_dtype=fp8", "algorithm.old_log_probs=recompute"],
+        [FP8, "kv_cache_dtype=fp8", "rollout_correction=none", "set rollout_correction=tis, or"],
+    ),
     (
         ["rollout.engine_kwargs.speculative_config={method: ngram}"],
         ["speculative_config=", "would miss a part", "remove it"],

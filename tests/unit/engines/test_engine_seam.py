@@ -109,6 +109,21 @@ def test_router_replay_needs_an_engine_that_returns_experts(spec: str, folder: P
         seam.check(cfg)
 
 
+@pytest.mark.parametrize("key", ["rollout.quantization", "rollout.kv_cache_dtype"])
+@pytest.mark.parametrize("spec", [OWN, "transformers"])
+def test_quantized_rollouts_need_an_engine_that_knows_them(
+    spec: str, key: str, folder: Path
+) -> None:
+    cfg = Config()
+    cfg.rollout.engine = spec
+    setattr(cfg.rollout, key.removeprefix("rollout."), "fp8")
+    problem = (
+        f"{key}=fp8: rollout.engine={spec} quantizes nothing; remove it, or use rollout.engine=vllm"
+    )
+    with pytest.raises(ConfigError, match=problem):
+        seam.check(cfg)
+
+
 def test_external_agents_need_an_engine_that_serves_them(folder: Path) -> None:
     cfg = Config()
     seam.check_agents(cfg, "external")

@@ -175,6 +175,51 @@ def test_what_it_cannot_see(engine: torch.nn.Module) -> None:
     check(canary, trainer, engine)
 
 
+# ---- quantized engines ---------------------------------------------------------------------------
+
+
+def quantize(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with FP8 weights in its layers, one scale for each row."""
+    quantized = copy.deepcopy(model)
+    for name, parameter in quantized.named_parameters():
+        if parameter.ndim > 1 and ".layers." in name:
+            scale = (parameter.data.abs().amax(-1, keepdim=True) / 448).clamp_min(1e-6)
+            fp8 = (parameter.data / scale).to(torch.float8_e4m3fn)
+            parameter.data = fp8.float() * scale
+    return quantized
+
+
+@pytest.mark.parametrize("fault", [disturb_elements, swap_layers])
+def test_wrong_weights_in_a_quantized_engine_are_detected(
+    engine: torch.nn.Module, fault: Callable[[torch.nn.Module], None]
+) -> None:
+    """In the first sync, and after five versions that pass."""
+    canary = Canary(None, "bfloat16", is_quantized=True)
+    metrics = check(canary, trainer_of(engine), quantize(engine))
+    assert metrics["canary/logprob_diff_mean"] > MEAN.bound, "or it is no other than bfloat16's"
+    for _ in range(5):
+        take_a_step(engine)
+        check(canary, trainer_of(engine), quantize(engine))
+    trainer = trainer_of(engine)
+    fault(engine)
+    for checking in (canary, Canary(None, "bfloat16", is_quantized=True)):
+        with pytest.raises(SyncError):
+            check(checking, trainer, quantize(engine))
+
+
+def test_a_quantized_cache_is_measured_in_float32_too() -> None:
+    canary = Canary(None, "float32", is_quantized=True)
+    lines: list[str] = []
+    canary.check(ZEROS, {0: differing(0.3, 0.03)}, "sync 0", lines.append)
+    assert canary.tolerance.largest == pytest.approx(1.5)
+    assert canary.tolerance.mean == pytest.approx(0.075)
+    assert "float32, quantized in the engine" in lines[0]
+    with pytest.raises(SyncError):
+        Canary(None, "float32", is_quantized=True).check(
+            ZEROS, {0: differing(2.0, 0.6)}, "sync 0", nowhere
+        )
+
+
 # ---- the rule ------------------------------------------------------------------------------------
 
 

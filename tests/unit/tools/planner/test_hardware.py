@@ -12,6 +12,7 @@ import transformers
 
 from one_step_off.config.command_line import exit_code
 from one_step_off.config.loading import load_config
+from one_step_off.config.schema import Config
 from one_step_off.data.token_work import pass_work
 from one_step_off.tools.planner import hardware, planner
 
@@ -134,6 +135,23 @@ def test_a_config_json_alone_is_enough(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"by the config.json of {tmp_path}" in out
     assert "next: give --response-tokens" in out
+
+
+def test_a_quantized_engine_has_smaller_weights_and_gets_all_bytes():
+    """The layers take half as much memory, the embedding and the head as much as before; what is
+    sent stays in bf16."""
+    model, gpu = hardware.planned_model("Qwen/Qwen2.5-7B"), hardware.GPUS["H200"]
+    plain, quantized, small_cache = Config(), Config(), Config()
+    quantized.rollout.quantization = "fp8_per_tensor"
+    small_cache.rollout.kv_cache_dtype = "fp8"
+    tables = 2 * 152064 * 3584
+    assert model.engine_bytes(plain) == 2 * model.parameters
+    assert model.engine_bytes(quantized) == model.parameters + tables
+    plans = [hardware.by_hardware(cfg, model, gpu) for cfg in (plain, quantized, small_cache)]
+    assert plans[0].work.decode_s > plans[1].work.decode_s
+    assert plans[0].work.sync_s == plans[1].work.sync_s
+    assert plans[0].places < plans[1].places
+    assert plans[2].places == pytest.approx(2 * plans[0].places, abs=1)
 
 
 @pytest.mark.parametrize(
