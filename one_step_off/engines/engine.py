@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 
 from agent_loop.trajectory import Generated
-from one_step_off.config.errors import ConfigError
+from one_step_off.config.errors import ConfigError, value_error
 from one_step_off.config.registry import ENGINES, check_name, import_object
 from one_step_off.config.schema import Config
 from one_step_off.data.images import Images
@@ -59,7 +59,8 @@ class Engine(Protocol):
 
     An engine's class may have a static method `check(cfg)` that raises ConfigError for what the
     engine cannot do. It is called where a run is prepared, before anything is started. It may have
-    `returns_experts`: with `rollout.replay_routing` each `Generated` has its experts. Its engines
+    `returns_experts`: with `rollout.replay_routing` each `Generated` has its experts; and
+    `speculates`: it obeys `rollout.speculation`, and each `Generated` has `guesses`. Its engines
     may have `start_note`: after `start`, a line for the console.
 
     Attributes:
@@ -218,6 +219,13 @@ def check(cfg: Config) -> None:
         raise ConfigError(
             f"rollout.replay_routing=true: rollout.engine={cfg.rollout.engine} does not return the "
             "experts that it chose; use rollout.engine=vllm, or set this to false"
+        )
+    if cfg.rollout.speculation != "none" and not getattr(create, "speculates", False):
+        raise value_error(
+            "rollout.speculation",
+            cfg.rollout.speculation,
+            f"rollout.engine={cfg.rollout.engine} guesses no tokens; use rollout.engine=vllm, or "
+            "set this to none",
         )
     if hasattr(create, "check"):
         create.check(cfg)

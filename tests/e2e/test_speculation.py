@@ -4,6 +4,7 @@ with the policy's log-probs, whatever was guessed."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections import Counter
 from dataclasses import replace
@@ -16,8 +17,10 @@ import transformers
 
 from agent_loop.trajectory import Generated
 from one_step_off.engines.engine import GenerationRequest
+from one_step_off.runtime import launch
 from one_step_off.runtime.process_env import CPU_ENGINE_ENV, process_env
 from tests.conftest import tiny_config
+from tests.e2e.run_folder import read_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -54,6 +57,12 @@ class Policy:
         rows = self.log_probs(whole, 1.0)[0, len(ids) - 1 : -1]
         found = rows.gather(-1, torch.from_numpy(made.ids).long()[:, None])[:, 0]
         np.testing.assert_allclose(found.numpy(), rows.max(-1).values.numpy(), atol=ROUNDING)
+
+    def with_likeliest(self, ids: np.ndarray, count: int) -> np.ndarray:
+        """The token ids and those that the policy is most likely to add: a loop."""
+        for _ in range(count):
+            ids = np.append(ids, self.log_probs(ids[None])[0, -1].argmax().numpy())
+        return ids.astype(np.int32)
 
     def short_responses(self, ids: np.ndarray) -> list[tuple[int, ...]]:
         """True samples."""
@@ -123,7 +132,7 @@ async def check_versions(engine: Any, policy: Policy) -> None:
         requests = [request(ids, seed, 60) for seed, ids in enumerate(prompts)]
         await engine.resume((0, 0))
         tasks = [asyncio.create_task(engine.generate(asked)) for asked in requests]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         await engine.pause(wait=False, clear_cache=clear_cache)
         await engine.resume((0, 1))
         made = await asyncio.gather(*tasks)
@@ -134,7 +143,7 @@ async def check_versions(engine: Any, policy: Policy) -> None:
 
 
 async def check_distribution(engine: Any, policy: Policy) -> None:
-    ids = np.array([128] * 14, np.int32)
+    ids = policy.with_likeliest(np.array([5, 6, 7, 8] * 3, np.int32), 24)
     tasks = [engine.generate(request(ids, seed, SHORT)) for seed in range(SAMPLES)]
     made = await asyncio.gather(*tasks)
     responses = [tuple(response.ids.tolist()) for response in made]
@@ -167,13 +176,39 @@ async def check_engine(engine: Any, policy: Policy) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ci
-@pytest.mark.parametrize("method", ["ngram"])
+def test_a_run_trains_on_guessed_tokens(models, tmp_path):
+    """Weights arrive in the middle of samples. They stay what they were, so that the trainer's
+    log-probs of all tokens are the engine's."""
+    settings: dict[str, Any] = {
+        "rollout.speculation": "ngram",
+        "rollout.temperature": TEMPERATURE,
+        "pipeline.staleness": 2,
+        "weight_sync.in_flight": "recompute",
+        "agent.max_concurrency": 4,
+        "data.max_response_length": 128,
+        "actor.lr": 0.0,
+    }
+    assert launch.run(tiny_config(models("qwen2"), str(tmp_path), **settings)) == 0
+    rows = read_rows(tmp_path, "metrics.jsonl")
+    assert len(rows) == 3
+    assert max(row["logprob_diff/max"] for row in rows) < ROUNDING
+    assert max(row["carry/interrupted"] for row in rows) > 0
+    assert all(0 < row["rollout/accepted_share"] < 1 for row in rows)
+    assert all(1.2 < row["rollout/accepted_length"] <= 5 for row in rows)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["rollout/accepted_length"] > 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_guesses_change_no_probability(models, tmp_path, monkeypatch, method):
     from one_step_off.engines.vllm.engine import VllmEngine
 
     for name, value in {**process_env("cpu", "127.0.0.1"), **CPU_ENGINE_ENV}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    if method == "suffix":
+        pytest.importorskip("arctic_inference")
     model = models("qwen2")
     settings: dict[str, Any] = {
         "rollout.speculation": method,

@@ -180,7 +180,14 @@ def is_seeded(rollout: RolloutConfig, device: str) -> bool:
 
 
 def check_rollout(rollout: RolloutConfig) -> None:
-    """Check the heartbeats and the samples of evaluation. Raises ConfigError."""
+    """Check the heartbeats, the samples of evaluation and the guesses. Raises ConfigError."""
+    if rollout.speculation != "none" and rollout.replay_routing:
+        raise value_error(
+            "rollout.speculation",
+            rollout.speculation,
+            "experts of tokens that were guessed and rejected are not told from the others; set "
+            "it to none, or rollout.replay_routing=false",
+        )
     heartbeat_s = rollout.heartbeat_s
     if rollout.heartbeat_timeout_s <= heartbeat_s:
         raise value_error(
@@ -228,13 +235,6 @@ def check_engine(rollout: RolloutConfig, in_flight: str, longest: int, device: s
     Raises:
         ConfigError: an argument of the engine is not allowed.
     """
-    if rollout.speculation != "none" and rollout.replay_routing:
-        raise value_error(
-            "rollout.speculation",
-            rollout.speculation,
-            "experts of tokens that were guessed and rejected are not told from the others; set "
-            "it to none, or rollout.replay_routing=false",
-        )
     for name, value in rollout.engine_kwargs.items():
         location = f"rollout.engine_kwargs.{format_value(name)}={format_value(value)}"
         our_key = key_of_vllm_field(name)

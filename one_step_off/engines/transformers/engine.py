@@ -45,12 +45,6 @@ def _limits(cfg: Config) -> list[tuple[str, bool, str, str]]:
             "remove them",
         ),
         (
-            "rollout.speculation",
-            cfg.rollout.speculation == "none",
-            "makes one token at a time",
-            "set it to none",
-        ),
-        (
             "weight_sync.in_flight",
             in_flight != "keep",
             "keeps no cache over a sync",

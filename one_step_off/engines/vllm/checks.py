@@ -4,7 +4,7 @@ code for. Importing vLLM takes ten seconds, so each check does it only where it 
 from dataclasses import fields
 from typing import Any
 
-from one_step_off.config.errors import ConfigError
+from one_step_off.config.errors import ConfigError, value_error
 from one_step_off.config.packages import is_installed
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.rollout import check_engine_names
@@ -20,6 +20,29 @@ def check_policy(cfg: Config) -> None:
         )
     _check_engine_fields(cfg, "rollout")
     _check_model(cfg, "model.path", cfg.model.path)
+    _check_speculation(cfg)
+
+
+def _check_speculation(cfg: Config) -> None:
+    speculation = cfg.rollout.speculation
+    if speculation == "none":
+        return
+    from one_step_off.models.vision import policy_vision_config
+
+    if speculation == "suffix" and not is_installed("arctic_inference"):
+        raise value_error(
+            "rollout.speculation",
+            speculation,
+            "needs the package arctic-inference, which is not installed; run pip install "
+            "--no-deps arctic-inference, or use ngram",
+        )
+    if policy_vision_config(cfg) is not None:
+        raise value_error(
+            "rollout.speculation",
+            speculation,
+            "vLLM forbids no tokens where it guesses, and a policy that reads images must not "
+            "generate the tokens of images; set it to none",
+        )
 
 
 def check_teachers(cfg: Config) -> None:

@@ -35,6 +35,7 @@ class VllmEngine:
     """
 
     returns_experts = True
+    speculates = True
 
     def __init__(self, cfg: Config, device: str, seed: int = 0, log: str = "") -> None:
         """

@@ -97,25 +97,26 @@ def _speculation_args(cfg: Config, device: str, args: dict[str, Any]) -> dict[st
         method = "ngram_gpu"  # the one with which vLLM schedules ahead
     sequences = args["max_num_seqs"]
     tokens = rollout.speculation_tokens
-    # Guesses by batch size. With such a schedule vLLM pads no row: padding draws random numbers of
-    # a seeded sample, as other rows want it.
-    schedule = [(1, sequences, tokens)]
-    fields: dict[str, Any] = {"per_request_spec_decode_metrics": "summary"}
-    if not is_seeded(rollout, device):
-        fields["additional_config"] = (args.get("additional_config") or {}) | {
-            TRY_SPECULATION: True
-        }
-        if method != "suffix" and sequences > 1:
-            # vLLM captures CUDA graphs for both widths, and the scheduler chooses.
-            schedule = [(1, sequences - 1, tokens), (sequences, sequences, 0)]
-    config = {
+    config: dict[str, Any] = {
         "method": method,
         "num_speculative_tokens": tokens,
-        "num_speculative_tokens_per_batch_size": schedule,
+        # Guesses by batch size. With such a schedule vLLM pads no row: padding would draw random
+        # numbers of a seeded sample where other rows want it.
+        "num_speculative_tokens_per_batch_size": [(1, sequences, tokens)],
     }
-    if rollout.speculation == "ngram":
+    fields = {"per_request_spec_decode_metrics": "summary", "speculative_config": config}
+    if method != "suffix":
         config["prompt_lookup_min"], config["prompt_lookup_max"] = NGRAM_TOKENS
-    return fields | {"speculative_config": config}
+    if is_seeded(rollout, device):
+        # Random numbers of a sample would depend on the responses that ended before.
+        config["suffix_decoding_max_cached_requests"] = 0
+        return fields
+    if method != "suffix" and sequences > 1:
+        # vLLM captures CUDA graphs for both widths, and the scheduler chooses.
+        schedule = [(1, sequences - 1, tokens), (sequences, sequences, 0)]
+        config["num_speculative_tokens_per_batch_size"] = schedule
+    own = args.get("additional_config") or {}
+    return fields | {"additional_config": own | {TRY_SPECULATION: True}}
 
 
 def _routing_args(device: str, additional_config: dict[str, Any]) -> dict[str, Any]:
