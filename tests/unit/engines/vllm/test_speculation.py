@@ -147,8 +147,10 @@ def test_a_scheduler_without_trials_guesses_always(models):
 
 def test_vllms_own_temperatures_are_wrong_on_cpus():
     """When this fails, vLLM sets them itself: `set_temperatures` can go."""
+    from vllm.platforms import current_platform
     from vllm.utils.cpu_triton_utils import _expand_kernel_impl
 
+    current_platform.import_kernels()
     temperatures = torch.tensor([0.25, 0.0, 0.7])
     counts = torch.tensor([2, 3, 3], dtype=torch.int32)
     right = torch.tensor([0.25, 0.25, 1.0])
