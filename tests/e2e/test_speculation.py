@@ -106,10 +106,9 @@ async def check_responses(engine: Any, policy: Policy) -> None:
         assert response.finish_reason == "length"
         policy.check(asked.ids, response)
     guessed, accepted = np.sum([response.guesses for response in made], 0)
-    print("guessed", guessed, "accepted", accepted, "tokens", sum(len(r.ids) for r in made))
     assert 50 < accepted < guessed
     # A seeded sample does not depend on its neighbours.
-    for asked, response in zip(requests, made, strict=True):
+    for asked, response in list(zip(requests, made, strict=True))[:4]:
         alone = await engine.generate(asked)
         assert alone.ids.tolist() == response.ids.tolist()
     greedy = [replace(asked, temperature=0.0) for asked in requests]
@@ -150,9 +149,7 @@ async def check_distribution(engine: Any, policy: Policy) -> None:
     found = policy.distance(ids, responses)
     true_samples = policy.short_responses(ids)
     expected = policy.distance(ids, true_samples)
-    print("distance", found, "of true samples", expected, len(set(true_samples)))
     guessed, accepted = np.sum([response.guesses for response in made], 0)
-    print(guessed, accepted)
     assert len(set(true_samples)) > 20
     assert 0.1 < accepted / guessed < 0.9
     assert found < 1.25 * expected
@@ -175,7 +172,6 @@ async def check_engine(engine: Any, policy: Policy) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_run_trains_on_guessed_tokens(models, tmp_path):
     """Weights arrive in the middle of samples. They stay what they were, so that the trainer's
     log-probs of all tokens are the engine's."""
@@ -200,6 +196,7 @@ def test_a_run_trains_on_guessed_tokens(models, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_guesses_change_no_probability(models, tmp_path, monkeypatch, method):
     from one_step_off.engines.vllm.engine import VllmEngine
