@@ -32,6 +32,8 @@ class Generated:
             read: uint8 or uint16 [tokens, layers, experts per token], of context and answer but the
             last token. A trajectory keeps of each turn those of the tokens that no turn before has
             read.
+        guesses: with `rollout.speculation` how many tokens were guessed and how many of them
+            accepted.
     """
 
     ids: np.ndarray
@@ -42,6 +44,7 @@ class Generated:
     role: str = "assistant"
     train: bool = True
     experts: np.ndarray | None = None
+    guesses: tuple[int, int] | None = None
 
 
 class Generate(Protocol):

@@ -428,6 +428,11 @@ WITHOUT = [
         keys={"rollout.replay_routing": "true"},
     ),
     CommandWithoutCase(
+        "tests/e2e/test_speculation.py trains with guesses",
+        MAIN,
+        keys={"rollout.speculation": "ngram"},
+    ),
+    CommandWithoutCase(
         "needs a run on GPUs; plan_runs reads two runs of the tiny model",
         "one_step_off.plan",
         flags=("--from",),

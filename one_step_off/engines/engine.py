@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 
 from agent_loop.trajectory import Generated
-from one_step_off.config.errors import ConfigError, key_error
+from one_step_off.config.errors import ConfigError, key_error, value_error
 from one_step_off.config.quantization import is_quantized, quantized_keys
 from one_step_off.config.registry import ENGINES, check_name, import_object
 from one_step_off.config.schema import Config
@@ -61,7 +61,8 @@ class Engine(Protocol):
     An engine's class may have a static method `check(cfg)` that raises ConfigError for what the
     engine cannot do. It is called where a run is prepared, before anything is started. It may have
     `returns_experts`: with `rollout.replay_routing` each `Generated` has its experts; and
-    `quantizes`: it knows `rollout.quantization` and `rollout.kv_cache_dtype`. Its engines may have
+    `quantizes`: it knows `rollout.quantization` and `rollout.kv_cache_dtype`; `speculates`: it
+    obeys `rollout.speculation`, and each `Generated` has `guesses`. Its engines may have
     `start_note`: after `start`, a line for the console.
 
     Attributes:
@@ -227,6 +228,13 @@ def check(cfg: Config) -> None:
             quantized_keys(cfg),
             f"rollout.engine={cfg.rollout.engine} quantizes nothing; remove it, or use "
             "rollout.engine=vllm",
+        )
+    if cfg.rollout.speculation != "none" and not getattr(create, "speculates", False):
+        raise value_error(
+            "rollout.speculation",
+            cfg.rollout.speculation,
+            f"rollout.engine={cfg.rollout.engine} guesses no tokens; use rollout.engine=vllm, or "
+            "set this to none",
         )
     if hasattr(create, "check"):
         create.check(cfg)

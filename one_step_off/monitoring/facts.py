@@ -44,6 +44,11 @@ END_PATTERNS = (
         "rollout {tokens_per_s/rollout:,.0f}, trainer {tokens_per_s/trainer:,.0f} while they work",
     ),
     ("tokens/s", "{tokens_per_s/trainer:,.0f} while the trainer works"),
+    (
+        "speculation",
+        "{rollout/accepted_share:.0%} of the guesses accepted, {rollout/accepted_length:.2f} "
+        "tokens per sequence and step",
+    ),
     ("MFU", "rollout {mfu/rollout:.1%}, trainer {mfu/trainer:.1%} of {device} in bf16"),
     (
         "peak memory",

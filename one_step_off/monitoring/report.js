@@ -718,6 +718,9 @@ function drawCurves() {
       line("mean", "response_length/mean"),
       line("longest", "response_length/max"),
     ], { zero: true }),
+    curve("Tokens that a sequence gets per step of its engine (rollout.speculation)", [
+      line("tokens", "rollout/accepted_length"),
+    ], { zero: true }),
     curve("Turns and contexts of an episode", [
       line("turns", "episode/turns"),
       line("segments", "episode/segments"),

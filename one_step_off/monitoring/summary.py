@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 
 from one_step_off.data.episodes import agent_counts, group_by_episode, one_per_episode
-from one_step_off.data.samples import AGENT_ERROR, FAULT_METRICS, Sample
+from one_step_off.data.samples import AGENT_ERROR, FAULT_METRICS, Sample, generated_tokens
 
 Row = dict[str, Any]
-MEDIAN_PREFIXES = ("time/", "tokens_per_s/", "flops_per_s/", "mfu/", "gpu_utilisation/")
+MEDIAN_PREFIXES = (
+    *("time/", "tokens_per_s/", "flops_per_s/", "mfu/", "gpu_utilisation/"),
+    "rollout/accepted_",
+)
 # When a phase began and ended: a median of that says nothing.
 TIMESTAMP_SUFFIXES = ("_begin_s", "_end_s")
 MAX_AVERAGED_STEPS = 5
@@ -34,7 +37,23 @@ def sample_stats(samples: list[Sample]) -> dict[str, float]:
         "samples": len(samples),
     }
     floats = {name: float(value) for name, value in stats.items()}
-    return floats | agent_stats(samples)
+    return floats | agent_stats(samples) | guess_stats(samples)
+
+
+def guess_stats(samples: list[Sample]) -> dict[str, float]:
+    """With `rollout.speculation`: which share of the guesses was accepted, 0 without any; and how
+    many tokens a sequence got per step of its engine. {} without `rollout.speculation`."""
+    guessing = [sample for sample in samples if "guesses" in sample.extra]
+    if not guessing:
+        return {}
+    guessed, accepted = np.sum([sample.extra["guesses"] for sample in guessing], 0)
+    tokens, _, _ = generated_tokens(guessing)
+    # Of the accepted tokens of a last step some come after the end.
+    steps = max(tokens.sum() - accepted, len(guessing))
+    return {
+        "rollout/accepted_share": float(accepted / max(guessed, 1)),
+        "rollout/accepted_length": float(tokens.sum() / steps),
+    }
 
 
 def agent_stats(samples: list[Sample]) -> dict[str, float]:

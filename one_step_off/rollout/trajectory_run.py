@@ -131,11 +131,17 @@ class TrajectoryRun:
                 sample.extra["reward_parts"] = reward.parts
             if self.is_greedy:
                 sample.extra["greedy"] = True
-            sample.extra |= fault
+            sample.extra |= fault | self._guesses()
             if not self.is_trained:  # experts are many bytes, for trainers alone
                 sample.prompt_experts = sample.response_experts = None
             make_plain(sample)
         return samples
+
+    def _guesses(self) -> dict[str, list[int]]:
+        """How many tokens the engine has guessed and accepted, for the sample's `extra`; {} where
+        it guesses none."""
+        counts = [turn.guesses for turn in self.turns if turn.guesses is not None]
+        return {"guesses": [sum(column) for column in zip(*counts, strict=True)]} if counts else {}
 
     async def _reward_of(
         self, trajectory: Trajectory | Episode, samples: list[Sample]

@@ -24,6 +24,7 @@ from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.placement import processes_per_slot
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.data import source_rewards
+from one_step_off.config.sections.rollout import is_seeded
 from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.engines.vllm.processes import kill_engines_of_run
 from one_step_off.rewards.scoring import Scorer
@@ -205,12 +206,11 @@ class PersistentActors:
 
     def _create_rollout_group(self, replicas: list[Any]) -> RolloutGroup:
         cfg = self.cfg
-        seed_samples = cfg.rollout.seed_samples
-        is_seeded = seed_samples == "on" or (seed_samples == "auto" and self.device == "cpu")
+        seeded = is_seeded(cfg.rollout, self.device)
         pool = cfg.placement.roles["rollout"]
         shares_pool = self.slot_share(pool) < 1
         lock = self.pool_locks[pool] if shares_pool else None
-        return RolloutGroup(replicas, cfg, is_seeded, lock, self._restart_replica, self.events)
+        return RolloutGroup(replicas, cfg, seeded, lock, self._restart_replica, self.events)
 
     def _restart_replica(self, index: int) -> Any:
         """End what is left of a failed replica; returns a new one in its slot."""

@@ -36,6 +36,10 @@ ALLOWED_SAMPLING_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "spaces_between_special_tokens": _FLAG,
 }
 
+NO_DRAFT_MODEL = (
+    "the weight sync writes no draft model, which would fall ever further behind the policy"
+)
+
 # Fields of SamplingParams and AsyncEngineArgs that one of our keys sets under another name.
 KEYS_OF_VLLM_FIELDS = {
     "model": "model.path",
@@ -43,13 +47,18 @@ KEYS_OF_VLLM_FIELDS = {
     "seed": "trainer.seed",
     "max_tokens": "data.max_response_length",
     "enable_return_routed_experts": "rollout.replay_routing",
+    "spec_method": "rollout.speculation",
+    "spec_tokens": "rollout.speculation_tokens",
+    "speculative_config": f"rollout.speculation: {NO_DRAFT_MODEL}",
+    "spec_model": f"rollout.speculation: {NO_DRAFT_MODEL}",
     "data_parallel_size": "placement.pools: each replica has tensor_parallel_size of its GPUs",
 }
 
 # Fields of AsyncEngineArgs that the program sets; they are refused whatever their value.
 ENGINE_FIELDS_SET_BY_US = """pipeline_parallel_size prefill_context_parallel_size
     decode_context_parallel_size nnodes device_ids distributed_executor_backend logprobs_mode
-    max_logprobs weight_transfer_config worker_extension_cls worker_cls""".split()
+    max_logprobs weight_transfer_config worker_extension_cls worker_cls
+    per_request_spec_decode_metrics""".split()
 
 # Fields that are refused unless they are off. With them the engine's log-probs would not be the
 # policy's, or the engine would hold another model, or parts of one that the weight sync does not
@@ -57,11 +66,13 @@ ENGINE_FIELDS_SET_BY_US = """pipeline_parallel_size prefill_context_parallel_siz
 UNSAFE_ENGINE_FIELDS = """logits_processors watermark_config diffusion_config
     hf_overrides hf_config_path revision model_class_overrides model_weights code_revision
     quantization_config enable_lora cpu_offload_gb offload_group_size enable_eplb
-    speculative_config spec_method spec_model spec_tokens kv_transfer_config
-    ec_transfer_config kv_offloading_size""".split()
+    kv_transfer_config ec_transfer_config kv_offloading_size""".split()
 
 # A seeded request whose prompt is split crashes vLLM's CPU engine.
 UNSAFE_ENGINE_FIELDS_ON_CPU = ("enable_chunked_prefill", "long_prefill_token_threshold")
+
+MAX_SPECULATION_TOKENS = 31
+"""With more, the tokens of 256 sequences would not fit into a step of an engine."""
 
 
 @dataclass
@@ -97,6 +108,15 @@ class RolloutConfig:
         False,
         "mixtures of experts: the trainer takes the experts that the engine chose for each token, "
         "so that their log-probs agree in bfloat16",
+    )
+    speculation: str = config_key(
+        "none",
+        "guess several tokens of a response and check them in one step, at equal distribution: "
+        "ngram guesses from the sequence itself, suffix also from earlier responses",
+        choices="none ngram suffix",
+    )
+    speculation_tokens: int = config_key(
+        4, "guesses per sequence and step at most", low=1, high=MAX_SPECULATION_TOKENS
     )
     gpu_memory_utilization: float = config_key(
         0.85,
@@ -163,8 +183,22 @@ def key_of_vllm_field(field: str) -> str | None:
     return KEYS_OF_VLLM_FIELDS.get(field)
 
 
+def is_seeded(rollout: RolloutConfig, device: str) -> bool:
+    """Whether each sample has a seed of its own. `device`: "cpu" or "cuda"."""
+    if rollout.seed_samples == "auto":
+        return device == "cpu"
+    return rollout.seed_samples == "on"
+
+
 def check_rollout(rollout: RolloutConfig) -> None:
-    """Check the heartbeats and the samples of evaluation. Raises ConfigError."""
+    """Check the heartbeats, the samples of evaluation and the guesses. Raises ConfigError."""
+    if rollout.speculation != "none" and rollout.replay_routing:
+        raise value_error(
+            "rollout.speculation",
+            rollout.speculation,
+            "experts of tokens that were guessed and rejected are not told from the others; set "
+            "it to none, or rollout.replay_routing=false",
+        )
     heartbeat_s = rollout.heartbeat_s
     if rollout.heartbeat_timeout_s <= heartbeat_s:
         raise value_error(

@@ -4,7 +4,7 @@ code for. Importing vLLM takes ten seconds, so each check does it only where it 
 from dataclasses import fields
 from typing import Any
 
-from one_step_off.config.errors import ConfigError, key_error
+from one_step_off.config.errors import ConfigError, key_error, value_error
 from one_step_off.config.packages import is_installed
 from one_step_off.config.placement import resolved_device
 from one_step_off.config.quantization import has_quantized_weights
@@ -29,6 +29,29 @@ def check_policy(cfg: Config) -> None:
     _check_model(cfg, "model.path", cfg.model.path)
     if has_quantized_weights(cfg):
         _check_quantization(cfg)
+    _check_speculation(cfg)
+
+
+def _check_speculation(cfg: Config) -> None:
+    speculation = cfg.rollout.speculation
+    if speculation == "none":
+        return
+    from one_step_off.models.vision import policy_vision_config
+
+    if speculation == "suffix" and not is_installed("arctic_inference"):
+        raise value_error(
+            "rollout.speculation",
+            speculation,
+            "needs the package arctic-inference, which is not installed; run pip install "
+            "--no-deps arctic-inference, or use ngram",
+        )
+    if policy_vision_config(cfg) is not None:
+        raise value_error(
+            "rollout.speculation",
+            speculation,
+            "vLLM forbids no tokens where it guesses, and a policy that reads images must not "
+            "generate the tokens of images; set it to none",
+        )
 
 
 def check_teachers(cfg: Config) -> None:

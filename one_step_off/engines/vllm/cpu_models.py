@@ -1,8 +1,10 @@
-"""What models of hybrid layers (Qwen3.5, Qwen3-Next) need of vLLM's CPU build, and it lacks.
+"""What vLLM's CPU build lacks: for models of hybrid layers (Qwen3.5, Qwen3-Next), and for
+speculation.
 
-- Their modules import torchvision for images, which the CPU build does not bring along.
+- Hybrid models' modules import torchvision for images, which the CPU build does not bring along.
 - The core of gated delta nets asserts bfloat16. In float32 a plain loop computes it.
 - Prefix caching of their states needs chunked prefill, which `CPU_ENGINE_ARGS` turns off.
+- Speculation samples with temperatures that are never set.
 
 vLLM imports a model's class in three kinds of processes: the one that starts the engine, one that
 only looks at the class, and the worker. `prepare` is called in the first and in the worker. It
@@ -210,7 +212,7 @@ def _advance(
     if inputs.shape[-1] != weight.shape[-1] - 1:
         raise RuntimeError(
             "speculative decoding of gated delta nets needs bfloat16 on CPUs: set "
-            "model.dtype=bfloat16, or no speculative_config"
+            "model.dtype=bfloat16, or rollout.speculation=none"
         )
     before = inputs[slots].masked_fill(begins_anew[:, None, None], 0)
     window = torch.cat([before, mixed_qkv.transpose(1, 2)], -1)
@@ -241,3 +243,57 @@ def _advance(
     )
     states[slots] = after.to(states.dtype)
     return out
+
+
+# --- speculation -----------------------------------------------------------------------------
+
+
+def set_temperatures() -> None:
+    """In a worker on a CPU: replace the function of vLLM 0.32 that gives each guessed token the
+    temperature of its sequence.
+
+    vLLM's writes them into a copy of whole numbers, and drops it: the log-probs of guesses are then
+    0 or NaN, and tokens come from another distribution than the policy's.
+    """
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def expand_batch_to_tokens(
+    x: Tensor,
+    cu_num_tokens: Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> Tensor:
+    """The value of each token's sequence.
+
+    Args:
+        x: [sequences], of any dtype.
+        cu_num_tokens: [sequences], tokens of a sequence and of those before it.
+        num_tokens: of all sequences.
+        replace_from, replace_to: the value that is replaced, and by which.
+
+    Returns:
+        [num_tokens], of the dtype of `x`.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return replaced.repeat_interleave(counts, output_size=num_tokens)
+
+
+def let_guesses_reach_the_end(runner: Any) -> None:
+    """Let vLLM 0.32's first model runner guess up to the end of the longest sequence.
+
+    It has the limit of a draft model also where there is none: as soon as one sequence comes near
+    the end, every sequence gets the token 0 as its guesses. Random numbers of a seeded sample
+    would depend on its neighbours in the batch.
+
+    Args:
+        runner: of a worker; the second one has no such limit.
+    """
+    if hasattr(runner, "effective_drafter_max_model_len"):
+        runner.effective_drafter_max_model_len = sys.maxsize

@@ -36,6 +36,7 @@ class VllmEngine:
 
     returns_experts = True
     quantizes = True
+    speculates = True
 
     def __init__(self, cfg: Config, device: str, seed: int = 0, log: str = "") -> None:
         """
@@ -89,6 +90,8 @@ class VllmEngine:
         if self.cfg.rollout.replay_routing:
             notes = (self.start_note, experts_note(self.cfg, self.llm.vllm_config.model_config))
             self.start_note = "; ".join(filter(None, notes))
+        if self.cfg.rollout.speculation != "none":
+            await self.call_workers("let_guesses_reach_the_end")
         self.max_sequences = self.llm.vllm_config.scheduler_config.max_num_seqs
         self.own_processes = engine_processes()
 
@@ -340,4 +343,10 @@ def generated_tokens(output: Any) -> Generated:
         log_probs = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
     if len(log_probs) != len(tokens):
         raise RuntimeError(f"the engine gave {len(log_probs)} log-probs for {len(tokens)} tokens")
-    return Generated(tokens, log_probs, versions, attempt, str(completion.finish_reason))
+    guesses = None
+    counts = completion.spec_decode_metrics
+    if counts is not None:
+        accepted = sum(size * times for size, times in enumerate(counts.histogram))
+        guesses = (counts.num_draft_tokens, accepted)
+    reason = str(completion.finish_reason)
+    return Generated(tokens, log_probs, versions, attempt, reason, guesses=guesses)

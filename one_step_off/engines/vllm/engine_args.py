@@ -7,6 +7,7 @@ from one_step_off.config.lora_checks import engine_rank, sends_adapters
 from one_step_off.config.placement import device_share
 from one_step_off.config.quantization import has_quantized_weights
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.rollout import is_seeded
 
 MAX_SEQUENCES = {"cpu": 256, "cuda": 512}
 """Sequences that an engine works on at once, by device, unless `rollout.engine_kwargs` has another
@@ -27,6 +28,12 @@ ADAPTER_EXTENSION = "one_step_off.engines.vllm.adapter_extension.AdapterWorkerEx
 RETURN_EXPERTS = "one_step_off.return_experts"
 """In vLLM's `additional_config`: give the experts of each token, on CPUs. vLLM's own argument is
 refused where its second model runner does not work."""
+
+TRY_SPECULATION = "one_step_off.try_speculation"
+"""In vLLM's `additional_config`: the scheduler measures whether guesses pay."""
+
+NGRAM_TOKENS = (2, 4)
+"""The fewest and most tokens at the end of a sequence that must have come before."""
 
 MAX_BATCHED_TOKENS = 8192
 """Tokens of one engine step. vLLM's default for an engine in a program is 2048, in which long
@@ -79,7 +86,41 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
     args |= adapter_args(cfg) | cfg.rollout.engine_kwargs
     if cfg.rollout.replay_routing:
         args |= _routing_args(device, args.get("additional_config") or {})
+    args |= _speculation_args(cfg, device, args)
     return args
+
+
+def _speculation_args(cfg: Config, device: str, args: dict[str, Any]) -> dict[str, Any]:
+    """The fields with which an engine guesses tokens and checks them, see `speculation`; {} where
+    it does not. `args`: the others."""
+    rollout = cfg.rollout
+    if rollout.speculation == "none":
+        return {}
+    method = rollout.speculation
+    if method == "ngram" and device == "cuda":
+        method = "ngram_gpu"  # the one with which vLLM schedules ahead
+    sequences = args["max_num_seqs"]
+    tokens = rollout.speculation_tokens
+    config: dict[str, Any] = {
+        "method": method,
+        "num_speculative_tokens": tokens,
+        # Guesses by batch size. With such a schedule vLLM pads no row: padding would draw random
+        # numbers of a seeded sample where other rows want it.
+        "num_speculative_tokens_per_batch_size": [(1, sequences, tokens)],
+    }
+    fields = {"per_request_spec_decode_metrics": "summary", "speculative_config": config}
+    if method != "suffix":
+        config["prompt_lookup_min"], config["prompt_lookup_max"] = NGRAM_TOKENS
+    if is_seeded(rollout, device):
+        # Random numbers of a sample would depend on the responses that ended before.
+        config["suffix_decoding_max_cached_requests"] = 0
+        return fields
+    if method != "suffix" and sequences > 1:
+        # vLLM captures CUDA graphs for both widths, and the scheduler chooses.
+        schedule = [(1, sequences - 1, tokens), (sequences, sequences, 0)]
+        config["num_speculative_tokens_per_batch_size"] = schedule
+    own = args.get("additional_config") or {}
+    return fields | {"additional_config": own | {TRY_SPECULATION: True}}
 
 
 def _routing_args(device: str, additional_config: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -31,8 +32,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import DraftTokenIds
 
-from one_step_off.engines.vllm.engine_args import RETURN_EXPERTS
+from one_step_off.engines.vllm.engine_args import RETURN_EXPERTS, TRY_SPECULATION
+from one_step_off.engines.vllm.speculation import SpeculationTrials
+
+logger = init_logger("vllm.one_step_off")  # below "vllm", so that its messages are shown
 
 COLUMN = "log_prob_column"
 """The key under which a request asks for its log-probs as a column, in SamplingParams.extra_args,
@@ -168,13 +173,24 @@ class ReplicaScheduler(LogProbColumns):
 
     Most rows of a step are plain: one token is added, and neither the response nor a block ends.
     They are done here, in a few statements; vLLM's own method, which looks at whatever a row may
-    need, does the others.
+    need, does the others. With `rollout.speculation` no row is plain.
     """
+
+    speculation: SpeculationTrials | None = None
+    """None: the engine guesses nothing, or always."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if RETURN_EXPERTS in self.vllm_config.additional_config:
             self.aux_output_connector = AuxOutputSchedulerConnector()
+        if TRY_SPECULATION in self.vllm_config.additional_config:
+            self.speculation = SpeculationTrials(
+                self.num_spec_tokens, self.max_num_running_reqs, logger.info
+            )
+            # It guesses as many tokens for a batch of any size, or fails.
+            self.drops_guesses = self.vllm_config.speculative_config.method == "suffix"
+            if not self.drops_guesses:
+                self.dynamic_sd_lookup = self.speculation.guesses_by_rows
         self.attention: Any = BlockEdges.use_in(self)
         self.has_plain_rows = (
             self.attention is not None
@@ -327,10 +343,35 @@ class ReplicaScheduler(LogProbColumns):
             if self.use_v2_model_runner:
                 row.next_decode_eligible_step = next_step
 
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Pause or resume."""
+        super().set_pause_state(pause_state)
+        if self.speculation is not None:
+            self.speculation.interrupt()
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Take the guesses for the next step, where they pay."""
+        if self.speculation is not None and self.drops_guesses:
+            rows = len(draft_token_ids.req_ids)
+            if not self.speculation.guesses_by_rows[rows]:
+                nothing: list[list[int]] = [[] for _ in range(rows)]
+                draft_token_ids = DraftTokenIds(draft_token_ids.req_ids, nothing)
+        super().update_draft_token_ids(draft_token_ids)
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """What vLLM's own method returns; the plain rows come after the others."""
-        made = model_runner_output
-        if made.logprobs is None or not made.sampled_token_ids or made.num_nans_in_logits:
+        outputs = self._update_from_output(scheduler_output, model_runner_output)
+        if self.speculation is not None:
+            scheduled = scheduler_output.num_scheduled_tokens
+            guesses = scheduler_output.scheduled_spec_decode_tokens.values()
+            tokens = sum(map(len, model_runner_output.sampled_token_ids))
+            is_decoding = sum(scheduled.values()) == len(scheduled) + sum(map(len, guesses))
+            self.speculation.end_step(len(scheduled), tokens, is_decoding, bool(self.running))
+        return outputs
+
+    def _update_from_output(self, scheduler_output: Any, made: Any) -> dict[int, Any]:
+        is_special = made.logprobs is None or not made.sampled_token_ids or made.num_nans_in_logits
+        if is_special or not self.has_plain_rows:
             return super().update_from_output(scheduler_output, made)
         others, plain = self._append_to_plain_rows(scheduler_output, made)
         rest = copy.copy(scheduler_output)

@@ -269,6 +269,10 @@ class SyncWorkerExtension:
         given = self.vllm_config.cache_config.kv_cache_memory_bytes
         return given or self.available_kv_cache_memory_bytes
 
+    def let_guesses_reach_the_end(self) -> None:
+        """See `cpu_models`; called once with `rollout.speculation`, before the first request."""
+        cpu_models.let_guesses_reach_the_end(self.model_runner)
+
     def learn_shards(self, shapes: dict[str, Any], expects_deltas: bool) -> dict[str, Any]:
         """What this worker keeps of every tensor; see `OneStepOffTransferEngine.learn_shards`."""
         return self.weight_transfer_engine.learn_shards(shapes, expects_deltas)
@@ -302,4 +306,5 @@ class SyncWorkerExtension:
 
 bind_rendezvous_to_its_host()
 cpu_models.prepare()
+cpu_models.set_temperatures()
 WeightTransferEngineFactory.register_engine("one_step_off", OneStepOffTransferEngine)

@@ -23,6 +23,7 @@ from one_step_off.config.placement import (
     resolved_device,
 )
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.rollout import is_seeded
 from one_step_off.engines.vllm.engine_args import MAX_SEQUENCES
 from one_step_off.monitoring.console import quiet_libraries
 from one_step_off.runtime.validation import validate
@@ -264,9 +265,7 @@ def _has_static_routing(cfg: Config) -> bool:
     rollout = cfg.rollout
     if rollout.routing != "auto":
         return rollout.routing == "static"
-    if rollout.seed_samples == "auto":
-        return resolved_device(cfg) == "cpu"
-    return rollout.seed_samples == "on"
+    return is_seeded(rollout, resolved_device(cfg))
 
 
 def report(work: Work, assumptions: list[str], results: list[Simulated]) -> None:

@@ -336,7 +336,18 @@ BAD = [
     ),
     (
         ["rollout.engine_kwargs.speculative_config={method: ngram}"],
-        ["speculative_config=", "would miss a part", "remove it"],
+        ["speculative_config=", "use rollout.speculation", "no draft model"],
+    ),
+    (
+        ["rollout.engine_kwargs.spec_model=a/model"],
+        ["spec_model=a/model", "use rollout.speculation", "behind the policy"],
+    ),
+    (["rollout.engine_kwargs.spec_tokens=3"], ["use rollout.speculation_tokens"]),
+    (["rollout.speculation=draft"], ["rollout.speculation=draft", "none, ngram, suffix"]),
+    (["rollout.speculation_tokens=32"], ["rollout.speculation_tokens=32"]),
+    (
+        ["rollout.speculation=ngram", "rollout.replay_routing=true"],
+        ["rollout.speculation=ngram", "set it to none"],
     ),
     (
         ["rollout.engine_kwargs.hf_overrides={rope_theta: 1}"],

@@ -124,6 +124,15 @@ def test_quantized_rollouts_need_an_engine_that_knows_them(
         seam.check(cfg)
 
 
+@pytest.mark.parametrize("spec", [OWN, "transformers"])
+def test_speculation_needs_an_engine_that_guesses(spec: str, folder: Path) -> None:
+    cfg = Config()
+    cfg.rollout.engine = spec
+    cfg.rollout.speculation = "ngram"
+    with pytest.raises(ConfigError, match=f"^rollout.speculation='?ngram.*{spec} guesses no"):
+        seam.check(cfg)
+
+
 def test_external_agents_need_an_engine_that_serves_them(folder: Path) -> None:
     cfg = Config()
     seam.check_agents(cfg, "external")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -234,3 +235,32 @@ def test_a_reward_worker_learns_the_source_and_gets_columns_where_a_source_has_a
     run = TrajectoryRun(replica_of(cfg), make_prompt(source="a", extra={"level": 3}), 0, UNSEEDED)
     item = run._reward_item("x")
     assert (item.source, item.extra_info) == ("a", {"level": 3})
+
+
+class TwoTurns(AgentLoop):
+    """Two turns, with nothing between them."""
+
+    async def run(self, prompt, generate, score, limits):
+        trajectory = Trajectory(prompt.ids, limits)
+        await trajectory.generate(generate)
+        await trajectory.generate(generate)
+        return trajectory
+
+
+def test_the_guesses_of_all_turns_are_counted(tmp_path):
+    cfg = Config()
+    cfg.agent.loop = f"{__name__}:TwoTurns"
+    cfg.agent.max_turns = 2
+    replica = replica_of(cfg)
+    own = replica._generate
+    counts = iter([(5, 2), (3, 0)])
+
+    async def generate(*args):
+        return replace(await own(*args), guesses=next(counts))
+
+    replica._generate = generate
+    sample = sample_of(replica)
+    assert sample.extra["guesses"] == [8, 2]
+    write_samples([sample], tmp_path)
+    (copy,) = read_samples(tmp_path)
+    assert copy.extra == sample.extra

@@ -30,6 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
+from one_step_off.engines.vllm.engine_args import TRY_SPECULATION
 from one_step_off.engines.vllm.schedulers import COLUMN, column_of
 
 BLOCK_TOKENS = 4
@@ -51,6 +52,8 @@ class Scene:
         has_stats: the scheduler notes when each request was queued and scheduled.
         is_second_runner: it works for vLLM's second model runner, as on GPUs.
         has_states: half of the layers keep a state in place of keys and values.
+        tries: it measures whether drafts pay.
+        method: of the drafts.
     """
 
     is_async: bool = True
@@ -62,6 +65,8 @@ class Scene:
     has_stats: bool = False
     is_second_runner: bool = False
     has_states: bool = False
+    tries: bool = False
+    method: str = "ngram"
 
 
 def make_scheduler(scheduler: Any, model: str, scene: Scene) -> Any:
@@ -80,6 +85,9 @@ def make_scheduler(scheduler: Any, model: str, scene: Scene) -> Any:
     ).create_engine_config()
     config.scheduler_config.async_scheduling = scene.is_async
     config.cache_config.num_gpu_blocks = scene.blocks
+    if scene.tries:
+        config.additional_config[TRY_SPECULATION] = True
+        config.speculative_config.method = scene.method
     spec = FullAttentionSpec(BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer"], spec)]
     if scene.has_states:
@@ -320,7 +328,8 @@ class Drive:
                 self.read(answer)
         if self.scene.drafts:
             names = [name for name in output.req_ids if name in self.scheduler.requests]
-            drafts = [[1] * self.random.randint(0, self.scene.drafts) for _ in names]
+            most = scheduled.num_spec_tokens_to_schedule
+            drafts = [[1] * self.random.randint(0, most) for _ in names]
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def read(self, answer: Any) -> None:

@@ -32,6 +32,7 @@ class RecordingEngine:
             logprobs=log_probs,
             finish_reason="length",
             weight_versions=[SimpleNamespace(version="0.1", start=0, end=1)],
+            spec_decode_metrics=None,
         )
         yield SimpleNamespace(outputs=[completion], prompt_logprobs=rows, kv_transfer_params=None)
 

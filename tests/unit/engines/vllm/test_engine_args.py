@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from one_step_off.config.schema import Config
-from one_step_off.engines.vllm.engine_args import RETURN_EXPERTS, engine_args
+from one_step_off.engines.vllm.engine_args import RETURN_EXPERTS, TRY_SPECULATION, engine_args
 from tests.conftest import tiny_config
 
 
@@ -125,3 +125,48 @@ def test_experts_are_asked_for_by_vllms_argument_or_on_cpus_by_ours():
     cfg.rollout.engine_kwargs = {"additional_config": {"mine": 1}}
     assert engine_args(cfg, "cpu")["additional_config"] == {"mine": 1, RETURN_EXPERTS: True}
     assert engine_args(cfg, "cuda")["additional_config"] == {"mine": 1}
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("seeded", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_guesses(models, method, seeded, device):
+    """Seeded samples depend on nothing but themselves. Others are made as it pays."""
+    from vllm import AsyncEngineArgs
+
+    settings = {"rollout.speculation": method, "rollout.speculation_tokens": 5}
+    settings["rollout.seed_samples"] = "on" if seeded else "off"
+    cfg = tiny_config(models(), "", **settings)
+    cfg.rollout.engine_kwargs = {"max_num_seqs": 7, "additional_config": {"a": 1}}
+    args = engine_args(cfg, device)
+    AsyncEngineArgs(**args)
+    made = args["speculative_config"]
+    names = {"ngram": {"cpu": "ngram", "cuda": "ngram_gpu"}}
+    assert made["method"] == names.get(method, {}).get(device, method)
+    assert made["num_speculative_tokens"] == 5
+    assert (TRY_SPECULATION in args["additional_config"]) == (not seeded)
+    assert args["additional_config"]["a"] == 1, "the user's own"
+    widths = {tokens for _, _, tokens in made["num_speculative_tokens_per_batch_size"]}
+    assert widths == ({5} if seeded or method == "suffix" else {0, 5})
+    assert made.get("suffix_decoding_max_cached_requests") == (0 if seeded else None)
+
+
+def test_vllm_guesses_as_many_tokens_as_the_schedule_says(models, monkeypatch):
+    """Both widths are in it, for which vLLM's second runner captures CUDA graphs."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    from one_step_off.runtime.process_env import ENGINE_ENV
+
+    for name, value in ENGINE_ENV["cpu"].items():
+        monkeypatch.setenv(name, value)
+    cfg = tiny_config(
+        models(), "", **{"rollout.speculation": "ngram", "rollout.seed_samples": "off"}
+    )
+    made = AsyncEngineArgs(**engine_args(cfg, "cpu")).create_engine_config()
+    schedule = made.speculative_config.num_speculative_tokens_per_batch_size
+    lookup = build_dynamic_sd_schedule_lookup(schedule, 256, made.num_speculative_tokens)
+    assert lookup[1:] == [4] * 255 + [0]
+    assert made.observability_config.per_request_spec_decode_metrics == "summary"
+    plain = AsyncEngineArgs(**engine_args(tiny_config(models(), ""), "cpu")).create_engine_config()
+    assert plain.speculative_config is None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from one_step_off.config.schema import Config
 from one_step_off.engines.engine import GenerationRequest
@@ -74,6 +75,16 @@ def test_log_probs_are_read_from_the_column_or_from_vllms_lists(flat, column):
 def test_a_token_without_a_log_prob_is_refused(flat, column):
     with pytest.raises(RuntimeError, match="log-probs for 3 tokens"):
         generated_tokens(last_output(flat, column))
+
+
+def test_guesses_are_counted():
+    output = last_output([-0.5, -1.25, -0.75], None)
+    assert generated_tokens(output).guesses is None
+    counts = RequestSpecDecodeMetrics.new(4)
+    for guessed, accepted in [(4, 0), (4, 3), (2, 2)]:
+        counts.observe(guessed, accepted)
+    output.outputs[0].spec_decode_metrics = counts
+    assert generated_tokens(output).guesses == (10, 5)
 
 
 @pytest.mark.parametrize("tokens", [None, 0, 2, 4])

@@ -71,6 +71,7 @@ class RunningEngine(VllmEngine):
         completion = types.SimpleNamespace(
             token_ids=[4],
             weight_versions=[types.SimpleNamespace(version="0.1", start=0, end=1)],
+            spec_decode_metrics=None,
             logprobs=types.SimpleNamespace(logprobs=[-1.0]),
             finish_reason="stop",
         )
@@ -146,6 +147,14 @@ def test_roles_without_eyes_are_named(model, role):
     cfg.placement.roles[role] = "actor"
     with pytest.raises(ConfigError, match=rf"^placement.roles.{role}=actor: .* reads images"):
         check_models(cfg, 128)
+
+
+def test_speculation_is_refused(model):
+    cfg = Config()
+    cfg.model.path = model
+    cfg.rollout.speculation = "ngram"
+    with pytest.raises(ConfigError, match="vLLM forbids no tokens where it guesses"):
+        checks.check_policy(cfg)
 
 
 def test_a_venv_without_torchvision_is_named(model, monkeypatch):
