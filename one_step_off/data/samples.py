@@ -183,6 +183,8 @@ class Batch:
         episodes: int64 [B], see `episode_numbers`: set where a batch travels without its samples'
             extras. None: the extras say it.
         images: of the prompts that have some; set where a batch is sent to a role's ranks.
+        prefixes: of the samples, see `algorithms/shared_prefixes`: set where a batch is sent to
+            ranks without the tokens of all samples, and these share prefixes.
         dropped: samples that `drop` took out.
         greedy: the greedy responses, once they are baselines: generated and never trained on.
         notes: further entries of the step's row in ledger.jsonl.
@@ -207,6 +209,7 @@ class Batch:
     prob_squares: list[np.ndarray] | None = None
     episodes: np.ndarray | None = None
     images: dict[PromptId, tuple[bytes, ...]] = field(default_factory=dict)
+    prefixes: np.ndarray | None = None
     dropped: list[Sample] = field(default_factory=list)
     greedy: list[Sample] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)

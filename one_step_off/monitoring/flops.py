@@ -20,6 +20,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch
 from one_step_off.data.token_work import TokenWork, generation_work, pass_work, replaced_work
 from one_step_off.models.adapted_layers import EXPERTS
+from one_step_off.models.experts import expert_share
 
 Metrics = dict[str, float | None]
 
@@ -44,9 +45,6 @@ PEAK_TFLOPS = (
     ({"A30"}, 165),
     ({"A10"}, 125),
 )
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Config names of the number of experts in a layer, of which each token passes some."""
-
 FIRST_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 """The layers that read the embedding. Under adapters no gradient passes back through them."""
 
@@ -113,8 +111,8 @@ def shape_of(
     width = _attention_width(text_config)
     layer_types = getattr(text_config, "layer_types", None) or ()
     has_state = any("attention" not in kind or "linear" in kind for kind in layer_types)
-    expert_share = _expert_share(text_config)
-    if width is None or has_state or expert_share is None:
+    share_of_experts = expert_share(text_config)
+    if width is None or has_state or share_of_experts is None:
         return None
     modules = dict(model.named_modules())
     head = model.get_output_embeddings() or getattr(model, "score", None)
@@ -127,7 +125,7 @@ def shape_of(
         if is_embedding or module is head or parameter.ndim < 2:
             continue
         is_expert = EXPERTS in name.split(".")
-        params += parameter.numel() * (expert_share if is_expert else 1)
+        params += parameter.numel() * (share_of_experts if is_expert else 1)
     adapter_params, first_params = 0, 0
     first_layer = next((name for name in modules if name.endswith(".0")), "")
     for name in lora_layers:
@@ -155,17 +153,6 @@ def _attention_width(text_config: Any) -> float | None:
     if key_size and value_size:
         return heads * (key_size + value_size) / 2
     return heads * (getattr(text_config, "head_dim", None) or hidden_size // heads)
-
-
-def _expert_share(text_config: Any) -> float | None:
-    """The share of a layer's experts that one token passes; 1 for a dense model, None where the
-    config does not say it."""
-    counts = [getattr(text_config, name, None) for name in EXPERT_COUNTS]
-    count = next((count for count in counts if count), None)
-    if count is None:
-        return 1.0
-    chosen = getattr(text_config, "num_experts_per_tok", None)
-    return chosen / count if chosen else None
 
 
 @dataclass
