@@ -63,18 +63,20 @@ def rule_of(
 ) -> SharingRule | None:
     """The rule by which a role shares prefixes; None: it computes every sequence alone.
 
-    So do models with a state or with a mask of their own, replayed routers (each sample has its own
-    choice of experts for the prompt), `packing=off`, and GPUs where no kernel packs sequences.
+    So do models with a state or with a mask of their own; replayed routers, for which each sample
+    has its own experts of the prompt; the load-balancing loss of experts, which depends on what
+    else is in a micro-batch; `packing=off`; and GPUs where no kernel packs sequences.
 
     Args:
         model: may be empty.
         choice: the role's attention.
     """
     role_config = role_settings(cfg, role)
-    is_taught = choice.implementation in (PACKED, CAUSAL) and not has_state_layers(model.config)
+    takes_rows = choice.implementation in (PACKED, CAUSAL) and not has_state_layers(model.config)
     is_fast = choice.kernel not in ("", PER_SEQUENCE) or device.type == "cpu"
-    is_replayed = role == "actor" and cfg.rollout.replay_routing
-    if role_config.packing == "off" or is_replayed or not (is_taught and is_fast):
+    has_routing = role == "actor" and cfg.rollout.replay_routing
+    has_routing = has_routing or getattr(model.config, "output_router_logits", False)
+    if role_config.packing == "off" or has_routing or not (takes_rows and is_fast):
         return None
     rates = RATES[device.type]
     text_config = model.config.get_text_config()
