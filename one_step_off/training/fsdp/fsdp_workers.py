@@ -72,18 +72,22 @@ class FsdpBackend(ModelWorker):
         forbidden = self.model.forbidden_tokens  # stand for images that are not there
         entries = np.setdiff1d(np.arange(WARM_UP_ENTRIES), forbidden)
         sequences = [entries[np.arange(length) % len(entries)]] * count
-        layout = self._lay_out(sequences, [np.arange(1, length)] * count)
-        item = WorkItem(layout, lengths=[length] * count)
+        wanted = [np.arange(1, length)] * count
+        layouts = [self._lay_out(sequences, wanted)]
+        if self.batch_share.sharing is not None and count > 1:
+            halves = np.array([[0, length // 2]] * count)
+            layouts.append(self._lay_out(sequences, wanted, rows=halves))
+        items = [WorkItem(layout, lengths=[length] * count) for layout in layouts]
 
-        def run(figure: Figure) -> Tensor:
+        def run(item: WorkItem, figure: Figure) -> Tensor:
             outputs, figures = self._forward(item.layout, self.temperature, figure)
             return outputs.sum() if figures is None else outputs.sum() + figures.sum()
 
         timer = PhaseTimer(self.device)
         with torch.no_grad():
-            self._run_micro_batches([item], lambda _: run("none"), timer)
+            self._run_micro_batches(items, lambda item: run(item, "none"), timer)
         if isinstance(self.role_config, TrainedConfig):
-            self._run_micro_batches([item], lambda _: run(self.trained_figure), timer)
+            self._run_micro_batches(items, lambda item: run(item, self.trained_figure), timer)
             self._zero_grad()
             self.routing.counts.zero_()
 
