@@ -5,8 +5,8 @@
 
 One rank of the FSDP2 back end in this process, on a GPU where there is one, else on one core of a
 CPU. A shape is the tokens of the prompt x those of each response, all random. The arms alternate:
-every sample alone; shared, whatever the cost rule says. `--model 135m` has the shape of SmolLM2-135M
-with random weights. Writes result.json and result.md into DIR.
+every sample alone; shared, whatever the cost rule says. `--model 135m` has the shape of
+SmolLM2-135M with random weights. Writes result.json and result.md into DIR.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ class SharingRule:
 
 
 def find_prefixes(groups: Sequence[Hashable], sequences: Sequence[np.ndarray]) -> Prefixes:
-    """The families of sequences, chosen so that their prefixes save the most tokens (or nearly, where
-    one sequence is the beginning of another): every sequence is in one family. A sequence has at
-    least one token that is not of the prefix.
+    """The families of sequences: every sequence is in one. They are chosen so that their prefixes
+    save the most tokens, or nearly, where one sequence is the beginning of another. A sequence has
+    at least one token that is not of the prefix.
 
     Args:
         groups: of each sequence; a family lies within a group.

@@ -3,7 +3,8 @@
 Model FLOPs are counted as in PaLM (appendix B, arXiv:2204.02311): 6N per trained token, a third of
 it per token of a forward pass, and the attention of a sequence of T tokens on top, 12 * layers *
 (heads * head size) * T per trained token. Every pair of tokens counts, also those that a causal
-mask or a window hides. The head counts where logits are computed: at the trained tokens, and at the
+mask or a window hides. A token that is computed once for several sequences with the same prefix
+counts once, its pairs for each of them; tokens/s counts it for each. The head counts where logits are computed: at the trained tokens, and at the
 generated ones. Experts count with the share that a token passes. What is computed twice (activation
 checkpointing) and padding do not count: this is utilization of the model's FLOPs. With LoRA the
 weights have no gradients, so they count as two forward passes instead of three, and the adapters'
@@ -175,6 +176,7 @@ class Meter:
         generate_s: float,
         update_s: float,
         step_s: float,
+        shared: float = 0.0,
     ) -> Metrics:
         """The metrics of one step. Each group's rates are over the time in which it worked;
         `mfu/..._of_step` over the whole step. While the critic warms up alone the actor's update
@@ -183,6 +185,8 @@ class Meter:
         Args:
             generate_s, update_s, step_s: seconds of the generation, of the actor's update and of
                 the step.
+            shared: the share of the trainer's tokens that were not computed, because others have
+                the same prefix.
         """
         trains_actor = batch.step >= self.cfg.trainer.critic_warmup
         epochs = self.cfg.actor.ppo_epochs if trains_actor else 0
@@ -190,7 +194,7 @@ class Meter:
         work = generation_work(batch.samples + others)
         work = work.plus(replaced_work(batch.samples + others))
         metrics: Metrics = {"tokens_per_s/rollout": _rate(work.head_tokens, generate_s)}
-        metrics |= self._trainer_metrics(batch, epochs, update_s, step_s)
+        metrics |= self._trainer_metrics(batch, epochs, update_s, step_s, shared)
         if self.shape is not None:
             flops = self.shape.forward_flops(work)
             metrics |= self._utilization("rollout", "rollout", flops, generate_s, step_s)
@@ -202,7 +206,7 @@ class Meter:
         return self._trainer_metrics(batch, 1, update_s, step_s)
 
     def _trainer_metrics(
-        self, batch: Batch, epochs: int, update_s: float, step_s: float
+        self, batch: Batch, epochs: int, update_s: float, step_s: float, shared: float = 0.0
     ) -> Metrics:
         lengths = [sample.length for sample in batch.samples]
         metrics: Metrics = {"tokens_per_s/trainer": _rate(sum(lengths) * epochs, update_s)}
@@ -210,7 +214,9 @@ class Meter:
             return metrics
         trained = sum(int(np.count_nonzero(sample.loss_mask)) for sample in batch.samples)
         has_adapters = bool(self.cfg.model.lora_rank)
-        flops = epochs * self.shape.train_flops(pass_work(lengths, trained), has_adapters)
+        work = pass_work(lengths, trained)
+        work = work._replace(tokens=work.tokens * (1 - shared))
+        flops = epochs * self.shape.train_flops(work, has_adapters)
         return metrics | self._utilization("trainer", "actor", flops, update_s, step_s)
 
     def _utilization(

@@ -53,7 +53,7 @@ def most_tokens(sequences: list[np.ndarray]) -> int:
 @given(groups_of_sequences(), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_families_have_a_common_prefix_and_save_the_most_tokens(drawn, is_ended):
-    """The most, where each sequence has an end of its own and so is not the beginning of another."""
+    """The most, where each sequence has an end of its own: none is the beginning of another."""
     groups, sequences = drawn
     if is_ended:
         sequences = [np.append(sequence, 10 + i) for i, sequence in enumerate(sequences)]
