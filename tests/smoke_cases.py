@@ -344,6 +344,7 @@ BENCHMARKS = [
         "optimizers",
         *"--repeats 1 --optimizers adamw,muon --model tiny:qwen2 --layers 1".split(),
     ),
+    benchmark("shared_prefix", "--repeats", "1", "--shapes", "64x8", "--n", "4"),
     benchmark("lora", "--model", "tiny", "--repeats", "1"),
 ]
 
