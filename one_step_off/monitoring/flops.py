@@ -4,11 +4,11 @@ Model FLOPs are counted as in PaLM (appendix B, arXiv:2204.02311): 6N per traine
 it per token of a forward pass, and the attention of a sequence of T tokens on top, 12 * layers *
 (heads * head size) * T per trained token. Every pair of tokens counts, also those that a causal
 mask or a window hides. A token that is computed once for several sequences with the same prefix
-counts once, its pairs for each of them; tokens/s counts it for each. The head counts where logits are computed: at the trained tokens, and at the
-generated ones. Experts count with the share that a token passes. What is computed twice (activation
-checkpointing) and padding do not count: this is utilization of the model's FLOPs. With LoRA the
-weights have no gradients, so they count as two forward passes instead of three, and the adapters'
-own come on top.
+counts once, but its pairs and its part of tokens/s for each of them. The head counts where logits
+are computed: at the trained tokens, and at the generated ones. Experts count with the share that a
+token passes. What is computed twice (activation checkpointing) and padding do not count: this is
+utilization of the model's FLOPs. With LoRA the weights have no gradients, so they count as two
+forward passes instead of three, and the adapters' own come on top.
 """
 
 from dataclasses import dataclass
