@@ -85,12 +85,11 @@ def measure(worker: Any, batch: Batch, repeats: int) -> dict[str, Any]:
     result: dict[str, Any] = {"rule": "shared" if rows[:, 1].any() else "plain"}
     lengths = np.array([sample.length for sample in batch.samples])
     prefixes = prefixes_of(batch.samples)
-    plain, shared = 0.0, 0.0
-    for own, prefix in families_of(prefixes):
-        plain += rule.plain_cost(lengths[own])
-        shared += rule.shared_cost(lengths[own], prefix)
-    result["predicted"] = shared / plain
-    result["predicted_saving_flops"] = plain - shared
+    plain = rule.plain_cost(lengths).sum()
+    shared = rule.rest_cost(lengths, prefixes[:, 1]).sum()
+    shared += sum(rule.plain_cost(prefix) for _, prefix in families_of(prefixes))
+    result["predicted"] = float(shared / plain)
+    result["predicted_saving_flops"] = float(plain - shared)
     for call, arms_of_call in seconds.items():
         for arm, values in arms_of_call.items():
             result[f"{call}_{arm}_s"] = statistics.median(values)

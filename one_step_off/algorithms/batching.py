@@ -210,66 +210,68 @@ def rows_that_pay(
         shares: over how many ranks the rows will be divided.
     """
     tokens = np.asarray(lengths, np.int64)
-    families = families_of(prefixes)
-    largest = max((len(own) for own, _ in families), default=1)
-    chosen = _cut_families(tokens, families, rule, 1)
+    chosen = np.column_stack([np.arange(len(tokens)), np.zeros(len(tokens), np.int64)])
+    if not prefixes[:, 1].any():
+        return chosen
+    _, families, members = np.unique(prefixes[:, 0], return_inverse=True, return_counts=True)
+    most = int(members.max())
+    if shares == 1:
+        return _cut_families(tokens, families, prefixes[:, 1], rule, most)
     least = _work_of_slowest(tokens, chosen, rule, shares)
-    members = largest
-    while members > 1:
-        rows = _cut_families(tokens, families, rule, members)
+    while most > 1:
+        rows = _cut_families(tokens, families, prefixes[:, 1], rule, most)
         if not rows[:, 1].any():
             break  # and smaller ones would pay less
         work = _work_of_slowest(tokens, rows, rule, shares)
         if work < least:
             chosen, least = rows, work
-        if shares == 1:
-            break  # nothing to balance
-        members = -(-members // 2)
+        most = _divide_up(most, 2)
     return chosen
 
 
 def _cut_families(
-    lengths: np.ndarray, families: list[tuple[np.ndarray, int]], rule: SharingRule, most: int
+    tokens: np.ndarray, families: np.ndarray, prefixes: np.ndarray, rule: SharingRule, most: int
 ) -> Prefixes:
-    """Rows of up to `most` sequences and `rule.row_tokens` tokens; plain where one does not pay."""
-    rows = np.zeros((len(lengths), 2), np.int64)
-    count = 0
-    for own, prefix in families:
-        for part in _parts(own, lengths[own] - prefix, prefix, rule.row_tokens, most):
-            if rule.pays(lengths[part], prefix):
-                rows[part] = (count, prefix)
-                count += 1
-            else:
-                rows[part, 0] = np.arange(count, count + len(part))
-                count += len(part)
-    return rows
+    """Rows of up to `most` sequences and `rule.row_tokens` tokens; plain where one does not pay.
+
+    Args:
+        tokens, families, prefixes: of each sequence; families are numbered from 0.
+    """
+    members = np.bincount(families)
+    starts = np.cumsum(members) - members
+    order = np.argsort(families, kind="stable")
+    place = np.empty_like(order)  # of each sequence in its family
+    place[order] = np.arange(len(order)) - np.repeat(starts, members)
+    parts = -(-members // most)
+    while True:
+        row = starts[families] + place * parts[families] // members[families]
+        row_prefixes = np.zeros(len(tokens), np.int64)
+        row_prefixes[row] = prefixes
+        size = row_prefixes + np.bincount(row, tokens - prefixes, len(tokens))
+        is_cut = (size > rule.row_tokens)[row] & (parts < members)[families]
+        if not is_cut.any():
+            break
+        parts[np.unique(families[is_cut])] += 1
+    plain = np.bincount(row, rule.plain_cost(tokens), len(tokens))
+    shared = rule.plain_cost(row_prefixes)
+    shared += np.bincount(row, rule.rest_cost(tokens, prefixes), len(tokens))
+    pays = plain - shared >= np.maximum(rule.least_saving, rule.least_gain * plain)
+    pays &= (np.bincount(row, minlength=len(tokens)) > 1) & (size <= rule.row_tokens)
+    is_shared = pays[row] & (prefixes > 0)
+    alone = len(tokens) + np.arange(len(tokens))
+    return np.column_stack([np.where(is_shared, row, alone), np.where(is_shared, prefixes, 0)])
 
 
-def _parts(
-    own: np.ndarray, rests: np.ndarray, prefix: int, row_tokens: int, most: int
-) -> list[np.ndarray]:
-    """A family cut into as few parts as both limits allow, of about equal numbers."""
-    if most < 2 or not prefix:
-        return [own[i : i + 1] for i in range(len(own))]
-    parts: list[np.ndarray] = []
-    for block in np.array_split(np.arange(len(own)), -(-len(own) // most)):
-        start, free = 0, row_tokens - prefix
-        for place, index in enumerate(block):
-            if rests[index] > free and place > start:
-                parts.append(own[block[start:place]])
-                start, free = place, row_tokens - prefix
-            free -= rests[index]
-        parts.append(own[block[start:]])
-    return parts
-
-
-def _work_of_slowest(lengths: np.ndarray, rows: Prefixes, rule: SharingRule, shares: int) -> float:
+def _work_of_slowest(tokens: np.ndarray, rows: Prefixes, rule: SharingRule, shares: int) -> float:
     """The largest cost of a rank's rows."""
-    work = []
-    for own_rows in _balanced_rows(lengths.tolist(), rows, shares):
-        costs = [rule.cost(lengths[row], int(rows[row[0], 1])) for row in own_rows]
-        work.append(sum(costs))
-    return max(work)
+    _, first, row = np.unique(rows[:, 0], return_index=True, return_inverse=True)
+    prefixes = rows[first, 1]
+    own = rows[:, 1]
+    cost = np.where(own > 0, rule.rest_cost(tokens, own), rule.plain_cost(tokens))
+    costs = np.where(prefixes > 0, rule.plain_cost(prefixes), 0) + np.bincount(row, cost)
+    row_tokens = prefixes + np.bincount(row, tokens - own).astype(np.int64)
+    balanced = _balance(row_tokens.tolist(), shares)
+    return max(float(costs[share].sum()) for share in balanced)
 
 
 @dataclass

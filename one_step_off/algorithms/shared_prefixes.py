@@ -44,30 +44,14 @@ class SharingRule:
     least_gain: float
     row_tokens: int
 
-    def plain_cost(self, lengths: np.ndarray) -> float:
-        """Of sequences of these lengths, each computed alone."""
-        pairs = (lengths * lengths).sum() / 2
-        return self.token * lengths.sum() + self.pair * pairs + self.segment * len(lengths)
+    def plain_cost(self, lengths: np.ndarray) -> np.ndarray:
+        """Of each of some sequences of these lengths, alone; of a prefix, too."""
+        return self.token * lengths + self.pair * lengths**2 / 2 + self.segment
 
-    def shared_cost(self, lengths: np.ndarray, prefix: int) -> float:
-        """Of the same sequences behind their common prefix."""
-        rests = lengths - prefix
-        pairs = prefix * prefix / 2 + (rests * (prefix + rests)).sum()
-        tokens = prefix + rests.sum()
-        return self.token * tokens + self.pair * pairs + self.segment * (len(lengths) + 1)
-
-    def cost(self, lengths: np.ndarray, prefix: int) -> float:
-        """Of a row: sequences behind their common prefix, or one alone."""
-        return self.shared_cost(lengths, prefix) if prefix else self.plain_cost(lengths)
-
-    def pays(self, lengths: np.ndarray, prefix: int) -> bool:
-        """Whether these sequences should share their prefix."""
-        tokens = prefix + (lengths - prefix).sum()
-        if len(lengths) < 2 or not prefix or tokens > self.row_tokens:
-            return False
-        plain = self.plain_cost(lengths)
-        saving = plain - self.shared_cost(lengths, prefix)
-        return bool(saving >= max(self.least_saving, self.least_gain * plain))
+    def rest_cost(self, lengths: np.ndarray, prefixes: np.ndarray) -> np.ndarray:
+        """Of what comes after a shared prefix, for each of some sequences."""
+        rests = lengths - prefixes
+        return self.token * rests + self.pair * rests * lengths + self.segment
 
 
 def find_prefixes(groups: Sequence[Hashable], sequences: Sequence[np.ndarray]) -> Prefixes:
@@ -108,6 +92,9 @@ def _best_families(
 
 def _best_runs(ordered: list[int], common: np.ndarray) -> list[tuple[list[int], int]]:
     """See `_best_families`. `common`: the common length of each two neighbours."""
+    if len(ordered) > 1 and len(ordered) * common.min() >= common.sum():
+        # Any cut would lose at least the shortest common length.
+        return [(sorted(ordered), int(common.min()))]
     count = len(ordered)
     best = np.zeros(count + 1, np.int64)  # the most tokens that the first sequences can save
     start_of_last = np.zeros(count + 1, np.int64)

@@ -183,8 +183,8 @@ class Batch:
         episodes: int64 [B], see `episode_numbers`: set where a batch travels without its samples'
             extras. None: the extras say it.
         images: of the prompts that have some; set where a batch is sent to a role's ranks.
-        prefixes: of the samples, see `algorithms/shared_prefixes`: set where a batch is sent to
-            ranks without the tokens of all samples, and these share prefixes.
+        prefixes: of the samples, see `algorithms/shared_prefixes`: set where ranks that share them
+            are sent the batch without the tokens of all samples.
         dropped: samples that `drop` took out.
         greedy: the greedy responses, once they are baselines: generated and never trained on.
         notes: further entries of the step's row in ledger.jsonl.
@@ -234,6 +234,7 @@ class Batch:
         for name, values in vars(self).items():
             if isinstance(values, list) and name not in ("dropped", "greedy"):
                 setattr(self, name, list(itertools.compress(values, keeps)))
+        self.prefixes = None
         self.dropped = []
         for sample in all_samples:
             if sample.prompt_id in prompts:

@@ -284,27 +284,24 @@ def put_slices(batch: Batch, share: BatchShare, prompts_per_mini_batch: int) -> 
     references = _stored_references(batch)
     if division not in references:
         lengths = [sample.length for sample in batch.samples]
-        prefixes = None
-        if share.sharing is not None:
-            prefixes = prefixes_of(batch.samples)
+        if share.sharing is not None and batch.prefixes is None:
+            batch.prefixes = prefixes_of(batch.samples)
         positions_of_share = batching.positions_of_shares(
-            lengths, mini_batches, *layout[:2], prefixes, share.sharing
+            lengths, mini_batches, *layout[:2], batch.prefixes, share.sharing
         )
         outline = BatchOutline.of(batch.samples, batch.expected_stamp)
         references[division] = [
-            ray.put(_slice(batch, positions, outline, prefixes)) for positions in positions_of_share
+            ray.put(_slice(batch, positions, outline)) for positions in positions_of_share
         ]
     return references[division]
 
 
-def _slice(
-    batch: Batch, positions: list[int], outline: BatchOutline, prefixes: np.ndarray | None
-) -> Batch:
+def _slice(batch: Batch, positions: list[int], outline: BatchOutline) -> Batch:
     """What the ranks of one share get."""
     samples = SampleSlice(batch.samples, positions, outline, UNREAD_FIELDS)
     own_prompts = {batch.samples[position].prompt_id for position in positions}
     images = {prompt: own for prompt, own in batch.images.items() if prompt in own_prompts}
-    columns: dict[str, Any] = {"images": images, "prefixes": prefixes}
+    columns: dict[str, Any] = {"images": images}
     for name in TRAINER_FIELDS:
         values = getattr(batch, name)
         columns[name] = ArraySlice(values, positions, outline) if values else values
