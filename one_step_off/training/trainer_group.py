@@ -252,7 +252,7 @@ def put_batch(batch: Batch) -> Any:
     if WHOLE_BATCH not in references:
         samples = PackedSamples(batch.samples)
         samples.omitted_fields = UNREAD_FIELDS
-        columns = {}
+        columns: dict[str, Any] = {"prefixes": None}  # each rank has the tokens
         for name in TRAINER_FIELDS:
             values = getattr(batch, name)
             columns[name] = PackedArrays(values) if values else values
@@ -284,16 +284,22 @@ def put_slices(batch: Batch, share: BatchShare, prompts_per_mini_batch: int) -> 
     references = _stored_references(batch)
     if division not in references:
         lengths = [sample.length for sample in batch.samples]
-        if share.sharing is not None and batch.prefixes is None:
-            batch.prefixes = prefixes_of(batch.samples)
+        prefixes = None if share.sharing is None else _known_prefixes(batch)
         positions_of_share = batching.positions_of_shares(
-            lengths, mini_batches, *layout[:2], batch.prefixes, share.sharing
+            lengths, mini_batches, *layout[:2], prefixes, share.sharing
         )
         outline = BatchOutline.of(batch.samples, batch.expected_stamp)
         references[division] = [
             ray.put(_slice(batch, positions, outline)) for positions in positions_of_share
         ]
     return references[division]
+
+
+def _known_prefixes(batch: Batch) -> np.ndarray:
+    """`Batch.prefixes`, found once; again when samples were taken out since."""
+    if batch.prefixes is None or len(batch.prefixes) != len(batch.samples):
+        batch.prefixes = prefixes_of(batch.samples)
+    return batch.prefixes
 
 
 def _slice(batch: Batch, positions: list[int], outline: BatchOutline) -> Batch:
