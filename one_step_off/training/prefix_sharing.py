@@ -78,10 +78,12 @@ def rule_of(
     has_routing = has_routing or getattr(model.config, "output_router_logits", False)
     if role_config.packing == "off" or has_routing or not (takes_rows and is_fast):
         return None
-    rates = RATES[device.type]
     text_config = model.config.get_text_config()
-    layers = text_config.num_hidden_layers
-    heads = text_config.num_attention_heads
+    layers = getattr(text_config, "num_hidden_layers", None)
+    heads = getattr(text_config, "num_attention_heads", None)
+    if not layers or not heads:
+        return None  # the costs are not known
+    rates = RATES[device.type]
     width = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     return SharingRule(
         token=2 * _params_of_layers(model),
