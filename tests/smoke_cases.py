@@ -342,6 +342,7 @@ BENCHMARKS = [
         "optimizers",
         *"--repeats 1 --optimizers adamw,muon --model tiny:qwen2 --layers 1".split(),
     ),
+    benchmark("shared_prefix", "--repeats", "1", "--shapes", "64x8", "--n", "4"),
     benchmark("lora", "--model", "tiny", "--repeats", "1"),
 ]
 
@@ -350,6 +351,7 @@ CASES = {case.name: case for case in [*BENCHMARKS, *PROGRAM]}
 
 NOT_IN_CI = (
     *("exposed", "long_tail", "staleness", "update_phase", "backends", "lora", "mismatch"),
+    *("shared_prefix",),
     *("learning", "overhead_ray", "planner", "plan_runs", "external_tools", "throughput_headline"),
     *("after_sft", "script_sft", "sft_tiny_cpu", "kept_caches", "distillation", "distill_config"),
     *("script_tools", "script_megatron", "agent_loop", "external_agent", "puzzles_partial"),

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from one_step_off.algorithms.shared_prefixes import Prefixes, SharingRule, families_of
+
 MicroBatchPlan = list[list[list[int]]]
 """plan[rank][micro-batch] = indices of sequences."""
 
@@ -43,6 +45,7 @@ def plan_micro_batches(
     token_budget: int,
     packed: bool,
     rounds: int = 1,
+    rows: Prefixes | None = None,
 ) -> MicroBatchPlan:
     """Distribute sequences over ranks and cut each rank's share into micro-batches. Deterministic.
 
@@ -57,11 +60,17 @@ def plan_micro_batches(
             lengths; else they are padded, which costs max_length * rows.
         rounds: with more than 1 (virtual stages) all micro-batches are padded to one shape, see
             `pad_to_same_shape`, so each sequence costs as much as the longest.
+        rows: of `rows_that_pay`. The sequences of one row are in one micro-batch, and cost what
+            they have together. None: each sequence is alone.
     """
     tokens = [int(length) for length in lengths]
-    shares = _balance(tokens, ranks)
-    costs = tokens if rounds == 1 else [max(tokens, default=0)] * len(tokens)
-    plan = [_cut(share, costs, token_budget, packed) for share in shares]
+    if rows is not None and rows[:, 1].any():
+        balanced = _balanced_rows(tokens, rows, ranks)
+        plan = [_cut_rows(share, tokens, rows, token_budget, packed) for share in balanced]
+    else:
+        shares = _balance(tokens, ranks)
+        costs = tokens if rounds == 1 else [max(tokens, default=0)] * len(tokens)
+        plan = [_cut(share, costs, token_budget, packed) for share in shares]
     most = max(len(micro_batches) for micro_batches in plan)
     count = _divide_up(most, rounds) * rounds
     for micro_batches in plan:
@@ -75,7 +84,12 @@ def padded_lengths(lengths: Sequence[int], multiple: int) -> list[int]:
 
 
 def positions_of_shares(
-    lengths: Sequence[int], mini_batches: list[list[int]], shares: int, multiple: int
+    lengths: Sequence[int],
+    mini_batches: list[list[int]],
+    shares: int,
+    multiple: int,
+    prefixes: Prefixes | None = None,
+    rule: SharingRule | None = None,
 ) -> list[list[int]]:
     """Per share the positions in the batch of all samples that `plan_micro_batches` gives it, in
     ascending order.
@@ -85,13 +99,18 @@ def positions_of_shares(
         mini_batches: positions of the samples that are planned together.
         shares: into how many the batch is divided.
         multiple: see `padded_lengths`.
+        prefixes: of all samples; None: the ranks share none.
+        rule: by which they are shared.
     """
     padded = padded_lengths(lengths, multiple)
     positions: list[list[int]] = [[] for _ in range(shares)]
     for mini_batch in mini_batches:
-        balanced = _balance([padded[position] for position in mini_batch], shares)
-        for share, indices in enumerate(balanced):
-            positions[share] += [mini_batch[index] for index in indices]
+        tokens = [padded[position] for position in mini_batch]
+        rows = np.column_stack([np.arange(len(tokens)), np.zeros(len(tokens), np.int64)])
+        if prefixes is not None and rule is not None:
+            rows = rows_that_pay(tokens, prefixes[mini_batch], rule, shares)
+        for share, own_rows in enumerate(_balanced_rows(tokens, rows, shares)):
+            positions[share] += [mini_batch[index] for row in own_rows for index in row]
     return [sorted(own) for own in positions]
 
 
@@ -105,6 +124,35 @@ def _balance(tokens: list[int], ranks: int) -> list[list[int]]:
         shares[rank].append(i)
         heapq.heapreplace(heap, (rank_tokens + tokens[i], count + 1, rank))
     return shares
+
+
+def _balanced_rows(tokens: list[int], rows: Prefixes, ranks: int) -> list[list[np.ndarray]]:
+    """The rows of each rank, those with the most tokens first, as the indices of their sequences;
+    see `_balance`."""
+    families = families_of(rows)
+    costs = [_row_tokens(own, prefix, tokens) for own, prefix in families]
+    return [[families[i][0] for i in share] for share in _balance(costs, ranks)]
+
+
+def _row_tokens(row: np.ndarray, prefix: int, tokens: list[int]) -> int:
+    """The tokens of sequences of which the first `prefix` ones are there once."""
+    return sum(tokens[i] for i in row) - (len(row) - 1) * prefix
+
+
+def _cut_rows(
+    share: list[np.ndarray], tokens: list[int], rows: Prefixes, budget: int, packed: bool
+) -> list[list[int]]:
+    """As `_cut`, of a share's rows. A shared row is never padded: where others are, shared rows
+    have micro-batches of their own."""
+    costs = [_row_tokens(row, int(rows[row[0], 1]), tokens) for row in share]
+    numbers = list(range(len(share)))
+    is_shared = [bool(rows[row[0], 1]) for row in share]
+    if packed:
+        cut = _first_fit(numbers, costs, budget)
+    else:
+        cut = _first_fit([i for i in numbers if is_shared[i]], costs, budget)
+        cut += _cut_padded([i for i in numbers if not is_shared[i]], costs, budget)
+    return [[int(index) for i in micro_batch for index in share[i]] for micro_batch in cut]
 
 
 def _cut(share: list[int], lengths: list[int], budget: int, packed: bool) -> list[list[int]]:
@@ -146,6 +194,86 @@ def _cut_padded(share: list[int], lengths: list[int], budget: int) -> list[list[
     return micro_batches
 
 
+def rows_that_pay(
+    lengths: Sequence[int] | np.ndarray, prefixes: Prefixes, rule: SharingRule, shares: int
+) -> Prefixes:
+    """Families as they should be laid out: each becomes a row, some rows, or plain sequences.
+
+    A row is computed by one rank. With long rows the ranks may have unequal work, so the rows are
+    tried whole, cut into halves, quarters and so on; the choice is what leaves the slowest rank the
+    least work.
+
+    Args:
+        lengths: tokens of each sequence.
+        prefixes: of `find_prefixes`.
+        rule: see there.
+        shares: over how many ranks the rows will be divided.
+    """
+    tokens = np.asarray(lengths, np.int64)
+    chosen = np.column_stack([np.arange(len(tokens)), np.zeros(len(tokens), np.int64)])
+    if not prefixes[:, 1].any():
+        return chosen
+    _, families, members = np.unique(prefixes[:, 0], return_inverse=True, return_counts=True)
+    most = int(members.max())
+    if shares == 1:
+        return _cut_families(tokens, families, prefixes[:, 1], rule, most)
+    least = _work_of_slowest(tokens, chosen, rule, shares)
+    while most > 1:
+        rows = _cut_families(tokens, families, prefixes[:, 1], rule, most)
+        if not rows[:, 1].any():
+            break  # and smaller ones would pay less
+        work = _work_of_slowest(tokens, rows, rule, shares)
+        if work < least:
+            chosen, least = rows, work
+        most = _divide_up(most, 2)
+    return chosen
+
+
+def _cut_families(
+    tokens: np.ndarray, families: np.ndarray, prefixes: np.ndarray, rule: SharingRule, most: int
+) -> Prefixes:
+    """Rows of up to `most` sequences and `rule.row_tokens` tokens; plain where one does not pay.
+
+    Args:
+        tokens, families, prefixes: of each sequence; families are numbered from 0.
+    """
+    members = np.bincount(families)
+    starts = np.cumsum(members) - members
+    order = np.argsort(families, kind="stable")
+    place = np.empty_like(order)  # of each sequence in its family
+    place[order] = np.arange(len(order)) - np.repeat(starts, members)
+    parts = -(-members // most)
+    while True:
+        row = starts[families] + place * parts[families] // members[families]
+        row_prefixes = np.zeros(len(tokens), np.int64)
+        row_prefixes[row] = prefixes
+        size = row_prefixes + np.bincount(row, tokens - prefixes, len(tokens))
+        is_cut = (size > rule.row_tokens)[row] & (parts < members)[families]
+        if not is_cut.any():
+            break
+        parts[np.unique(families[is_cut])] += 1
+    plain = np.bincount(row, rule.plain_cost(tokens), len(tokens))
+    shared = rule.plain_cost(row_prefixes)
+    shared += np.bincount(row, rule.rest_cost(tokens, prefixes), len(tokens))
+    pays = plain - shared >= np.maximum(rule.least_saving, rule.least_gain * plain)
+    pays &= (np.bincount(row, minlength=len(tokens)) > 1) & (size <= rule.row_tokens)
+    is_shared = pays[row] & (prefixes > 0)
+    alone = len(tokens) + np.arange(len(tokens))
+    return np.column_stack([np.where(is_shared, row, alone), np.where(is_shared, prefixes, 0)])
+
+
+def _work_of_slowest(tokens: np.ndarray, rows: Prefixes, rule: SharingRule, shares: int) -> float:
+    """The largest cost of a rank's rows."""
+    _, first, row = np.unique(rows[:, 0], return_index=True, return_inverse=True)
+    prefixes = rows[first, 1]
+    own = rows[:, 1]
+    cost = np.where(own > 0, rule.rest_cost(tokens, own), rule.plain_cost(tokens))
+    costs = np.where(prefixes > 0, rule.plain_cost(prefixes), 0) + np.bincount(row, cost)
+    row_tokens = prefixes + np.bincount(row, tokens - own).astype(np.int64)
+    balanced = _balance(row_tokens.tolist(), shares)
+    return max(float(costs[share].sum()) for share in balanced)
+
+
 @dataclass
 class MicroBatch:
     """A micro-batch as the model takes it.
@@ -158,6 +286,12 @@ class MicroBatch:
         cu_seqlens: int32 [sequences + 1], the first token of each packed sequence and their number
             of tokens; None when padded. Attention must not cross these boundaries.
         max_seqlen: tokens of the longest packed sequence; 0 when padded.
+        prefix_of: where prefixes are shared, the row is packed of segments, common prefixes and
+            rests of sequences, and `cu_seqlens`, `max_seqlen` are of these: int64 [segments], the
+            segment that a rest continues, which stands before it; -1: none. None: nothing is
+            shared.
+        uses: where prefixes are shared, of how many sequences each position is a token: int64
+            [width].
         experts: int16 [rows * width, layers, experts per token], which the routers take for each
             token; -1: they choose themselves. None: they do so everywhere.
         logit_index: int64 [n]; flat index into [rows * width] of the position whose logits predict
@@ -176,6 +310,8 @@ class MicroBatch:
     counts: list[int]
     cu_seqlens: np.ndarray | None = None
     max_seqlen: int = 0
+    prefix_of: np.ndarray | None = None
+    uses: np.ndarray | None = None
     experts: np.ndarray | None = None
     images: list[bytes] = field(default_factory=list)
     is_sampled: bool = True
@@ -185,6 +321,19 @@ class MicroBatch:
         assert self.experts is not None
         return self.experts.reshape(*self.input_ids.shape, *self.experts.shape[1:])
 
+    def keys(self) -> tuple[np.ndarray, np.ndarray]:
+        """What the segments of a row with shared prefixes attend to: the positions of the keys of
+        the first segment, of the second and so on, int64 [keys]; and where those of each segment
+        begin, and their number, int32 [segments + 1]. The last key of a segment is that of its last
+        query."""
+        assert self.cu_seqlens is not None and self.prefix_of is not None
+        segments = np.split(np.arange(self.cu_seqlens[-1]), self.cu_seqlens[1:-1])
+        parts = []
+        for own, prefix in zip(segments, self.prefix_of, strict=True):
+            parts.append(own if prefix < 0 else np.concatenate([segments[prefix], own]))
+        ends = np.cumsum([len(part) for part in parts])
+        return np.concatenate(parts), np.concatenate([[0], ends]).astype(np.int32)
+
 
 def collate(
     sequences: list[np.ndarray],
@@ -192,6 +341,7 @@ def collate(
     packed: bool,
     multiple: int = 1,
     experts: Sequence[np.ndarray | None] = (),
+    rows: Prefixes | None = None,
 ) -> MicroBatch:
     """Lay sequences out for the model.
 
@@ -206,6 +356,8 @@ def collate(
         multiple: the width of the rows is rounded up to a multiple of it.
         experts: of each sequence those of its first tokens, [tokens, layers, experts per token];
             None: not known.
+        rows: of `rows_that_pay`, of these sequences. With a shared prefix all are packed, whatever
+            `packed` is.
 
     Raises:
         ValueError: the first token of a sequence is wanted.
@@ -214,6 +366,8 @@ def collate(
     wanted = wanted or [np.zeros(0, dtype=np.int64)]
     if any(len(positions) and positions[0] < 1 for positions in wanted):
         raise ValueError("the first token of a sequence has no log-prob: nothing stands before it")
+    if rows is not None and rows[:, 1].any():
+        return _collate_shared(sequences, wanted, rows)
     position_ids = None
     cu_seqlens = None
     max_seqlen = 0
@@ -242,6 +396,65 @@ def collate(
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
         experts=_laid_out_experts(experts, starts, input_ids.size),
+    )
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A part of a row with shared prefixes.
+
+    Attributes:
+        tokens: [L].
+        first: the position of the first one in its sequences.
+        prefix: the segment that it continues; -1: none.
+        uses: how many sequences have it.
+    """
+
+    tokens: np.ndarray
+    first: int
+    prefix: int
+    uses: int
+
+    def positions(self) -> np.ndarray:
+        """[L], in its sequences."""
+        return np.arange(self.first, self.first + len(self.tokens))
+
+
+def _collate_shared(
+    sequences: list[np.ndarray], wanted: list[np.ndarray], rows: Prefixes
+) -> MicroBatch:
+    """As `collate`, with each common prefix before the rests of its sequences."""
+    segments: list[_Segment] = []
+    logit_parts = [np.zeros(0, np.int64)] * len(sequences)
+    begin = 0  # of the next segment, in the row
+    for row, prefix in families_of(rows):
+        prefix_begin = begin
+        prefix_segment = -1
+        if prefix:
+            prefix_segment = len(segments)
+            segments.append(_Segment(sequences[row[0]][:prefix], 0, -1, len(row)))
+            begin += prefix
+        for index in row:
+            # The logits at position p predict the token at p + 1. Those of the last position of a
+            # prefix predict the first token of each rest.
+            before = np.asarray(wanted[index], np.int64) - 1
+            in_rest = begin + before - prefix
+            logit_parts[index] = np.where(before < prefix, prefix_begin + before, in_rest)
+            rest = _Segment(sequences[index][prefix:], prefix, prefix_segment, 1)
+            segments.append(rest)
+            begin += len(rest.tokens)
+    lengths = [len(segment.tokens) for segment in segments]
+    token_parts = [sequence[p] for sequence, p in zip(sequences, wanted, strict=True)]
+    return MicroBatch(
+        np.concatenate([segment.tokens for segment in segments]).astype(np.int64)[None],
+        np.concatenate([segment.positions() for segment in segments])[None],
+        logit_index=np.concatenate(logit_parts),
+        tokens=np.concatenate(token_parts).astype(np.int64),
+        counts=[len(own) for own in wanted],
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        max_seqlen=max(lengths),
+        prefix_of=np.array([segment.prefix for segment in segments]),
+        uses=np.repeat([segment.uses for segment in segments], lengths),
     )
 
 

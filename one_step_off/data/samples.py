@@ -184,6 +184,8 @@ class Batch:
         episodes: int64 [B], see `episode_numbers`: set where a batch travels without its samples'
             extras. None: the extras say it.
         images: of the prompts that have some; set where a batch is sent to a role's ranks.
+        prefixes: of the samples, see `algorithms/shared_prefixes`: set where ranks that share them
+            are sent the batch without the tokens of all samples.
         dropped: samples that `drop` took out.
         greedy: the greedy responses, once they are baselines: generated and never trained on.
         notes: further entries of the step's row in ledger.jsonl.
@@ -208,6 +210,7 @@ class Batch:
     prob_squares: list[np.ndarray] | None = None
     episodes: np.ndarray | None = None
     images: dict[PromptId, tuple[bytes, ...]] = field(default_factory=dict)
+    prefixes: np.ndarray | None = None
     dropped: list[Sample] = field(default_factory=list)
     greedy: list[Sample] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
@@ -232,6 +235,7 @@ class Batch:
         for name, values in vars(self).items():
             if isinstance(values, list) and name not in ("dropped", "greedy"):
                 setattr(self, name, list(itertools.compress(values, keeps)))
+        self.prefixes = None
         self.dropped = []
         for sample in all_samples:
             if sample.prompt_id in prompts:

@@ -17,6 +17,9 @@ ROUTER_BIAS = "e_score_correction_bias"
 """What transformers calls the numbers that are added to the scores of a layer's experts only to
 choose among them."""
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Config names of the number of experts in a layer, of which each token passes some."""
+
 BALANCING_KEY = "actor.router_bias_update_rate"
 
 
@@ -29,6 +32,17 @@ def fused_experts(model: Any) -> dict[str, Any]:
         for name, module in model.named_modules()
         if hasattr(module, "_is_expert_parallel")
     }
+
+
+def expert_share(text_config: Any) -> float | None:
+    """The share of a layer's experts that one token passes; 1 for a dense model, None where the
+    config does not say it."""
+    counts = [getattr(text_config, name, None) for name in EXPERT_COUNTS]
+    count = next((count for count in counts if count), None)
+    if count is None:
+        return 1.0
+    chosen = getattr(text_config, "num_experts_per_tok", None)
+    return chosen / count if chosen else None
 
 
 def router_biases(model: Any) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 Model FLOPs are counted as in PaLM (appendix B, arXiv:2204.02311): 6N per trained token, a third of
 it per token of a forward pass, and the attention of a sequence of T tokens on top, 12 * layers *
 (heads * head size) * T per trained token. Every pair of tokens counts, also those that a causal
-mask or a window hides. The head counts where logits are computed: at the trained tokens, and at the
-generated ones. Experts count with the share that a token passes. What is computed twice (activation
-checkpointing) and padding do not count: this is utilization of the model's FLOPs. With LoRA the
-weights have no gradients, so they count as two forward passes instead of three, and the adapters'
-own come on top.
+mask or a window hides. A token that is computed once for several sequences with the same prefix
+counts once, but its pairs and its part of tokens/s for each of them. The head counts where logits
+are computed: at the trained tokens, and at the generated ones. Experts count with the share that a
+token passes. What is computed twice (activation checkpointing) and padding do not count: this is
+utilization of the model's FLOPs. With LoRA the weights have no gradients, so they count as two
+forward passes instead of three, and the adapters' own come on top.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch
 from one_step_off.data.token_work import TokenWork, generation_work, pass_work, replaced_work
 from one_step_off.models.adapted_layers import EXPERTS
+from one_step_off.models.experts import expert_share
 
 Metrics = dict[str, float | None]
 
@@ -44,9 +46,6 @@ PEAK_TFLOPS = (
     ({"A30"}, 165),
     ({"A10"}, 125),
 )
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Config names of the number of experts in a layer, of which each token passes some."""
-
 FIRST_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 """The layers that read the embedding. Under adapters no gradient passes back through them."""
 
@@ -113,8 +112,8 @@ def shape_of(
     width = _attention_width(text_config)
     layer_types = getattr(text_config, "layer_types", None) or ()
     has_state = any("attention" not in kind or "linear" in kind for kind in layer_types)
-    expert_share = _expert_share(text_config)
-    if width is None or has_state or expert_share is None:
+    share_of_experts = expert_share(text_config)
+    if width is None or has_state or share_of_experts is None:
         return None
     modules = dict(model.named_modules())
     head = model.get_output_embeddings() or getattr(model, "score", None)
@@ -127,7 +126,7 @@ def shape_of(
         if is_embedding or module is head or parameter.ndim < 2:
             continue
         is_expert = EXPERTS in name.split(".")
-        params += parameter.numel() * (expert_share if is_expert else 1)
+        params += parameter.numel() * (share_of_experts if is_expert else 1)
     adapter_params, first_params = 0, 0
     first_layer = next((name for name in modules if name.endswith(".0")), "")
     for name in lora_layers:
@@ -157,17 +156,6 @@ def _attention_width(text_config: Any) -> float | None:
     return heads * (getattr(text_config, "head_dim", None) or hidden_size // heads)
 
 
-def _expert_share(text_config: Any) -> float | None:
-    """The share of a layer's experts that one token passes; 1 for a dense model, None where the
-    config does not say it."""
-    counts = [getattr(text_config, name, None) for name in EXPERT_COUNTS]
-    count = next((count for count in counts if count), None)
-    if count is None:
-        return 1.0
-    chosen = getattr(text_config, "num_experts_per_tok", None)
-    return chosen / count if chosen else None
-
-
 @dataclass
 class Meter:
     """Tokens/s, FLOP/s and MFU of rollout and trainer, step by step.
@@ -188,6 +176,7 @@ class Meter:
         generate_s: float,
         update_s: float,
         step_s: float,
+        shared: float = 0.0,
     ) -> Metrics:
         """The metrics of one step. Each group's rates are over the time in which it worked;
         `mfu/..._of_step` over the whole step. While the critic warms up alone the actor's update
@@ -196,6 +185,8 @@ class Meter:
         Args:
             generate_s, update_s, step_s: seconds of the generation, of the actor's update and of
                 the step.
+            shared: the share of the trainer's tokens that were not computed, because others have
+                the same prefix.
         """
         trains_actor = batch.step >= self.cfg.trainer.critic_warmup
         epochs = self.cfg.actor.ppo_epochs if trains_actor else 0
@@ -203,7 +194,7 @@ class Meter:
         work = generation_work(batch.samples + others)
         work = work.plus(replaced_work(batch.samples + others))
         metrics: Metrics = {"tokens_per_s/rollout": _rate(work.head_tokens, generate_s)}
-        metrics |= self._trainer_metrics(batch, epochs, update_s, step_s)
+        metrics |= self._trainer_metrics(batch, epochs, update_s, step_s, shared)
         if self.shape is not None:
             flops = self.shape.forward_flops(work)
             metrics |= self._utilization("rollout", "rollout", flops, generate_s, step_s)
@@ -215,7 +206,7 @@ class Meter:
         return self._trainer_metrics(batch, 1, update_s, step_s)
 
     def _trainer_metrics(
-        self, batch: Batch, epochs: int, update_s: float, step_s: float
+        self, batch: Batch, epochs: int, update_s: float, step_s: float, shared: float = 0.0
     ) -> Metrics:
         lengths = [sample.length for sample in batch.samples]
         metrics: Metrics = {"tokens_per_s/trainer": _rate(sum(lengths) * epochs, update_s)}
@@ -223,7 +214,9 @@ class Meter:
             return metrics
         trained = sum(int(np.count_nonzero(sample.loss_mask)) for sample in batch.samples)
         has_adapters = bool(self.cfg.model.lora_rank)
-        flops = epochs * self.shape.train_flops(pass_work(lengths, trained), has_adapters)
+        work = pass_work(lengths, trained)
+        work = work._replace(tokens=work.tokens * (1 - shared))
+        flops = epochs * self.shape.train_flops(work, has_adapters)
         return metrics | self._utilization("trainer", "actor", flops, update_s, step_s)
 
     def _utilization(

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from one_step_off.algorithms import batching
 from one_step_off.algorithms.advantages import TokenArrays
+from one_step_off.algorithms.shared_prefixes import Prefixes, find_prefixes
 from one_step_off.cluster.network import reachable_host, select_gloo_interface
 from one_step_off.cluster.placement import PlacedActor
 from one_step_off.cluster.resource_usage import (
@@ -47,6 +48,12 @@ from one_step_off.training.device_memory import in_device_turn, limit_memory
 from one_step_off.training.token_outputs import Figure, TokenOutputs
 from one_step_off.training.update_stats import PhaseTimer
 from one_step_off.training.worker_interface import BatchShare
+
+
+def prefixes_of(samples: list[Sample]) -> Prefixes:
+    """The common prefixes of the samples of each prompt, whose tokens are all here."""
+    prompts = [sample.prompt_id for sample in samples]
+    return find_prefixes(prompts, [token_ids_of(sample) for sample in samples])
 
 
 @dataclass
@@ -197,7 +204,9 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         """The model's output at all response tokens of this rank's share: position in batch ->
         float32 [R], or [R, 1 + m] with a figure of m numbers (collective)."""
         wanted = [np.arange(len(s.prompt_ids), s.length) for s in batch.samples]
-        plan = self._micro_batch_plan([s.length for s in batch.samples], self.batch_share.count)
+        lengths = [s.length for s in batch.samples]
+        rows = self._rows(batch, list(range(len(lengths))))
+        plan = self._micro_batch_plan(lengths, self.batch_share.count, rows)
         micro_batches = plan[self.batch_share.index]
         sequences = [np.zeros(0, np.int32)] * len(batch.samples)
         experts: list[np.ndarray | None] = [None] * len(batch.samples)
@@ -207,9 +216,27 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         images = [batch.images.get(sample.prompt_id, ()) for sample in batch.samples]
         return PackedShares(
             self._token_outputs(
-                sequences, wanted, micro_batches, self.temperature, figure, experts, images
+                sequences,
+                wanted,
+                micro_batches,
+                self.temperature,
+                figure,
+                experts,
+                images,
+                rows=rows,
             )
         )
+
+    def _rows(self, batch: Batch, positions: list[int]) -> Prefixes | None:
+        """How samples at some positions, whole prompt groups, share prefixes on all ranks; None:
+        they do not."""
+        rule = self.batch_share.sharing
+        if rule is None:
+            return None
+        samples = [batch.samples[position] for position in positions]
+        prefixes = prefixes_of(samples) if batch.prefixes is None else batch.prefixes[positions]
+        lengths = [sample.length for sample in samples]
+        return batching.rows_that_pay(lengths, prefixes, rule, self.batch_share.count)
 
     def _experts_of(self, sample: Sample) -> np.ndarray | None:
         """The experts that the routers of this role take for a sample, in place of their own
@@ -217,14 +244,16 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         replays = self.role == "actor" and self.cfg.rollout.replay_routing
         return sample.experts if replays else None
 
-    def _micro_batch_plan(self, lengths: list[int], shares: int) -> batching.MicroBatchPlan:
-        """plan[share][micro-batch] = indices of sequences; `lengths` in tokens."""
+    def _micro_batch_plan(
+        self, lengths: list[int], shares: int, rows: Prefixes | None = None
+    ) -> batching.MicroBatchPlan:
+        """plan[share][micro-batch] = indices of sequences; `lengths` in tokens; `rows`: see
+        `batching.rows_that_pay`."""
         # The context-parallel ranks share each sequence.
         token_budget = self.role_config.micro_batch_tokens * self.role_config.context_parallel_size
         padded = batching.padded_lengths(lengths, self.batch_share.width_multiple)
-        return batching.plan_micro_batches(
-            padded, shares, token_budget, self.packed, self.batch_share.micro_batch_multiple
-        )
+        rounds = self.batch_share.micro_batch_multiple
+        return batching.plan_micro_batches(padded, shares, token_budget, self.packed, rounds, rows)
 
     @torch.no_grad()
     def _token_outputs(
@@ -237,6 +266,7 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         experts: Sequence[np.ndarray | None] = (),
         images: Sequence[Images] = (),
         is_sampled: bool = True,
+        rows: Prefixes | None = None,
     ) -> dict[int, np.ndarray]:
         """The model's output at the wanted tokens of some sequences (collective).
 
@@ -248,6 +278,7 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
             experts: of each sequence, as `batching.collate` takes them; empty: the routers choose.
             images: of each sequence; (): none has any.
             is_sampled: see `batching.MicroBatch`.
+            rows: of all sequences, see `batching.rows_that_pay`.
 
         Returns:
             Index of the sequence -> float32 [n], or [n, 1 + m] with a figure of m numbers. Empty
@@ -259,6 +290,7 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
                 [sequences[i] for i in indices],
                 [wanted[i] for i in indices],
                 [experts[i] for i in indices] if experts else (),
+                None if rows is None else rows[indices],
             )
             layout.images = [image for i in indices for image in images[i]] if images else []
             layout.is_sampled = is_sampled
@@ -295,9 +327,10 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
         sequences: TokenArrays,
         wanted: TokenArrays,
         experts: Sequence[np.ndarray | None] = (),
+        rows: Prefixes | None = None,
     ) -> batching.MicroBatch:
         multiple = self.batch_share.width_multiple
-        return batching.collate(sequences, wanted, self.packed, multiple, experts)
+        return batching.collate(sequences, wanted, self.packed, multiple, experts, rows)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -10,11 +10,16 @@ forward as keyword arguments down to every attention layer. Three kernels read t
     sequences    torch's scaled_dot_product_attention on one sequence after the other: any device
                  and dtype, exact, and as many kernel launches as there are sequences
 
+With shared prefixes (`batching.MicroBatch`) the keys of a segment are those of the prefix that it
+continues, and its own. The same kernels compute it, since they align causal attention at the last
+query and the last key. On CPUs the third one also serves roles whose other batches are padded.
+
 transformers makes no mask for an attention function that has none registered. That is wanted: to
 know whether a row is packed it reads `position_ids` back from the device, in every forward pass.
 """
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -334,7 +339,11 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 
 def boundary_arguments(
-    layout: batching.MicroBatch, cu_seqlens: Tensor, kernel: str, has_states: bool = False
+    layout: batching.MicroBatch,
+    cu_seqlens: Tensor,
+    kernel: str,
+    has_states: bool = False,
+    to_device: Callable[[np.ndarray], Tensor] = torch.from_numpy,
 ) -> dict[str, Any]:
     """The keyword arguments of a model's forward pass that give its layers the boundaries.
 
@@ -342,6 +351,7 @@ def boundary_arguments(
         layout: a packed micro-batch.
         cu_seqlens: `layout.cu_seqlens` on the model's device.
         kernel, has_states: of `AttentionChoice`.
+        to_device: brings an array to the model's device.
     """
     arguments = {
         # The names that transformers' own models and attention functions know.
@@ -354,6 +364,13 @@ def boundary_arguments(
     if kernel == PER_SEQUENCE or has_states:
         # What cuts on the host must not read the device for that.
         arguments["sequence_lengths"] = np.diff(layout.cu_seqlens)
+    if layout.prefix_of is not None and kernel == PER_SEQUENCE:
+        arguments["prefix_of"] = layout.prefix_of
+    elif layout.prefix_of is not None:
+        key_index, cu_keys = layout.keys()
+        arguments["key_index"] = to_device(key_index)
+        arguments["cu_seq_lens_k"] = to_device(cu_keys)
+        arguments["max_length_k"] = int(np.diff(cu_keys).max())
     if has_states:
         tokens = torch.arange(layout.input_ids.shape[1], device=cu_seqlens.device)
         arguments["seq_idx"] = torch.bucketize(tokens, cu_seqlens[1:], out_int32=True, right=True)[
@@ -377,6 +394,10 @@ def packed_attention(
     max_length_q: int | None = None,
     sequence_lengths: np.ndarray | None = None,
     packed_kernel: str = "",
+    prefix_of: np.ndarray | None = None,
+    key_index: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each of the sequences of one packed row. It is not compiled: its
@@ -392,6 +413,10 @@ def packed_attention(
         sequence_lengths: for the kernel PER_SEQUENCE, the tokens of each sequence. (A list would
             be a constant to torch.compile: a compilation for each.)
         packed_kernel: of `AttentionChoice`.
+        prefix_of: of `batching.MicroBatch`, for the kernel PER_SEQUENCE.
+        key_index: int64 [keys]; with shared prefixes, for the other kernels: the positions of the
+            keys of each segment.
+        cu_seq_lens_k, max_length_k: as those of the queries.
 
     Returns:
         [1, T, heads, width], and None for the weights.
@@ -408,27 +433,54 @@ def packed_attention(
         raise RuntimeError(f"packed attention is causal, without mask, dropout, {names}")
     if packed_kernel == PER_SEQUENCE:
         lengths = sequence_lengths.tolist()
-        output = attend_per_sequence(query, key, value, lengths, scaling, sliding_window)
+        prefixes = [-1] * len(lengths) if prefix_of is None else prefix_of.tolist()
+        output = attend_per_sequence(query, key, value, lengths, scaling, sliding_window, prefixes)
         return output.transpose(1, 2), None
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    boundaries = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    if key_index is not None:
+        key, value = _Gather.apply(key, key_index), _Gather.apply(value, key_index)
+        boundaries = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     left = -1 if sliding_window is None else sliding_window - 1
     attend = _attend_flash_attn if packed_kernel == FLASH_ATTN else _attend_torch
-    return attend(query, key, value, cu_seq_lens_q, max_length_q, scaling, left)[None], None
+    return attend(query, key, value, boundaries, scaling, left)[None], None
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of a tensor [T, heads, width] at some indices [keys]. The gradient of a row that is
+    there for several sequences is summed in float32: bfloat16 would round after each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.dtype = rows.shape, rows.dtype
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (index,) = ctx.saved_tensors
+        exact = torch.promote_types(ctx.dtype, torch.float32)
+        summed = gradients[0].new_zeros(ctx.shape, dtype=exact)
+        return summed.index_add_(0, index, gradients[0].to(exact)).to(ctx.dtype), None
 
 
 def _attend_torch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
+    boundaries: tuple[Tensor, Tensor, int, int],
     scaling: float | None,
     left: int,
 ) -> Tensor:
-    """All are [T, heads, width]. `left`: tokens before a token that it sees; -1: all."""
+    """Attention of each sequence's queries to its keys; the last key is that of the last query.
+
+    Args:
+        query: [T, heads, width]; key, value: [keys, key-value heads, width].
+        boundaries: of the queries and of the keys; the most of either in one sequence.
+        left: tokens before a token that it sees; -1: all.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    boundaries = (cu_seqlens, cu_seqlens, longest, longest)
     return varlen_attn(
         query, key, value, *boundaries, scale=scaling, window_size=(left, 0), enable_gqa=True
     )
@@ -438,15 +490,13 @@ def _attend_flash_attn(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
+    boundaries: tuple[Tensor, Tensor, int, int],
     scaling: float | None,
     left: int,
 ) -> Tensor:
     """As `_attend_torch`, by the package flash_attn."""
     from flash_attn import flash_attn_varlen_func  # ty: ignore[import-not-found]  (optional)
 
-    boundaries = (cu_seqlens, cu_seqlens, longest, longest)
     return flash_attn_varlen_func(
         query, key, value, *boundaries, softmax_scale=scaling, causal=True, window_size=(left, 0)
     )
@@ -459,6 +509,7 @@ def attend_per_sequence(
     lengths: list[int],
     scaling: float | None = None,
     sliding_window: int | None = None,
+    prefix_of: Sequence[int] = (),
 ) -> Tensor:
     """Causal attention of packed sequences, one after the other.
 
@@ -466,20 +517,24 @@ def attend_per_sequence(
         query: [1, heads, T, width]; key, value: [1, key-value heads, T, width].
         lengths: tokens of each sequence; they sum to T.
         scaling, sliding_window: as in `packed_attention`.
+        prefix_of: of each sequence the one that it continues; -1: none. Empty: none does.
 
     Returns:
         [1, heads, T, width].
     """
-    parts = zip(
-        query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
-    )
+    queries, keys, values = (tensor.split(lengths, 2) for tensor in (query, key, value))
     outputs = []
-    for query_part, key_part, value_part in parts:
-        mask = _window_mask(query_part, sliding_window)
+    for i, own_query in enumerate(queries):
+        own_key, own_value = keys[i], values[i]
+        if prefix_of and prefix_of[i] >= 0:
+            prefix = prefix_of[i]
+            own_key = torch.cat([keys[prefix], own_key], 2)
+            own_value = torch.cat([values[prefix], own_value], 2)
+        mask = _causal_mask(own_query, own_key.shape[2], sliding_window)
         output = F.scaled_dot_product_attention(
-            query_part,
-            key_part,
-            value_part,
+            own_query,
+            own_key,
+            own_value,
             attn_mask=mask,
             is_causal=mask is None,
             scale=scaling,
@@ -489,13 +544,16 @@ def attend_per_sequence(
     return torch.cat(outputs, 2)
 
 
-def _window_mask(query: Tensor, sliding_window: int | None) -> Tensor | None:
-    """bool [L, L] of the keys that each query sees; None where the window holds them all."""
+def _causal_mask(query: Tensor, keys: int, sliding_window: int | None) -> Tensor | None:
+    """bool [L, keys] of the keys that each of L queries sees, of which the last one sees the last
+    key; None where torch's own causal attention is that."""
     length = query.shape[2]
-    if sliding_window is None or length <= sliding_window:
+    before = keys - length
+    has_window = sliding_window is not None and keys > sliding_window
+    if not before and not has_window:
         return None
-    before = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    return before.triu(1 - sliding_window)
+    mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(before)
+    return mask.triu(before + 1 - sliding_window) if has_window else mask
 
 
 def causal_attention(
@@ -508,11 +566,16 @@ def causal_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a padded micro-batch: transformers' own "sdpa", but without the mask that
-    transformers would make for that name. See `packed_attention` for the arguments.
+    transformers would make for that name. See `packed_attention` for the arguments, and where
+    `packed_kernel` says that the micro-batch is packed, because it shares prefixes.
 
     Raises:
         RuntimeError: the layer has a window, for which a mask is needed.
     """
+    if kwargs.get("packed_kernel"):
+        return packed_attention(
+            module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs
+        )
     if sliding_window is not None:
         raise RuntimeError("a layer with a sliding window needs the attention sdpa, with a mask")
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from one_step_off.algorithms import core_algos, distillation, policy_losses
+from one_step_off.algorithms.shared_prefixes import Prefixes
 from one_step_off.config.roles import vocabulary_size
 from one_step_off.data.images import Images
 from one_step_off.data.samples import Batch
@@ -79,10 +80,16 @@ class PolicyWorker(WeightExport):
         """Whether the loss compares the student with the teacher's likeliest tokens."""
         return bool(self.cfg.teacher.top_k) and "teacher" in self.cfg.placement.roles
 
-    def _work_item(self, batch: Batch, positions: list[int], weights: np.ndarray) -> WorkItem:
+    def _work_item(
+        self,
+        batch: Batch,
+        positions: list[int],
+        weights: np.ndarray,
+        rows: Prefixes | None = None,
+    ) -> WorkItem:
         """As for every role; with `teacher.top_k` the teacher's likeliest tokens are wanted besides
         the trained ones: the layout's tokens are [n, 1 + k]."""
-        item = super()._work_item(batch, positions, weights)
+        item = super()._work_item(batch, positions, weights, rows)
         if not self._has_top_k_teacher:
             return item
         top_ids = [np.zeros((0, self.cfg.teacher.top_k), np.int64)]

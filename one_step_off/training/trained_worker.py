@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from one_step_off.algorithms import batching, core_algos, schedule
+from one_step_off.algorithms.shared_prefixes import Prefixes, tokens_saved
 from one_step_off.data.episodes import episodes_of
 from one_step_off.data.samples import Batch
 from one_step_off.data.staleness import assert_staleness
@@ -183,14 +184,16 @@ class TrainedWorker(CheckpointedWorker):
         """Forward and backward over this rank's micro-batches of one mini-batch, positions in the
         batch (collective)."""
         lengths = [batch.samples[position].length for position in mini_batch]
-        plan = self._micro_batch_plan(lengths, self.batch_share.count)
+        rows = self._rows(batch, mini_batch)
+        plan = self._micro_batch_plan(lengths, self.batch_share.count, rows)
         micro_batches = plan[self.batch_share.index]
         weights = self._token_weights(batch, mini_batch)
 
         def items() -> Iterator[WorkItem]:
             for indices in micro_batches:
                 positions = [mini_batch[index] for index in indices]
-                yield self._work_item(batch, positions, weights[indices])
+                own_rows = None if rows is None else rows[indices]
+                yield self._work_item(batch, positions, weights[indices], own_rows)
 
         def compute_loss(item: WorkItem) -> Tensor:
             loss = self._micro_batch_loss(item, stats, first_step)
@@ -198,7 +201,10 @@ class TrainedWorker(CheckpointedWorker):
             return loss if auxiliary is None else loss + auxiliary
 
         self._run_micro_batches(items(), compute_loss, timer)
-        stats.add(tokens_total=sum(lengths[i] for indices in micro_batches for i in indices))
+        own = [index for indices in micro_batches for index in indices]
+        stats.add(tokens_total=sum(lengths[i] for i in own))
+        if rows is not None:
+            stats.add(tokens_shared=tokens_saved(rows[own]))
 
     def _token_weights(self, batch: Batch, mini_batch: list[int]) -> np.ndarray:
         """The weight in the loss of the trained tokens of each sample of a mini-batch, float64
@@ -219,12 +225,19 @@ class TrainedWorker(CheckpointedWorker):
             episode_lengths=episode_lengths,
         )
 
-    def _work_item(self, batch: Batch, positions: list[int], weights: np.ndarray) -> WorkItem:
-        """A micro-batch of these samples; wanted are their trained tokens."""
+    def _work_item(
+        self,
+        batch: Batch,
+        positions: list[int],
+        weights: np.ndarray,
+        rows: Prefixes | None = None,
+    ) -> WorkItem:
+        """A micro-batch of these samples; wanted are their trained tokens. `rows`: see
+        `batching.rows_that_pay`."""
         samples = [batch.samples[position] for position in positions]
         sequences = [token_ids_of(s) for s in samples]
         wanted = [len(s.prompt_ids) + np.flatnonzero(s.loss_mask) for s in samples]
-        layout = self._lay_out(sequences, wanted, [self._experts_of(s) for s in samples])
+        layout = self._lay_out(sequences, wanted, [self._experts_of(s) for s in samples], rows)
         for sample in samples:
             layout.images += batch.images.get(sample.prompt_id, ())
         columns = self._token_columns(batch, positions, weights)
@@ -315,6 +328,8 @@ class TrainedWorker(CheckpointedWorker):
         metrics["skipped_in_a_row"] = float(self.skipped_in_a_row)
         metrics["tokens"] = sums["tokens"]
         metrics["tokens_total"] = sums["tokens_total"]
+        if sums.get("tokens_shared"):
+            metrics["shared_prefix_share"] = sums["tokens_shared"] / sums["tokens_total"]
         metrics["grad_norm"] = float(np.mean(finite_norms)) if finite_norms else float("nan")
         of_role = {f"{self.role}/{name}": value for name, value in metrics.items()}
         return of_role | self._role_metrics(sums, maxima, mini_batches)

@@ -33,6 +33,7 @@ from one_step_off.data.samples import (
     Sample,
 )
 from one_step_off.training.device_memory import with_memory_advice
+from one_step_off.training.model_worker import prefixes_of
 from one_step_off.training.worker_interface import BatchShare
 from one_step_off.training.written_files import FileFacts
 
@@ -251,7 +252,7 @@ def put_batch(batch: Batch) -> Any:
     if WHOLE_BATCH not in references:
         samples = PackedSamples(batch.samples)
         samples.omitted_fields = UNREAD_FIELDS
-        columns = {}
+        columns: dict[str, Any] = {"prefixes": None}  # each rank has the tokens
         for name in TRAINER_FIELDS:
             values = getattr(batch, name)
             columns[name] = PackedArrays(values) if values else values
@@ -266,7 +267,8 @@ def put_slices(batch: Batch, share: BatchShare, prompts_per_mini_batch: int) -> 
 
     Args:
         batch: of a step.
-        share: of any rank: into how many shares the batch is divided, and how lengths are padded.
+        share: of any rank: into how many shares the batch is divided, how lengths are padded, and
+            which prefixes are shared.
         prompts_per_mini_batch: of an update; 0: the whole batch is planned at once.
     """
     import ray
@@ -275,20 +277,29 @@ def put_slices(batch: Batch, share: BatchShare, prompts_per_mini_batch: int) -> 
     mini_batches = [list(range(len(prompts)))]
     if prompts_per_mini_batch:
         mini_batches = batching.split_into_mini_batches(prompts, prompts_per_mini_batch)
-    division = (share.count, share.width_multiple, len(mini_batches), prompts_per_mini_batch)
     if len(mini_batches) == 1:  # as without mini-batches
-        division = (share.count, share.width_multiple, 1, 0)
+        prompts_per_mini_batch = 0
+    layout = (share.count, share.width_multiple, share.sharing)
+    division = (*layout, len(mini_batches), prompts_per_mini_batch)
     references = _stored_references(batch)
     if division not in references:
         lengths = [sample.length for sample in batch.samples]
+        prefixes = None if share.sharing is None else _known_prefixes(batch)
         positions_of_share = batching.positions_of_shares(
-            lengths, mini_batches, share.count, share.width_multiple
+            lengths, mini_batches, *layout[:2], prefixes, share.sharing
         )
         outline = BatchOutline.of(batch.samples, batch.expected_stamp)
         references[division] = [
             ray.put(_slice(batch, positions, outline)) for positions in positions_of_share
         ]
     return references[division]
+
+
+def _known_prefixes(batch: Batch) -> np.ndarray:
+    """`Batch.prefixes`, found once; again when samples were taken out since."""
+    if batch.prefixes is None or len(batch.prefixes) != len(batch.samples):
+        batch.prefixes = prefixes_of(batch.samples)
+    return batch.prefixes
 
 
 def _slice(batch: Batch, positions: list[int], outline: BatchOutline) -> Batch:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from one_step_off.algorithms.shared_prefixes import SharingRule
 from one_step_off.data.images import Images
 from one_step_off.data.samples import Batch
 from one_step_off.training.written_files import FileFacts
@@ -42,6 +43,7 @@ class BatchShare:
             share does.
         width_multiple: the width of a padded micro-batch is a multiple of it, in tokens.
         micro_batch_multiple: the number of micro-batches of a share is a multiple of it.
+        sharing: by which rule prefixes are shared; None: none are.
     """
 
     index: int
@@ -49,6 +51,7 @@ class BatchShare:
     reports: bool = True
     width_multiple: int = 1
     micro_batch_multiple: int = 1
+    sharing: SharingRule | None = None
 
 
 class ModelInterface(Protocol):

@@ -46,7 +46,8 @@ class BackendConfig:
     packing: str = shared_key(
         "auto",
         "lay the sequences of a micro-batch one after the other, without padding; "
-        "auto: on GPUs in bfloat16, where the model and its layout allow it",
+        "auto: on GPUs in bfloat16, where the model and its layout allow it; "
+        "off: and compute a prompt again for each of its samples",
         choices="auto on off",
     )
     tensor_parallel_size: int = shared_key(1, "megatron: tensor parallel size", low=1)

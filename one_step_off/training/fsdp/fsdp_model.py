@@ -28,6 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from one_step_off.algorithms.shared_prefixes import SharingRule
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
@@ -55,7 +56,13 @@ from one_step_off.models.hf_model import (
 from one_step_off.models.router_replay import RouterReplay
 from one_step_off.models.stored_weights import StoredWeights
 from one_step_off.models.vision import forbidden_tokens, is_vision_config
-from one_step_off.training import compilation, lora, packed_attention, recurrent_layers
+from one_step_off.training import (
+    compilation,
+    lora,
+    packed_attention,
+    prefix_sharing,
+    recurrent_layers,
+)
 from one_step_off.training.fsdp import experts
 from one_step_off.training.packed_attention import AttentionChoice
 from one_step_off.training.token_outputs import TokenOutputs, in_chunks, log_probs_and_entropy
@@ -82,6 +89,7 @@ class BuiltModel:
             for a role whose weights are not streamed.
         router_replay: of the policy, with `rollout.replay_routing`.
         routing: counts the tokens of its experts.
+        sharing: the rule by which prefixes are shared; None: none are.
     """
 
     model: PreTrainedModel
@@ -89,6 +97,7 @@ class BuiltModel:
     layout: CheckpointLayout | None
     router_replay: RouterReplay | None
     routing: experts.Routing
+    sharing: SharingRule | None
 
 
 @dataclass
@@ -126,15 +135,17 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
     if is_trained and not has_adapters:
         dtype = torch.float32  # master weights; a frozen model has none
     source = _find_source(cfg, role, dtype, has_adapters)
-    choice: list[Any] = [None]
+    choice: list[Any] = [None, False]
     if dist.get_rank() == 0:
         if has_adapters:
             lora.inject(source.model, cfg.model)
             _check_adapters(source, cfg)
         choice[0] = packed_attention.choose(cfg, role, device)
+        choice[1] = prefix_sharing.works(role, device, choice[0])
     # The others wait here, so that rank 0 is the first to report what is wrong with the model.
     dist.broadcast_object_list(choice, src=0)
     attention: AttentionChoice = choice[0]
+    can_share: bool = choice[1]
     packed_attention.register()
     model = empty_model(cfg, role, attention.implementation, dtype)
     if has_state_layers(model.config):
@@ -153,12 +164,15 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
     model.forward = types.MethodType(_token_outputs, model)
     check_keys_of_experts(model, cfg, role)
+    sharing = None
+    if can_share:
+        sharing = prefix_sharing.rule_of(model, cfg, role, device, attention)
     experts.register(model)
     shard_device = torch.device("cpu") if role_config.param_offload else device
     _shard(model, role_config, cfg.model.dtype, device, shard_device)
     _load(model, source, shard_device, device)
     routing = experts.Routing(model, device)
-    return BuiltModel(model, attention, source.layout, router_replay, routing)
+    return BuiltModel(model, attention, source.layout, router_replay, routing, sharing)
 
 
 def _freeze(model: PreTrainedModel, cfg: Config) -> None:

@@ -55,6 +55,7 @@ class FsdpBackend(ModelWorker):
         self.routing = built.routing
         self.adapters = lora.Adapters(self.model, self._stored_name)
         self.packed = bool(self.attention.kernel)
+        self.batch_share.sharing = built.sharing
         self.image_processor: ImageProcessor | None = None
         if is_vision_config(self.model.config):
             self.image_processor = ImageProcessor(self.cfg.model.path)  # counted its tokens
@@ -71,18 +72,22 @@ class FsdpBackend(ModelWorker):
         forbidden = self.model.forbidden_tokens  # stand for images that are not there
         entries = np.setdiff1d(np.arange(WARM_UP_ENTRIES), forbidden)
         sequences = [entries[np.arange(length) % len(entries)]] * count
-        layout = self._lay_out(sequences, [np.arange(1, length)] * count)
-        item = WorkItem(layout, lengths=[length] * count)
+        wanted = [np.arange(1, length)] * count
+        layouts = [self._lay_out(sequences, wanted)]
+        if self.batch_share.sharing is not None and count > 1:
+            halves = np.array([[0, length // 2]] * count)
+            layouts.append(self._lay_out(sequences, wanted, rows=halves))
+        items = [WorkItem(layout, lengths=[length] * count) for layout in layouts]
 
-        def run(figure: Figure) -> Tensor:
+        def run(item: WorkItem, figure: Figure) -> Tensor:
             outputs, figures = self._forward(item.layout, self.temperature, figure)
             return outputs.sum() if figures is None else outputs.sum() + figures.sum()
 
         timer = PhaseTimer(self.device)
         with torch.no_grad():
-            self._run_micro_batches([item], lambda _: run("none"), timer)
+            self._run_micro_batches(items, lambda item: run(item, "none"), timer)
         if isinstance(self.role_config, TrainedConfig):
-            self._run_micro_batches([item], lambda _: run(self.trained_figure), timer)
+            self._run_micro_batches(items, lambda item: run(item, self.trained_figure), timer)
             self._zero_grad()
             self.routing.counts.zero_()
 
@@ -154,8 +159,10 @@ class FsdpBackend(ModelWorker):
         if layout.cu_seqlens is None:
             return {}
         cu_seqlens = self._tensor(layout.cu_seqlens)
+        # A padded role has rows without padding only where prefixes are shared.
+        kernel = self.attention.kernel or packed_attention.PER_SEQUENCE
         return packed_attention.boundary_arguments(
-            layout, cu_seqlens, self.attention.kernel, self.attention.has_states
+            layout, cu_seqlens, kernel, self.attention.has_states, self._tensor
         )
 
     def _auxiliary_loss(
@@ -281,7 +288,10 @@ def _total_norm(gradients: list[Any]) -> Tensor:
 
 
 def _token_mask(item: WorkItem) -> np.ndarray:
-    """1 where a row has a token, 0 at its padding; int64 [rows * width]."""
+    """1 where a row has a token, 0 at its padding, and where a prefix is shared by how many
+    sequences; int64 [rows * width]."""
+    if item.layout.uses is not None:
+        return item.layout.uses
     rows, width = item.layout.input_ids.shape
     # A packed row holds all sequences, one after the other.
     lengths = item.lengths if rows > 1 or len(item.lengths) == 1 else [sum(item.lengths)]

@@ -97,6 +97,18 @@ def test_rates_and_mfu_of_both_groups():
     assert metrics["mfu/rollout"] == pytest.approx(generation(batch_of().samples) / 0.5 / 989e12)
 
 
+def test_what_prefixes_share_is_computed_once():
+    """Tokens count where they are computed, pairs and tokens/s for each sample."""
+    meter = Meter(Config(), SHAPE, device_name="NVIDIA H100 80GB HBM3")
+    plain = step(meter, batch_of(), generate_s=0.5, update_s=2.0, step_s=4.0)
+    shared = step(meter, batch_of(), generate_s=0.5, update_s=2.0, step_s=4.0, shared=0.25)
+    layer_params = SHAPE.matmul_params - SHAPE.head_params
+    saved = 3 * 2 * layer_params * 12 * 0.25 / 2.0
+    found = plain["flops_per_s/trainer"] - shared["flops_per_s/trainer"]
+    assert found == pytest.approx(saved)
+    assert shared["tokens_per_s/trainer"] == plain["tokens_per_s/trainer"]
+
+
 def test_the_output_of_tools_is_read_and_not_generated():
     shape = ModelShape(matmul_params=1000, layers=2, attention_width=8, head_params=400)
     batch = batch_of()

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.algorithms import batching
+from one_step_off.algorithms.shared_prefixes import SharingRule
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import AbsentSample, BatchOutline, SampleSlice
 from one_step_off.data.samples import Batch, Prompt, Sample
@@ -274,3 +275,29 @@ def test_a_group_finds_the_images_of_its_samples():
     for sample in samples:
         sample.prompt_id = (3, sample.prompt_id[1])
     assert trainer_group.images_of(samples, find) == {(3, 0): (b"x",)}
+
+
+def test_prefixes_are_found_once_and_again_when_samples_are_taken_out(monkeypatch):
+    """They travel with each slice, and divide the batch otherwise than without sharing."""
+    monkeypatch.setattr("ray.put", pickle.dumps)
+    rng = np.random.default_rng(0)
+    rule = SharingRule(1.0, 0.0, 0.0, least_saving=0.0, least_gain=0.0, row_tokens=1000)
+    batch = Batch(0, [sample for row in range(4) for sample in samples_of(row, 10, 3)], (0, 0))
+    for sample in batch.samples:
+        sample.response_ids = rng.integers(0, 99, 6).astype(np.int32)
+    share = BatchShare(0, 2, sharing=rule)
+    slices = put_slices(batch, share, 0)
+    assert put_slices(batch, BatchShare(0, 2), 0) is not slices
+    first = batch.prefixes
+    batch.advantages = [np.ones(6, np.float32)] * 12
+    for sent in map(pickle.loads, put_slices(batch, share, 0)):
+        np.testing.assert_array_equal(sent.prefixes, first)
+    assert batch.prefixes is first
+    batch.drop([(0, 1)])
+    put_slices(batch, share, 0)
+    assert len(batch.prefixes) == 9
+    batch.samples = batch.samples[:3]
+    batch.advantages = None
+    put_slices(batch, share, 0)
+    assert batch.prefixes.tolist() == [[0, 10]] * 3
+    assert pickle.loads(trainer_group.put_batch(batch)).prefixes is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from one_step_off.training import compilation
 from one_step_off.training.compilation import Compiler, is_wanted
 from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
 from tests.unit.training.fsdp_helpers import config, make_batch
+from tests.unit.training.test_shared_prefix_roles import ALWAYS
 
 
 @pytest.fixture(autouse=True)
@@ -104,11 +106,12 @@ def test_errors_of_the_function_itself_pass():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", ["on", "off"])
+@pytest.mark.parametrize("packing", ["on", "off", "shared"])
 def test_layers_are_compiled_once_for_batches_of_all_shapes(
     model_folders, start_single, monkeypatch, packing
 ):
-    """By a compiler that generates no code, so that this takes less time."""
+    """By a compiler that generates no code, so that this takes less time. "shared": rows with and
+    without shared prefixes."""
     path = model_folders["tied"]
     monkeypatch.setattr(
         compilation.torch, "compile", functools.partial(torch.compile, backend="aot_eager")
@@ -119,11 +122,13 @@ def test_layers_are_compiled_once_for_batches_of_all_shapes(
         cfg = config(
             path,
             actor__torch_compile=compiles,
-            actor__packing=packing,
+            actor__packing="on" if packing == "shared" else packing,
             actor__micro_batch_tokens=60,
             algorithm__entropy_coef=0.01,
         )
         worker = start_single(cfg, cls=PolicyWorker)
+        if packing == "shared":
+            worker.batch_share.sharing = replace(ALWAYS, least_gain=0.1)
         graphs.append(counters["stats"]["unique_graphs"])
         losses[compiles] = []
         for step in range(4):
@@ -137,5 +142,5 @@ def test_layers_are_compiled_once_for_batches_of_all_shapes(
     assert 0 < started <= first <= 30
     assert later == [first] * 3
     assert graphs[5:] == [first] * 5, "torch_compile=false has compiled"
-    if packing == "on":
+    if packing != "off":
         assert started == first, "the first step has compiled"

@@ -3,6 +3,7 @@ every kernel, and for which models."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import sys
@@ -18,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from one_step_off.algorithms import batching
 from one_step_off.config.errors import ConfigError
-from one_step_off.training import packed_attention
+from one_step_off.training import packed_attention, prefix_sharing
 from one_step_off.training.packed_attention import (
     CAUSAL,
     FLASH_ATTN,
@@ -80,7 +81,8 @@ def random_model(family, attention):
     torch.manual_seed(3)
     packed_attention.register()
     auto_class = transformers.AutoModelForCausalLM
-    return auto_class.from_config(FAMILIES[family], attn_implementation=attention).eval()
+    hf_config = copy.deepcopy(FAMILIES[family])  # the model would write its attention into it
+    return auto_class.from_config(hf_config, attn_implementation=attention).eval()
 
 
 def gradients_of(model):
@@ -206,6 +208,148 @@ def test_every_kernel_is_the_definition(lengths, groups, window, scaling, kernel
     (gradient,) = torch.autograd.grad(output.square().sum(), query)
     (wanted_gradient,) = torch.autograd.grad(wanted.square().sum(), query)
     torch.testing.assert_close(gradient, wanted_gradient, atol=1e-10, rtol=0)
+
+
+def shared_row(prefixes, seed=0):
+    """A packed micro-batch of families: (tokens of the prefix, those of each rest)."""
+    rng = np.random.default_rng(seed)
+    sequences, rows = [], []
+    for number, (prefix, rests) in enumerate(prefixes):
+        begin = rng.integers(0, VOCAB, prefix)
+        for rest in rests:
+            sequences.append(np.concatenate([begin, rng.integers(0, VOCAB, rest)]))
+            rows.append((number, prefix))
+    nothing = [np.zeros(0, np.int64) for _ in sequences]
+    return sequences, batching.collate(sequences, nothing, packed=True, rows=np.array(rows))
+
+
+def visible_keys(layout, window):
+    """bool [T, T]: which key each query sees, by the tokens' places in their sequences."""
+    total = layout.input_ids.size
+    segment = np.repeat(np.arange(len(layout.prefix_of)), np.diff(layout.cu_seqlens))
+    position = layout.position_ids[0]
+    is_own = segment[:, None] == segment[None]
+    is_prefix = layout.prefix_of[segment][:, None] == segment[None]
+    distance = position[:, None] - position[None]
+    seen = (is_own | is_prefix) & (distance >= 0) & (distance < (window or total + 1))
+    return torch.from_numpy(seen)
+
+
+def varlen_stand_in(aligned="right"):
+    """As the kernels of GPUs are documented: the last query sees the last key. aligned="left": the
+    first one sees the first, as in old versions."""
+
+    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert max_q == cu_q.diff().max()
+        assert max_k == cu_k.diff().max()
+        assert window_size[1] == 0
+        groups = q.shape[1] // k.shape[1]
+        outputs = []
+        for own_q, own_k, own_v in zip(
+            q.split(cu_q.diff().tolist()),
+            k.split(cu_k.diff().tolist()),
+            v.split(cu_k.diff().tolist()),
+            strict=True,
+        ):
+            shift = len(own_k) - len(own_q) if aligned == "right" else 0
+            seen = torch.ones(len(own_q), len(own_k), dtype=torch.bool).tril(shift)
+            if window_size[0] >= 0:
+                seen = seen.triu(shift - window_size[0])
+            keys = own_k.repeat_interleave(groups, 1).transpose(0, 1)
+            values = own_v.repeat_interleave(groups, 1).transpose(0, 1)
+            scores = (own_q.transpose(0, 1) @ keys.transpose(1, 2)) * (scale or q.shape[2] ** -0.5)
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            outputs.append((weights @ values).transpose(0, 1))
+        return torch.cat(outputs)
+
+    return varlen
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    families=st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 7), min_size=2, max_size=4)),
+        min_size=1,
+        max_size=3,
+    ),
+    window=st.sampled_from([None, 1, 3, 50]),
+    kernel=st.sampled_from([PER_SEQUENCE, TORCH_VARLEN, FLASH_ATTN]),
+)
+def test_every_kernel_shares_prefixes_by_the_definition(families, window, kernel):
+    _, layout = shared_row(families)
+    total = layout.input_ids.size
+    torch.manual_seed(total)
+    shapes = [(1, heads, total, 8) for heads in (4, 2, 2)]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    varlen = varlen_stand_in()
+
+    def flash_varlen(*args, softmax_scale, causal, window_size):
+        assert causal
+        return varlen(*args, scale=softmax_scale, window_size=window_size, enable_gqa=True)
+
+    flash_attn = types.SimpleNamespace(flash_attn_varlen_func=flash_varlen)
+    arguments = boundary_arguments(layout, torch.from_numpy(layout.cu_seqlens), kernel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+        patch.setitem(sys.modules, "flash_attn", flash_attn)
+        output, _ = packed_attention.packed_attention(
+            torch.nn.Identity(), *inputs, None, sliding_window=window, **arguments
+        )
+    query, key, value = inputs
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 8**-0.5
+    scores = scores.masked_fill(~visible_keys(layout, window), -torch.inf)
+    wanted = (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    torch.testing.assert_close(output, wanted, atol=1e-12, rtol=0)
+    slope = torch.randn(output.shape, dtype=torch.float64)
+    gradients = torch.autograd.grad(output, inputs, slope)
+    wanted_gradients = torch.autograd.grad(wanted, inputs, slope)
+    for gradient, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
+        torch.testing.assert_close(gradient, wanted_gradient, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("attention", [PACKED, CAUSAL])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+def test_a_row_with_shared_prefixes_is_its_sequences_one_by_one(family, attention):
+    sequences, layout = shared_row([(7, [3, 1, 5]), (4, [2, 6]), (0, [9])])
+    shared_model = random_model(family, attention)
+    plain_model = random_model(family, "eager")
+    shared = hidden_states(shared_model, layout)
+    places = [[*range(0, 7), *own] for own in (range(7, 10), range(10, 11), range(11, 16))]
+    places += [[*range(16, 20), *own] for own in (range(20, 22), range(22, 28))]
+    places += [list(range(28, 37))]
+    for sequence, own in zip(sequences, places, strict=True):
+        ids = torch.from_numpy(sequence)[None]
+        plain = plain_model.base_model(ids, use_cache=False).last_hidden_state[0]
+        torch.testing.assert_close(shared[own], plain, atol=1e-5, rtol=0)
+
+
+def test_the_gradient_of_a_shared_key_is_summed_in_float32():
+    rows = torch.randn(2, 1, 4, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.zeros(1000, dtype=torch.int64)
+    packed_attention._Gather.apply(rows, index).backward(
+        torch.full((1000, 1, 4), 1.0, dtype=torch.bfloat16)
+    )
+    assert rows.grad[0].tolist() == [[1000.0] * 4]  # in bfloat16 the sum would stay at 256
+    assert not rows.grad[1].any()
+
+
+@pytest.mark.parametrize(
+    ("aligned", "works"), [("right", True), ("left", False), ("missing", False)]
+)
+def test_a_kernel_that_aligns_otherwise_computes_every_prompt_again(
+    aligned, works, monkeypatch, caplog
+):
+    """The trial before a kernel of GPUs is used, with a stand-in."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_stand_in(aligned))
+    if aligned == "missing":
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    choice = AttentionChoice(PACKED, TORCH_VARLEN)
+    with caplog.at_level(logging.WARNING, logger=prefix_sharing.__name__):
+        assert prefix_sharing.works("actor", CPU, choice) == works
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (not works)
+    assert all("actor: prompts are computed once per sample" in text for text in messages)
+    assert prefix_sharing.works("actor", CPU, AttentionChoice(CAUSAL))
 
 
 def test_torch_takes_the_arguments():

@@ -1,6 +1,8 @@
-"""Packed sequences against padded ones, in the trainer's own worker: log-probs, loss, gradient."""
+"""Packed sequences, and packed ones with shared prompts, against padded ones, in the trainer's own
+worker: log-probs, loss, gradient."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,8 @@ SAMPLES_PER_PROMPT = 4
 LONGEST = {"cpu": 40, "cuda": 400}
 """Tokens of the longest prompt, and of the longest response."""
 
-LAYOUTS = ("off", "on")
-"""actor.packing: padded, then packed."""
+LAYOUTS = ("off", "on", "shared")
+"""actor.packing: padded, then packed, then packed with every prompt once."""
 
 LIMITS = {"float32": (1e-4, 1e-5, 1e-3), "bfloat16": (1.0, 0.05, 0.05)}
 """By dtype: largest and mean difference of a log-prob in nats, and of the gradient's norm as a
@@ -25,35 +27,58 @@ share. bfloat16 rounds each layout differently; a wrong boundary moves the mean 
 
 
 def packing(context: Context) -> Figures:
-    """The same batch through two workers, padded and packed."""
-    jobs = [(_work, (context, packed)) for packed in LAYOUTS]
-    padded, packed = all_results(
-        run_peers(jobs, context.limit_s - 5.0), ["the padding trainer", "the packing trainer"]
-    )
-    dtype = dtype_of(context)
-    apart = np.abs(np.concatenate(padded["log_probs"]) - np.concatenate(packed["log_probs"]))
-    norms = padded["grad_norm"], packed["grad_norm"]
-    norm_apart = abs(norms[0] - norms[1]) / norms[0]
+    """The same batch through three workers: padded, packed, and packed with shared prompts."""
+    jobs = [(_work, (context, layout)) for layout in LAYOUTS]
+    names = ["the padding trainer", "the packing trainer", "the sharing trainer"]
+    padded, packed, shared = all_results(run_peers(jobs, context.limit_s - 5.0), names)
     figures: Figures = {
-        "log-probs, largest": float(apart.max()),
-        "mean": float(apart.mean()),
-        "gradient norm, share": norm_apart,
-        "loss, padded and packed": f"{padded['loss']:.6g} {packed['loss']:.6g}",
-        "update, s, padded and packed": f"{padded['seconds']:.2f} {packed['seconds']:.2f}",
+        "loss, padded, packed, shared": " ".join(
+            f"{result['loss']:.6g}" for result in (padded, packed, shared)
+        ),
+        "update, s, padded, packed, shared": " ".join(
+            f"{result['seconds']:.2f}" for result in (padded, packed, shared)
+        ),
+        "tokens shared": shared["tokens_shared"],
         "attention": packed["attention"],
     }
-    largest, mean, share = LIMITS[dtype]
-    if not (apart.max() <= largest and apart.mean() <= mean and norm_apart <= share):
+    limits = LIMITS[dtype_of(context)]
+    is_alike = [
+        _compare(padded, packed, "", limits, figures),
+        _compare(padded, shared, "shared: ", limits, figures),
+    ]
+    if not all(is_alike):
         raise CheckFailed("packed and padded sequences give other results", figures)
     return figures
 
 
-def _work(context: Context, packed: str) -> dict[str, Any]:
+def _compare(
+    padded: dict[str, Any],
+    other: dict[str, Any],
+    prefix: str,
+    limits: tuple[float, float, float],
+    figures: Figures,
+) -> bool:
+    """Whether two workers give the same within the limits; adds the differences to the figures,
+    under names with a prefix."""
+    apart = np.abs(np.concatenate(padded["log_probs"]) - np.concatenate(other["log_probs"]))
+    norm_apart = abs(padded["grad_norm"] - other["grad_norm"]) / padded["grad_norm"]
+    figures[f"{prefix}log-probs, largest"] = float(apart.max())
+    figures[f"{prefix}mean"] = float(apart.mean())
+    figures[f"{prefix}gradient norm, share"] = norm_apart
+    largest, mean, share = limits
+    return bool(apart.max() <= largest and apart.mean() <= mean and norm_apart <= share)
+
+
+def _work(context: Context, layout: str) -> dict[str, Any]:
     """One worker: log-probs of the batch, then two updates, of which the second is timed."""
     cfg = _config(context)
-    cfg.actor.packing = packed
+    cfg.actor.packing = "off" if layout == "off" else "on"
     worker = policy_worker(cfg, context.device)
     set_up(worker)
+    rule = worker.batch_share.sharing  # None: the kernel's trial has failed, and the log says so
+    worker.batch_share.sharing = None
+    if rule is not None and layout == "shared":
+        worker.batch_share.sharing = replace(rule, least_saving=-np.inf, least_gain=-np.inf)
     batch = _batch(cfg)
     shares = worker.log_prob(batch)
     metrics = worker.update(batch)
@@ -63,6 +88,7 @@ def _work(context: Context, packed: str) -> dict[str, Any]:
         "log_probs": [shares[index] for index in range(len(batch.samples))],
         "grad_norm": metrics["actor/grad_norm"],
         "loss": metrics["actor/pg_loss"],
+        "tokens_shared": metrics.get("actor/shared_prefix_share", 0.0),
         "seconds": time.perf_counter() - begin,
         "attention": str(worker.model.config._attn_implementation),
     }

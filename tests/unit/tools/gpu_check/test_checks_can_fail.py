@@ -88,12 +88,15 @@ def test_the_small_weights_travel_in_several_buckets_with_strips() -> None:
     assert len(plan.buckets) > 2 and not all(bucket.completes_tensors for bucket in plan.buckets)
 
 
-def packed_results(**changes: Any) -> list[dict[str, Any]]:
+def packed_results(layout: int = 0, **changes: Any) -> list[dict[str, Any]]:
     padded = {"log_probs": [np.zeros(50, np.float32)], "grad_norm": 2.0, "loss": 0.1}
-    padded |= {"seconds": 1.0, "attention": "sdpa"}
-    return [padded, padded | changes]
+    padded |= {"seconds": 1.0, "attention": "sdpa", "tokens_shared": 0.5}
+    results = [padded, padded, padded]
+    results[layout] = padded | changes
+    return results
 
 
+@pytest.mark.parametrize("layout", [1, 2], ids=["packed", "shared"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -105,11 +108,11 @@ def packed_results(**changes: Any) -> list[dict[str, Any]]:
     ids=["one token", "the mean", "the gradient", "nan"],
 )
 def test_packed_sequences_that_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], layout: int
 ) -> None:
     monkeypatch.setattr(packing, "run_peers", lambda jobs, limit: packed_results())
     assert packing.packing(context(tmp_path))["log-probs, largest"] == 0
-    monkeypatch.setattr(packing, "run_peers", lambda jobs, limit: packed_results(**changes))
+    monkeypatch.setattr(packing, "run_peers", lambda jobs, limit: packed_results(layout, **changes))
     with pytest.raises(CheckFailed, match="packed and padded"):
         packing.packing(context(tmp_path))
 
