@@ -41,6 +41,7 @@ from one_step_off.models.checkpoint_layout import (
     saved_buffers,
     saved_tensors,
 )
+from one_step_off.models.divided_sequences import check_divided_model
 from one_step_off.models.experts import check_keys_of_experts
 from one_step_off.models.hf_model import (
     SCALAR_HEAD,
@@ -57,6 +58,7 @@ from one_step_off.models.stored_weights import StoredWeights
 from one_step_off.models.vision import forbidden_tokens, is_vision_config
 from one_step_off.training import compilation, lora, packed_attention, recurrent_layers
 from one_step_off.training.fsdp import experts
+from one_step_off.training.fsdp.sequence_parallel import SequenceGroup
 from one_step_off.training.packed_attention import AttentionChoice
 from one_step_off.training.token_outputs import TokenOutputs, in_chunks, log_probs_and_entropy
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -106,7 +108,9 @@ class _Source:
     model: PreTrainedModel | None = None
 
 
-def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
+def build(
+    cfg: Config, device: torch.device, role: str, sequence_group: SequenceGroup
+) -> BuiltModel:
     """Build the role's model without weights, shard it, then load it (collective).
 
     Each rank reads its own rows where the checkpoint has every tensor in safetensors files, so no
@@ -136,7 +140,7 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
     dist.broadcast_object_list(choice, src=0)
     attention: AttentionChoice = choice[0]
     packed_attention.register()
-    model = empty_model(cfg, role, attention.implementation, dtype)
+    model = empty_model(cfg, role, sequence_group.implementation(attention), dtype)
     if has_state_layers(model.config):
         recurrent_layers.keep_sequences_apart(model)
     model.requires_grad_(is_trained)
@@ -152,8 +156,10 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
         router_replay = RouterReplay(model)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
     model.forward = types.MethodType(_token_outputs, model)
+    check_divided_model(model.config, cfg, role)
     check_keys_of_experts(model, cfg, role)
     experts.register(model)
+    sequence_group.attach(_decoder_layers(model))
     shard_device = torch.device("cpu") if role_config.param_offload else device
     _shard(model, role_config, cfg.model.dtype, device, shard_device)
     _load(model, source, shard_device, device)

@@ -1,0 +1,134 @@
+"""Sequence parallelism under FSDP2: several ranks learn and score what one process does, and a
+checkpoint of theirs is read by any other layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
+from tests.unit.models.families import CONFIGS
+from tests.unit.training.fsdp_helpers import (
+    MODELS,
+    OBJECTIVES,
+    config,
+    end,
+    make_batch,
+    start,
+    write_model,
+)
+from tests.unit.training.rank_helpers import join, leave, of_fsdp, without_times
+from tests.unit.training.test_expert_parallel import assert_near
+from tests.unit.training.test_model_families import sent_by, stored_in
+
+STEPS = 4
+SETTINGS = {
+    "actor__lr": 1e-3,
+    "actor__grad_clip": 0.05,
+    "actor__weight_decay": 0.1,
+    "actor__micro_batch_tokens": 31,
+    "actor__ppo_mini_batch_size": 2,
+}
+"""Every gradient is clipped, so that a wrong norm or scale shows in the weights. A mini-batch has
+several micro-batches, whose rows must be filled up to a multiple of the ranks."""
+
+
+def hf_config_of(name: str, changes: dict[str, Any]) -> Any:
+    make = {**CONFIGS, **MODELS}[name]
+    hf_config = make()
+    hf_config.update(changes)
+    return hf_config
+
+
+def updates(worker: Any, path: str, first: int, stop: int) -> list[dict[str, float]]:
+    return [
+        without_times(worker.update(make_batch(path, seed=step))) for step in range(first, stop)
+    ]
+
+
+def train_rank(rank: int, folder: Path, ranks: int, size: int, settings: dict[str, Any]) -> None:
+    """Score and train, with a checkpoint after half of the steps."""
+    torch.set_num_threads(1)
+    path = str(folder / "model")
+    cfg = config(path, actor__sequence_parallel_size=size, **SETTINGS, **settings)
+    worker = of_fsdp()["actor"](cfg, "actor", rank, ranks, "cpu", 10)
+    join(worker, "ranks", folder)
+    scored = worker.log_prob_and_squares(make_batch(path))
+    metrics = updates(worker, path, 0, STEPS // 2)
+    (folder / "checkpoint").mkdir(exist_ok=True)
+    worker.save_state(str(folder / "checkpoint"))
+    worker.saved()
+    metrics += updates(worker, path, STEPS // 2, STEPS)
+    torch.save((metrics, scored), folder / f"rank{rank}.pt")
+    worker.save_hf(str(folder / "saved"))
+    leave(of_fsdp)
+
+
+TIED_LORA = {
+    "model__lora_rank": 2,
+    "model__lora_alpha": 4,
+    "model__lora_target_modules": "q_proj,v_proj",
+}
+# name: family, changes of its config, ranks, ranks of a sequence, settings.
+CASES = {
+    "two ranks": ("tied", {}, 2, 2, OBJECTIVES["everything"]),
+    "two groups": (
+        "untied",
+        {"num_attention_heads": 6, "num_key_value_heads": 3},
+        4,
+        2,
+        {"actor__activation_checkpointing": True},
+    ),
+    "one key-value head": ("tied", {"num_attention_heads": 4}, 4, 4, OBJECTIVES["sequences"]),
+    "copies": ("untied", {}, 4, 2, {"actor__fsdp_size": 2}),
+    "experts": (
+        "qwen3_moe",
+        {"output_router_logits": True},
+        2,
+        2,
+        {"actor__expert_parallel_size": 2},
+    ),
+    "compiled": ("tied", {}, 2, 2, {"actor__torch_compile": True}),
+    "lora": ("untied", {}, 2, 2, TIED_LORA),
+    "windows": ("untied", {"use_sliding_window": True}, 2, 2, {}),
+}
+FAST = ("two ranks", "two groups")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES]
+)
+def test_ranks_that_divide_sequences_learn_what_one_process_learns(case, tmp_path):
+    name, changes, ranks, size, settings = CASES[case]
+    folder = tmp_path / "model"
+    write_model(hf_config_of(name, changes), folder)
+    mp.spawn(train_rank, args=(tmp_path, ranks, size, settings), nprocs=ranks)
+    trained = stored_in(tmp_path / "saved")
+
+    alone_settings = {key: v for key, v in settings.items() if not key.endswith("_size")}
+    alone = config(str(folder), **SETTINGS, **alone_settings)
+    worker = start(alone, cls=PolicyWorker)
+    scored = worker.log_prob_and_squares(make_batch(str(folder)))
+    metrics = updates(worker, str(folder), 0, STEPS)
+    assert_near(trained, sent_by(worker), 1e-5)
+    end()
+    found = {}
+    for rank in range(ranks):
+        of_rank, scored_of_rank = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+        assert of_rank == [pytest.approx(figures, rel=1e-4, abs=1e-6) for figures in metrics]
+        assert bool(scored_of_rank) == (rank % size == 0)
+        found |= scored_of_rank
+    assert found.keys() == scored.keys()
+    for position, expected in scored.items():
+        torch.testing.assert_close(found[position], expected, atol=2e-6, rtol=0)
+
+    # Another layout goes on from their checkpoint.
+    worker = start(alone, cls=PolicyWorker)
+    worker.load_state(str(tmp_path / "checkpoint"))
+    updates(worker, str(folder), STEPS // 2, STEPS)
+    assert_near(trained, sent_by(worker), 1e-5)
+    end()
