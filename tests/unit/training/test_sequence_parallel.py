@@ -6,24 +6,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
 
+from one_step_off.config.errors import ConfigError
+from one_step_off.models.divided_sequences import check_sequence_parallel
+from one_step_off.models.model_checks import check_models
 from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
 from tests.unit.models.families import CONFIGS
 from tests.unit.training.fsdp_helpers import (
     MODELS,
     OBJECTIVES,
     config,
-    end,
     make_batch,
-    start,
     write_model,
 )
 from tests.unit.training.rank_helpers import join, leave, of_fsdp, without_times
 from tests.unit.training.test_expert_parallel import assert_near
 from tests.unit.training.test_model_families import sent_by, stored_in
+from tests.unit.training.test_replayed_routing import give_experts, others
 
 STEPS = 4
 SETTINGS = {
@@ -54,7 +57,7 @@ def train_rank(rank: int, folder: Path, ranks: int, size: int, settings: dict[st
     """Score and train, with a checkpoint after half of the steps."""
     torch.set_num_threads(1)
     path = str(folder / "model")
-    cfg = config(path, actor__sequence_parallel_size=size, **SETTINGS, **settings)
+    cfg = config(path, actor__sequence_parallel_size=size, **(SETTINGS | settings))
     worker = of_fsdp()["actor"](cfg, "actor", rank, ranks, "cpu", 10)
     join(worker, "ranks", folder)
     scored = worker.log_prob_and_squares(make_batch(path))
@@ -90,7 +93,8 @@ CASES = {
         {"output_router_logits": True},
         2,
         2,
-        {"actor__expert_parallel_size": 2},
+        # The load-balancing loss depends on what is in a micro-batch.
+        {"actor__expert_parallel_size": 2, "actor__micro_batch_tokens": 1000},
     ),
     "compiled": ("tied", {}, 2, 2, {"actor__torch_compile": True}),
     "lora": ("untied", {}, 2, 2, TIED_LORA),
@@ -102,7 +106,7 @@ FAST = ("two ranks", "two groups")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES]
 )
-def test_ranks_that_divide_sequences_learn_what_one_process_learns(case, tmp_path):
+def test_ranks_that_divide_sequences_learn_what_one_process_learns(case, tmp_path, start_single):
     name, changes, ranks, size, settings = CASES[case]
     folder = tmp_path / "model"
     write_model(hf_config_of(name, changes), folder)
@@ -110,12 +114,11 @@ def test_ranks_that_divide_sequences_learn_what_one_process_learns(case, tmp_pat
     trained = stored_in(tmp_path / "saved")
 
     alone_settings = {key: v for key, v in settings.items() if not key.endswith("_size")}
-    alone = config(str(folder), **SETTINGS, **alone_settings)
-    worker = start(alone, cls=PolicyWorker)
+    alone = config(str(folder), **(SETTINGS | alone_settings))
+    worker = start_single(alone, cls=PolicyWorker)
     scored = worker.log_prob_and_squares(make_batch(str(folder)))
     metrics = updates(worker, str(folder), 0, STEPS)
     assert_near(trained, sent_by(worker), 1e-5)
-    end()
     found = {}
     for rank in range(ranks):
         of_rank, scored_of_rank = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
@@ -127,8 +130,105 @@ def test_ranks_that_divide_sequences_learn_what_one_process_learns(case, tmp_pat
         torch.testing.assert_close(found[position], expected, atol=2e-6, rtol=0)
 
     # Another layout goes on from their checkpoint.
-    worker = start(alone, cls=PolicyWorker)
+    worker = start_single(alone, cls=PolicyWorker)
     worker.load_state(str(tmp_path / "checkpoint"))
     updates(worker, str(folder), STEPS // 2, STEPS)
     assert_near(trained, sent_by(worker), 1e-5)
-    end()
+
+
+def critics_figures(worker: Any, path: str) -> tuple[Any, Any]:
+    batch = make_batch(path)
+    rng = np.random.default_rng(0)
+    lengths = [len(sample.response_ids) for sample in batch.samples]
+    batch.values = [rng.normal(0, 1, length).astype(np.float32) for length in lengths]
+    batch.returns = [rng.normal(0, 1, length).astype(np.float32) for length in lengths]
+    return worker.values(batch), without_times(worker.update(batch))
+
+
+def canary(worker: Any, path: str) -> tuple[Any, Any]:
+    sequences = [sample.response_ids for sample in make_batch(path).samples]
+    return dict(enumerate(worker.score(sequences))), {}
+
+
+def likeliest(worker: Any, path: str) -> tuple[Any, Any]:
+    """A column of two dimensions, as that of the teacher's likeliest tokens."""
+    return worker.score_responses(make_batch(path)), {}
+
+
+def replayed(worker: Any, path: str) -> tuple[Any, Any]:
+    batch = make_batch(path)
+    give_experts(batch, path, others)
+    return worker.log_prob(batch), without_times(worker.update(batch))
+
+
+# name: role, model, what it computes, settings.
+ROLES = {
+    "critic": ("critic", "tied", critics_figures, {}),
+    "canary": ("ref", "tied", canary, {}),
+    "teacher": ("teacher", "tied", likeliest, {"teacher__top_k": 3}),
+    "replay": ("actor", "qwen3_moe", replayed, {"rollout__replay_routing": True}),
+}
+
+
+def figures_of_role(
+    name: str, folder: Path, rank: int, ranks: int, meeting: Path
+) -> tuple[Any, Any]:
+    role, model, compute, settings = ROLES[name]
+    path = str(folder / model)
+    cfg = config(
+        path, actor__sequence_parallel_size=ranks, actor__micro_batch_tokens=31, **settings
+    )
+    cfg.teacher.path = path
+    worker = of_fsdp()[role](cfg, role, rank, ranks, "cpu", 10)
+    join(worker, name, meeting)
+    figures = compute(worker, path)
+    leave(of_fsdp)
+    return figures
+
+
+def all_roles(rank: int, folder: Path, ranks: int, meeting: Path) -> None:
+    torch.set_num_threads(1)
+    figures = {name: figures_of_role(name, folder, rank, ranks, meeting) for name in ROLES}
+    torch.save(figures, meeting / f"rank{rank}.pt")
+
+
+def test_every_role_computes_what_one_process_computes(tmp_path):
+    for model in ("tied", "qwen3_moe"):
+        write_model(hf_config_of(model, {}), tmp_path / model)
+    found = []
+    for ranks in (1, 2):
+        meeting = tmp_path / f"of {ranks}"
+        meeting.mkdir()
+        mp.spawn(all_roles, args=(tmp_path, ranks, meeting), nprocs=ranks)
+        found.append(torch.load(meeting / "rank0.pt", weights_only=False))
+    other_rank = torch.load(tmp_path / "of 2" / "rank1.pt", weights_only=False)
+    for name in ROLES:
+        columns, metrics = found[1][name]
+        expected_columns, expected_metrics = found[0][name]
+        assert other_rank[name] == ({}, metrics)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
+        assert columns.keys() == expected_columns.keys()
+        for position, expected in expected_columns.items():
+            np.testing.assert_allclose(columns[position], expected, atol=2e-6, err_msg=name)
+
+
+def test_models_that_cannot_be_divided_are_refused(tmp_path):
+    cases = {
+        "qwen3": "does not divide the 2 attention heads of .*; use 2",
+        "qwen3_5_text": "has layers whose state runs along the whole sequence; set it to 1",
+    }
+    for family, words in cases.items():
+        write_model(CONFIGS[family](), tmp_path / family)
+        cfg = config(str(tmp_path / family), actor__sequence_parallel_size=3)
+        cfg.placement.roles = {"rollout": "rollout", "actor": "actor", "critic": "critic"}
+        cfg.placement.pools = {"rollout": [1], "actor": [3], "critic": [1]}
+        with pytest.raises(ConfigError, match=f"actor.sequence_parallel_size=3: .*{words}"):
+            check_models(cfg, 32)
+    # The actor's size holds for a critic that sets none.
+    cfg.actor.sequence_parallel_size = 2
+    cfg.model.path = str(tmp_path / "qwen3")
+    cfg.critic.path = str(tmp_path / "qwen3_5_text")
+    with pytest.raises(ConfigError, match="critic.sequence_parallel_size=2: .* state runs"):
+        check_sequence_parallel(cfg)
+    cfg.critic.sequence_parallel_size = 1
+    check_sequence_parallel(cfg)
