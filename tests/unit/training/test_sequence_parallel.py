@@ -186,9 +186,35 @@ def figures_of_role(
     return figures
 
 
+def kept_bytes(folder: Path, rank: int, ranks: int, meeting: Path) -> int:
+    """What this rank keeps for the backward pass of one sequence of 48 tokens."""
+    cfg = config(str(folder / "tied"), actor__sequence_parallel_size=ranks, actor__packing="on")
+    worker = of_fsdp()["ref"](cfg, "ref", rank, ranks, "cpu", 10)
+    join(worker, "kept", meeting)
+    worker.model.requires_grad_(True)
+    layout = worker._lay_out([np.arange(48)], [np.arange(1, 48)])
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        held.append(tensor)
+        return tensor
+
+    held: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        worker._forward(layout, 1.0, "none")
+    weights = {p.untyped_storage().data_ptr() for p in worker.model.parameters()}
+    leave(of_fsdp)
+    return sum(count for pointer, count in kept.items() if pointer not in weights)
+
+
 def all_roles(rank: int, folder: Path, ranks: int, meeting: Path) -> None:
     torch.set_num_threads(1)
-    figures = {name: figures_of_role(name, folder, rank, ranks, meeting) for name in ROLES}
+    figures: dict[str, Any] = {}
+    for name in ROLES:
+        figures[name] = figures_of_role(name, folder, rank, ranks, meeting)
+    figures["kept"] = kept_bytes(folder, rank, ranks, meeting)
     torch.save(figures, meeting / f"rank{rank}.pt")
 
 
@@ -202,6 +228,7 @@ def test_every_role_computes_what_one_process_computes(tmp_path):
         mp.spawn(all_roles, args=(tmp_path, ranks, meeting), nprocs=ranks)
         found.append(torch.load(meeting / "rank0.pt", weights_only=False))
     other_rank = torch.load(tmp_path / "of 2" / "rank1.pt", weights_only=False)
+    print("kept bytes", found[0]["kept"], found[1]["kept"], other_rank["kept"])
     for name in ROLES:
         columns, metrics = found[1][name]
         expected_columns, expected_metrics = found[0][name]
