@@ -442,7 +442,7 @@ WITHOUT = [
         keys={"config": "config/qwen_gsm8k_fsdp.yaml"},
     ),
     CommandWithoutCase(
-        "plan_hardware has short sequences; tests/unit/tools/planner/test_hardware.py has long ones",
+        "plan_hardware has short rows; tests/unit/tools/planner/test_hardware.py has long ones",
         "one_step_off.plan",
         flags=("--hardware", "--gpus", "--response-tokens"),
         keys={"data.max_response_length": "129024"},

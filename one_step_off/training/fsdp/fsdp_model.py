@@ -275,7 +275,8 @@ def layer_inputs_go_to_host(
         return False
     longest = math.ceil(longest_trained(cfg) / settings.sequence_parallel_size)
     tokens = max(settings.micro_batch_tokens, longest)
-    rest = _state_bytes(model, settings) / dist.get_world_size()
+    ranks_of_copy = dist.get_world_size() if settings.fsdp_size == -1 else settings.fsdp_size
+    rest = _state_bytes(model, settings) / ranks_of_copy
     rest += memory.besides(tokens, cfg.actor.log_prob_chunk) + RESERVED_BYTES
     inputs = memory.layer_inputs(tokens)
     if rest + inputs <= memory_bytes:
