@@ -446,6 +446,12 @@ WITHOUT = [
         flags=("--times",),
         keys={"config": "config/qwen_gsm8k_fsdp.yaml"},
     ),
+    CommandWithoutCase(
+        "plan_hardware has short rows; tests/unit/tools/planner/test_hardware.py has long ones",
+        "one_step_off.plan",
+        flags=("--hardware", "--gpus", "--response-tokens"),
+        keys={"data.max_response_length": "129024"},
+    ),
     CommandWithoutCase(GPUS, MAIN, keys={"config": "config/dapo_7b.yaml"}),
     CommandWithoutCase(PRETRAINED, MAIN, keys={"config": "config/smollm2_addition_cpu.yaml"}),
     CommandWithoutCase(

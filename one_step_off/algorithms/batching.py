@@ -8,7 +8,7 @@ leave the others waiting forever.
 
 import heapq
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -518,16 +518,40 @@ def context_parallel_slice(
     Returns:
         That part of the micro-batch, and the indices of its wanted tokens among all, int64.
     """
+    return _slice(micro, context_parallel_columns(micro.input_ids.shape[1], rank, ranks))
+
+
+def sequence_parallel_columns(width: int, rank: int, ranks: int) -> np.ndarray:
+    """The columns of one of `ranks` sequence-parallel ranks, int64: neighbours, as many on each,
+    since `ranks` divides the width."""
+    return np.arange(width).reshape(ranks, -1)[rank]
+
+
+def sequence_parallel_slice(
+    micro: MicroBatch, rank: int, ranks: int
+) -> tuple[MicroBatch, np.ndarray]:
+    """As `context_parallel_slice`, one sequence-parallel rank's columns of a packed micro-batch.
+    Positions and boundaries stay those of the whole row."""
+    return _slice(micro, sequence_parallel_columns(micro.input_ids.shape[1], rank, ranks))
+
+
+def _slice(micro: MicroBatch, own_columns: np.ndarray) -> tuple[MicroBatch, np.ndarray]:
+    """Some columns of a micro-batch, and the indices of their wanted tokens among all."""
     width = micro.input_ids.shape[1]
-    own_columns = context_parallel_columns(width, rank, ranks)
     new_column = np.full(width, -1)  # of a column, in the slice; -1: another rank has it
     new_column[own_columns] = np.arange(len(own_columns))
     row = micro.logit_index // width
     column = new_column[micro.logit_index % width]
     own_tokens = np.flatnonzero(column >= 0)
-    logit_index = (row * len(own_columns) + column)[own_tokens]
-    tokens = micro.tokens[own_tokens]
-    part = MicroBatch(micro.input_ids[:, own_columns], None, logit_index, tokens, [])
+    part = replace(
+        micro,
+        input_ids=micro.input_ids[:, own_columns],
+        logit_index=(row * len(own_columns) + column)[own_tokens],
+        tokens=micro.tokens[own_tokens],
+        counts=[],
+    )
+    if micro.position_ids is not None:
+        part.position_ids = micro.position_ids[:, own_columns]
     if micro.experts is not None:
         own_experts = micro.grid_of_experts()[:, own_columns]
         part.experts = own_experts.reshape(-1, *own_experts.shape[2:])

@@ -14,7 +14,7 @@ from one_step_off.config.hardware import CoresPerProcess
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 
-MODEL_PARALLEL = ("tensor", "pipeline", "context", "expert")
+MODEL_PARALLEL = ("tensor", "pipeline", "context", "expert", "sequence")
 """The dimensions of model parallelism, as in the keys `tensor_parallel_size` and so on."""
 
 SHARE_TOLERANCE = 1e-6
@@ -139,7 +139,8 @@ def processes_per_slot(cfg: Config, pool: str | None) -> int:
 def data_parallel_size(cfg: Config, role: str) -> int:
     """Into how many parts the ranks of a role split a batch.
 
-    FSDP: one part per rank. Megatron: one part per group of ranks that holds one whole model.
+    FSDP: one part per rank, or per group of ranks that divide its sequences. Megatron: one part per
+    group of ranks that holds one whole model.
     """
     settings = role_settings(cfg, role)
     ranks = devices_of_pool(cfg, cfg.placement.roles[role])
@@ -147,6 +148,7 @@ def data_parallel_size(cfg: Config, role: str) -> int:
         settings.tensor_parallel_size
         * settings.pipeline_parallel_size
         * settings.context_parallel_size
+        * settings.sequence_parallel_size
     )
     return ranks // ranks_per_model
 

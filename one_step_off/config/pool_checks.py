@@ -199,8 +199,9 @@ def _check_fsdp_layout(
             "needs a C++ compiler on CPUs, such as g++; install one or set it to false",
         )
     _check_expert_ranks(role, settings, ranks)
+    _check_sequence_ranks(cfg, role, settings, ranks)
     for name, size in sizes.items():
-        if size > 1 and name != "expert_parallel_size":
+        if size > 1 and name not in ("expert_parallel_size", "sequence_parallel_size"):
             raise ConfigError(
                 f"{role}.{name}={size}: only the megatron back end supports it; set "
                 f"{role}.backend=megatron, or the size to 1"
@@ -223,6 +224,24 @@ def _check_expert_ranks(role: str, settings: Any, ranks: int) -> None:
         )
 
 
+def _check_sequence_ranks(cfg: Config, role: str, settings: Any, ranks: int) -> None:
+    """The model's own number of attention heads is checked with its files."""
+    size = settings.sequence_parallel_size
+    location = f"{role}.sequence_parallel_size={size}"
+    if ranks % size:
+        raise ConfigError(
+            f"{location}: does not divide the {ranks} ranks of the {role}; "
+            f"use {nearest_divisor(ranks, size)}"
+        )
+    if size > 1 and settings.packing == "off":
+        raise ConfigError(f"{location}: divides packed rows; set {role}.packing=auto, or this to 1")
+    if size > 1 and cfg.model.attn_implementation == "eager":
+        raise ConfigError(
+            f"{location}: model.attn_implementation=eager cannot pack; set that to auto, or this "
+            "to 1"
+        )
+
+
 def _check_megatron_packages(role: str, device: str) -> None:
     location = f"{role}.backend=megatron"
     if not packages.is_installed("megatron.core"):
@@ -236,6 +255,12 @@ def _check_megatron_packages(role: str, device: str) -> None:
 
 
 def _check_megatron_layout(role: str, sizes: dict[str, int], ranks: int) -> None:
+    sequence_size = sizes["sequence_parallel_size"]
+    if sequence_size > 1:
+        raise ConfigError(
+            f"{role}.sequence_parallel_size={sequence_size}: only the fsdp back end supports it; "
+            f"with megatron set {role}.context_parallel_size, and this to 1"
+        )
     expert_size = sizes["expert_parallel_size"]
     ranks_per_model = math.prod(sizes.values()) // expert_size
     if ranks % ranks_per_model:

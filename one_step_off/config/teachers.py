@@ -3,7 +3,7 @@ the role teacher: its back end, and what the distillation needs.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +64,17 @@ def config_of_teacher(cfg: Config, name: str) -> Config:
     return replace(cfg, teacher=replace(cfg.teacher, path=path, by_source=others))
 
 
+def configs_of_roles(cfg: Config) -> Iterator[tuple[Config, str]]:
+    """The roles with a model, each with the config as its processes see it: the role teacher once
+    for each of its models."""
+    for role in cfg.placement.roles:
+        if role == "teacher":
+            for name in teacher_paths(cfg):
+                yield config_of_teacher(cfg, name), role
+        elif role != "rollout":
+            yield cfg, role
+
+
 NO_REWARD_ESTIMATOR = "none"
 """The estimator of a run that trains on its teacher alone."""
 
@@ -73,6 +84,7 @@ _NOT_OF_ENGINES = {
     "pipeline_parallel_size": 1,
     "context_parallel_size": 1,
     "expert_parallel_size": 1,
+    "sequence_parallel_size": 1,
     "sequence_parallel": False,
     "virtual_pipeline_parallel_size": None,
     "fsdp_size": -1,

@@ -11,7 +11,7 @@ from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.pool_checks import nearest_divisor
 from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
-from one_step_off.config.teachers import config_of_teacher, teacher_paths
+from one_step_off.config.teachers import configs_of_roles
 
 ROUTER_BIAS = "e_score_correction_bias"
 """What transformers calls the numbers that are added to the scores of a layer's experts only to
@@ -64,12 +64,8 @@ def check_experts(cfg: Config) -> None:
     Raises:
         ConfigError: a model has no experts, or other ones than a key needs.
     """
-    for role in cfg.placement.roles:
-        if role == "teacher":
-            for name in teacher_paths(cfg):
-                _check_role(config_of_teacher(cfg, name), role)
-        elif role != "rollout":
-            _check_role(cfg, role)
+    for own_cfg, role in configs_of_roles(cfg):
+        _check_role(own_cfg, role)
 
 
 def _check_role(cfg: Config, role: str) -> None:

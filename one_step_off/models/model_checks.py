@@ -18,6 +18,7 @@ from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.teachers import config_of_teacher, teacher_key, teacher_paths
 from one_step_off.models.adapted_layers import check_adapted_layers
+from one_step_off.models.divided_sequences import check_sequence_parallel
 from one_step_off.models.experts import check_experts
 from one_step_off.models.quantization import quantization_method
 
@@ -77,6 +78,7 @@ def check_models(cfg: Config, longest_sequence: int) -> Any:
             role_config = _check_files(cfg, role, longest_sequence)
             _check_rotary_embeddings(cfg, role, _key_and_path(cfg, role), role_config)
             _check_vocabulary(cfg, role, tokenizer)
+    check_sequence_parallel(cfg)
     if not cfg.model.trust_remote_code:
         check_experts(cfg)
     return tokenizer

@@ -10,7 +10,7 @@ import torch
 from one_step_off.cluster.device_turns import device_turn
 from one_step_off.cluster.errors import RoleError
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.placement import memory_share
+from one_step_off.config.placement import data_parallel_size, memory_share
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.roles import TrainedConfig
@@ -89,4 +89,6 @@ def _memory_advice(cfg: Config, role: str) -> str:
     can_offload = isinstance(settings, TrainedConfig) and settings.backend == "fsdp"
     if can_offload and not settings.optimizer_offload:
         parts.append(f"set {role}.optimizer_offload=true")
+    if data_parallel_size(cfg, role) > 1 and settings.backend == "fsdp":
+        parts.append(f"raise {role}.sequence_parallel_size={settings.sequence_parallel_size}")
     return ", ".join(parts)

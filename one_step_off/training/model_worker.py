@@ -249,8 +249,10 @@ class ModelWorker(UsageProbe, PlacedActor, ABC):
     ) -> batching.MicroBatchPlan:
         """plan[share][micro-batch] = indices of sequences; `lengths` in tokens; `rows`: see
         `batching.rows_that_pay`."""
-        # The context-parallel ranks share each sequence.
-        token_budget = self.role_config.micro_batch_tokens * self.role_config.context_parallel_size
+        # Context- or sequence-parallel ranks share each sequence.
+        role_config = self.role_config
+        ranks = role_config.context_parallel_size * role_config.sequence_parallel_size
+        token_budget = role_config.micro_batch_tokens * ranks
         padded = batching.padded_lengths(lengths, self.batch_share.width_multiple)
         rounds = self.batch_share.micro_batch_multiple
         return batching.plan_micro_batches(padded, shares, token_budget, self.packed, rounds, rows)

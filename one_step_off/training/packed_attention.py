@@ -35,6 +35,7 @@ from one_step_off.algorithms import batching
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.roles import BackendConfig
 from one_step_off.models.hf_model import STATE_LAYERS, empty_model, has_state_layers
 from one_step_off.models.vision import is_vision_config
 from one_step_off.training import recurrent_layers
@@ -104,14 +105,16 @@ def choose(cfg: Config, role: str, device: torch.device) -> AttentionChoice:
     for the role's model.
 
     Raises:
-        ConfigError: `packing=on`, and the model's attention cannot take boundaries.
+        ConfigError: `packing=on`, or sequence parallelism, which needs it, and the model's
+            attention cannot take boundaries.
     """
     register()
     requested = cfg.model.attn_implementation
     if requested == "eager":
         return AttentionChoice(requested)
     padded = "sdpa" if requested == "auto" else requested
-    packing = role_settings(cfg, role).packing
+    settings = role_settings(cfg, role)
+    packing = "on" if settings.sequence_parallel_size > 1 else settings.packing
     model, obstacle = _asked_model(cfg, role, device)
     call = None
     if not obstacle:
@@ -129,10 +132,17 @@ def choose(cfg: Config, role: str, device: torch.device) -> AttentionChoice:
         if not obstacle:
             return choice
     if packing == "on":
-        raise ConfigError(f"{role}.packing=on: {obstacle}; use auto or off")
+        raise _cannot_pack(role, settings, obstacle)
     if packing == "auto" and device.type == "cuda":
         logging.getLogger(__name__).warning("%s: batches are padded: %s", role, obstacle)
     return AttentionChoice(padded)
+
+
+def _cannot_pack(role: str, settings: BackendConfig, obstacle: str) -> ConfigError:
+    size = settings.sequence_parallel_size
+    if size > 1:
+        return ConfigError(f"{role}.sequence_parallel_size={size}: {obstacle}; set it to 1")
+    return ConfigError(f"{role}.packing=on: {obstacle}; use auto or off")
 
 
 def _kernel(cfg: Config, device: torch.device, call: _FirstCall) -> str:

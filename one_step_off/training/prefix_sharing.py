@@ -65,7 +65,8 @@ def rule_of(
 
     So do models with a state or with a mask of their own; replayed routers, for which each sample
     has its own experts of the prompt; the load-balancing loss of experts, which depends on what
-    else is in a micro-batch; `packing=off`; and GPUs where no kernel packs sequences.
+    else is in a micro-batch; `packing=off`; rows that sequence-parallel ranks divide; and GPUs where
+    no kernel packs sequences.
 
     Args:
         model: may be empty.
@@ -76,7 +77,9 @@ def rule_of(
     is_fast = choice.kernel not in ("", PER_SEQUENCE) or device.type == "cpu"
     has_routing = role == "actor" and cfg.rollout.replay_routing
     has_routing = has_routing or getattr(model.config, "output_router_logits", False)
-    if role_config.packing == "off" or has_routing or not (takes_rows and is_fast):
+    takes_rows = takes_rows and role_config.packing != "off"
+    takes_rows = takes_rows and role_config.sequence_parallel_size == 1
+    if has_routing or not (takes_rows and is_fast):
         return None
     text_config = model.config.get_text_config()
     layers = getattr(text_config, "num_hidden_layers", None)

@@ -59,6 +59,11 @@ class BackendConfig:
     expert_parallel_size: int = shared_key(
         1, "ranks that divide the experts of each layer among them", low=1
     )
+    sequence_parallel_size: int = shared_key(
+        1,
+        "fsdp: ranks that divide the tokens of each sequence among them, for long contexts",
+        low=1,
+    )
     sequence_parallel: bool = shared_key(
         False, "megatron: split the norms over the tensor-parallel ranks too"
     )

@@ -36,8 +36,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     f"{ROLLOUT}.free_cache_engine": (True, False),
     f"{ROLLOUT}.load_format": ("dummy_dtensor", "dummy", "auto", "safetensors"),
     f"{ROLLOUT}.multi_turn.enable": (False,),
-    f"{ACTOR}.ulysses_sequence_parallel_size": (1,),
-    f"{REF}.ulysses_sequence_parallel_size": (1,),
     "actor_rollout_ref.model.use_remove_padding": (True,),
     "data.prompt_key": ("prompt",),
     "data.reward_fn_key": ("data_source",),

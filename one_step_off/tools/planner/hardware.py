@@ -7,24 +7,31 @@ The parts of a step are added, as if none of them overlapped with another:
                 per sequence more  = SEQUENCE_S + 2 N / compute + its KV cache / bandwidth
     training    token on one GPU   = its FLOPs / (peak * MFU)
     sync                           = SYNC_S + weights / SYNC_BYTES_PER_S
+    exchange of a token's heads    = its bytes / SYNC_BYTES_PER_S, with sequence_parallel_size
 
 The efficiencies below were chosen by the measurements in docs/measured/planner.md, which compares
 the results with these and with published figures.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.lengths import longest_trained
 from one_step_off.config.lora_checks import sends_adapters
 from one_step_off.config.quantization import has_quantized_weights
 from one_step_off.config.schema import Config
 from one_step_off.data.token_work import pass_work
 from one_step_off.engines.vllm.kv_cache import token_bytes
+from one_step_off.models.activation_memory import (
+    RESERVED_BYTES,
+    ActivationMemory,
+    activation_memory,
+)
 from one_step_off.monitoring.flops import ModelShape, peak_flops, shape_of
 from one_step_off.tools.planner.work import Work
 
@@ -134,8 +141,10 @@ class PlannedModel:
         shape: what a token costs.
         parameters: all of them, those of all experts too.
         kv_bytes: of the KV cache of one token, in bf16.
-        heads: of attention, which tensor parallelism divides.
+        heads: of attention, which tensor and sequence parallelism divide.
+        kv_heads: those of keys and values.
         embedding_params: of the embedding and of a head that is not tied to it.
+        activations: of training; None: not known.
     """
 
     source: str
@@ -143,7 +152,9 @@ class PlannedModel:
     parameters: int
     kv_bytes: float
     heads: int
+    kv_heads: int
     embedding_params: int
+    activations: ActivationMemory | None
 
     def engine_bytes(self, cfg: Config) -> float:
         """Of an engine's weights: two per parameter; one per quantized parameter, which are those
@@ -189,7 +200,10 @@ def planned_model(path: str) -> PlannedModel:
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
     weights = {table.weight for table in tables if table is not None}  # a tied one is one
     embedding_params = sum(weight.numel() for weight in weights)
-    return PlannedModel(source, shape, parameters, kv_bytes, heads, embedding_params)
+    activations = activation_memory(hf_config)
+    return PlannedModel(
+        source, shape, parameters, kv_bytes, heads, kv_heads, embedding_params, activations
+    )
 
 
 def _read_config(path: str) -> Any:
@@ -262,12 +276,14 @@ class Plan:
         places: sequences for which a replica has memory.
         min_ranks: GPUs that the trainer's state needs at least.
         lines: what was assumed, for people.
+        advice: what to set so that the longest sequence fits.
     """
 
     work: Work
     places: int
     min_ranks: int
     lines: list[str]
+    advice: list[str] = field(default_factory=list)
 
 
 def response_lengths(cfg: Config, mean: int | None) -> np.ndarray:
@@ -317,7 +333,8 @@ def by_hardware(
         decode_s=STEP_S + model.engine_bytes(cfg) / bandwidth,
         sequence_s=SEQUENCE_S + token_flops / compute + cache_bytes / bandwidth,
         train_fixed_s=0.0,
-        train_token_s=train_flops / context / train_rate,
+        train_token_s=train_flops / context / train_rate
+        + _exchanged_bytes(cfg, model) / SYNC_BYTES_PER_S,
         sync_s=SYNC_S + (0 if sends_adapters(cfg) else sent_bytes / SYNC_BYTES_PER_S),
     )
     places = _sequences_in_memory(cfg, model, gpu, context, width)
@@ -325,7 +342,9 @@ def by_hardware(
         raise _too_large(cfg, model, gpu, context)
     min_ranks = _min_ranks(cfg, model, gpu)
     lines = _lines(cfg, model, gpu, work, places, min_ranks)
-    return Plan(work, places, min_ranks, [*lines, _lengths_line(cfg, mean_response)])
+    lines.append(_lengths_line(cfg, mean_response))
+    longest = LongestSequence(cfg, model, gpu, min_ranks)
+    return Plan(work, places, min_ranks, lines + longest.lines(), longest.advice())
 
 
 def _sequences_in_memory(
@@ -383,16 +402,86 @@ def _train_flops(cfg: Config, model: PlannedModel, context: float, lengths: np.n
     return flops
 
 
-def _min_ranks(cfg: Config, model: PlannedModel, gpu: Gpu) -> int:
-    """GPUs over which the state of training must be divided to fit; 1 where it is offloaded."""
+def _exchanged_bytes(cfg: Config, model: PlannedModel) -> float:
+    """That a rank sends for each of its tokens in a step, where ranks divide sequences: queries,
+    keys, values and outputs in each layer, forward and backward."""
+    size = cfg.actor.sequence_parallel_size
+    head_size = model.shape.attention_width / model.heads
+    heads = 2 * model.heads + 2 * math.lcm(model.kv_heads, size)
+    passes = cfg.actor.ppo_epochs * (3 if cfg.actor.activation_checkpointing else 2)
+    passes += cfg.algorithm.old_log_probs == "recompute"
+    passes += "ref" in cfg.placement.roles
+    return passes * model.shape.layers * heads * head_size * 2 * (size - 1) / size
+
+
+def _state_bytes(cfg: Config, model: PlannedModel) -> float:
+    """Weights, gradients and moments of the roles that train, of all ranks together; 0 where they
+    are offloaded."""
     actor = cfg.actor
     if actor.param_offload or actor.optimizer_offload:
-        return 1
+        return 0.0
     bytes_per_parameter = 2 if cfg.model.lora_rank else OPTIMIZER_BYTES
     state = bytes_per_parameter * model.parameters
     if "critic" in cfg.placement.roles:
         state += OPTIMIZER_BYTES * model.parameters
-    return math.ceil(state / (gpu.memory_bytes - SPARE_BYTES))
+    return state
+
+
+def _min_ranks(cfg: Config, model: PlannedModel, gpu: Gpu) -> int:
+    """GPUs over which the state of training must be divided to fit."""
+    return max(1, math.ceil(_state_bytes(cfg, model) / (gpu.memory_bytes - SPARE_BYTES)))
+
+
+@dataclass(frozen=True)
+class LongestSequence:
+    """Whether the update of the longest sequence fits on a rank of the trainer. Attributes: as the
+    arguments of `by_hardware`; `min_ranks` as in `Plan`."""
+
+    cfg: Config
+    model: PlannedModel
+    gpu: Gpu
+    min_ranks: int
+
+    def _needed(self, size: int, recomputes: bool) -> float:
+        """Bytes of its activations on each of `size` ranks that divide it."""
+        assert self.model.activations is not None
+        tokens = math.ceil(longest_trained(self.cfg) / size)
+        return self.model.activations.of_update(tokens, self.cfg.actor.log_prob_chunk, recomputes)
+
+    def _room(self, size: int) -> float:
+        """Bytes beside the state, where the trainer has as few ranks as it can."""
+        ranks = size * math.ceil(self.min_ranks / size)
+        return self.gpu.memory_bytes - RESERVED_BYTES - _state_bytes(self.cfg, self.model) / ranks
+
+    def _fits(self, size: int, recomputes: bool) -> bool:
+        return self._needed(size, recomputes) <= self._room(size)
+
+    def lines(self) -> list[str]:
+        """What was estimated, for people."""
+        if self.model.activations is None or self.cfg.actor.backend != "fsdp":
+            return []
+        size = self.cfg.actor.sequence_parallel_size
+        needed = self._needed(size, self.cfg.actor.activation_checkpointing) / 1e9
+        on_ranks = "on a rank" if size == 1 else f"on each of its {size} ranks"
+        return [
+            f"activations of the longest sequence, {longest_trained(self.cfg):,} tokens: "
+            f"{needed:.3g} GB {on_ranks}, with {self._room(size) / 1e9:.3g} GB for them"
+        ]
+
+    def advice(self) -> list[str]:
+        """What to set where it does not fit; nothing where it does."""
+        actor = self.cfg.actor
+        own = (actor.sequence_parallel_size, actor.activation_checkpointing)
+        if not self.lines() or self._fits(*own):
+            return []
+        sizes = [n for n in range(own[0], self.model.heads + 1) if self.model.heads % n == 0]
+        for size in sizes:
+            if self._fits(size, recomputes=True):
+                keys = ["actor.activation_checkpointing=true"] if not own[1] else []
+                if size > own[0]:
+                    keys.append(f"actor.sequence_parallel_size={size}")
+                return [f"set {' '.join(keys)}: so the longest sequence fits"]
+        return ["the longest sequence fits on no number of ranks: lower data.max_response_length"]
 
 
 def _lines(

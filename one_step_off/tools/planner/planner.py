@@ -524,6 +524,6 @@ def main(argv: list[str]) -> int:
     results = compare(cfg, work, gpus, plan.min_ranks)
     report(work, plan.lines, results)
     if args.hardware:
-        for line in advice(cfg, results, args.response_tokens is not None):
+        for line in plan.advice + advice(cfg, results, args.response_tokens is not None):
             print(f"next: {line}")
     return 0

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from one_step_off.models.experts import fused_experts, router_biases
+from one_step_off.training.fsdp.collectives import exchange, total
 
 IMPLEMENTATION = "one_step_off"
 """The name of our function in transformers' registry."""
@@ -150,30 +151,6 @@ class _LocalExperts:
         return value.to_local() if isinstance(value, DTensor) else value
 
 
-class _Exchange(torch.autograd.Function):
-    """Send rows to the ranks of a group, and their gradients back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.sizes = (sent, received, group)
-        return _exchanged(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        sent, received, group = ctx.sizes
-        return _exchanged(gradients[0], received, sent, group), None, None, None
-
-
-def _exchanged(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    result = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
-    return result
-
-
 def experts_forward(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """The output of a layer's experts [tokens, H], as transformers' registry wants it.
 
@@ -204,7 +181,7 @@ def _on_their_ranks(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) 
     by_rank = torch.stack([sent_to, received_of]).view(2, group.size(), count).sum(-1)
     sent, received = by_rank.tolist()  # here the host waits for the device
 
-    rows: Any = _Exchange.apply(hidden[order // chosen.shape[-1]], sent, received, group)
+    rows = exchange(hidden[order // chosen.shape[-1]], sent, received, group)
     total = len(rows)
     own_expert = torch.arange(count, device=hidden.device).repeat(group.size())
     own_expert = own_expert.repeat_interleave(received_of, output_size=total)
@@ -215,13 +192,18 @@ def _on_their_ranks(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) 
     ones = rows.new_ones(len(rows), 1)
     local: Any = _LocalExperts(self, count)
     outputs = grouped_mm_experts_forward(local, rows, own_expert[:, None], ones)[:total]
-    returned: Any = _Exchange.apply(outputs, received, sent, group)
+    returned = exchange(outputs, received, sent, group)
 
     weighted = returned[order.argsort()] * weights.reshape(-1, 1)
     return weighted.view(*chosen.shape, -1).sum(1).to(hidden.dtype)
 
 
-def load_balancing_loss(router_logits: tuple[Tensor, ...], top_k: int, is_token: Tensor) -> Tensor:
+def load_balancing_loss(
+    router_logits: tuple[Tensor, ...],
+    top_k: int,
+    is_token: Tensor,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """The load-balancing loss of arXiv:2101.03961 in one micro-batch, over all layers together as
     transformers computes it: scalar, the experts per token where all are equally likely.
 
@@ -229,16 +211,18 @@ def load_balancing_loss(router_logits: tuple[Tensor, ...], top_k: int, is_token:
         router_logits: of each layer with experts, [rows * width, experts].
         top_k: experts per token.
         is_token: [rows * width]; 0 at padding, which counts for nothing.
+        group: the ranks that have the other tokens of the micro-batch; None: this one has all.
     """
     mask = is_token.float()
+    tokens = total(mask.sum(), group)
     shares = []
     probabilities = []
     for logits in router_logits:
         weights = logits.float().softmax(-1)
         chosen = weights.topk(top_k, dim=-1).indices.flatten()
         counts = torch.zeros_like(weights[0]).scatter_add_(0, chosen, mask.repeat_interleave(top_k))
-        shares.append(counts.detach() / mask.sum())
-        probabilities.append((weights * mask[:, None]).sum(0) / mask.sum())
+        shares.append(total(counts.detach(), group) / tokens)
+        probabilities.append(total((weights * mask[:, None]).sum(0), group) / tokens)
     share = torch.stack(shares)  # [layers, experts]
     probability = torch.stack(probabilities)
     return share.shape[1] * (share.mean(0) * probability.mean(0)).sum()

@@ -6,9 +6,11 @@ checked at the start.
 """
 
 import functools
+import logging
+import math
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +32,12 @@ from transformers import PreTrainedModel
 
 from one_step_off.algorithms.shared_prefixes import SharingRule
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.lengths import longest_trained
+from one_step_off.config.placement import memory_share
 from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.roles import TrainedConfig
+from one_step_off.models.activation_memory import RESERVED_BYTES, activation_memory
 from one_step_off.models.checkpoint_layout import (
     CheckpointLayout,
     LivePart,
@@ -42,6 +47,7 @@ from one_step_off.models.checkpoint_layout import (
     saved_buffers,
     saved_tensors,
 )
+from one_step_off.models.divided_sequences import check_divided_model
 from one_step_off.models.experts import check_keys_of_experts
 from one_step_off.models.hf_model import (
     SCALAR_HEAD,
@@ -64,6 +70,7 @@ from one_step_off.training import (
     recurrent_layers,
 )
 from one_step_off.training.fsdp import experts
+from one_step_off.training.fsdp.sequence_parallel import SequenceGroup
 from one_step_off.training.packed_attention import AttentionChoice
 from one_step_off.training.token_outputs import TokenOutputs, in_chunks, log_probs_and_entropy
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -115,7 +122,9 @@ class _Source:
     model: PreTrainedModel | None = None
 
 
-def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
+def build(
+    cfg: Config, device: torch.device, role: str, sequence_group: SequenceGroup
+) -> BuiltModel:
     """Build the role's model without weights, shard it, then load it (collective).
 
     Each rank reads its own rows where the checkpoint has every tensor in safetensors files, so no
@@ -147,7 +156,7 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
     attention: AttentionChoice = choice[0]
     can_share: bool = choice[1]
     packed_attention.register()
-    model = empty_model(cfg, role, attention.implementation, dtype)
+    model = empty_model(cfg, role, sequence_group.implementation(attention), dtype)
     if has_state_layers(model.config):
         recurrent_layers.keep_sequences_apart(model)
     model.requires_grad_(is_trained)
@@ -163,13 +172,16 @@ def build(cfg: Config, device: torch.device, role: str) -> BuiltModel:
         router_replay = RouterReplay(model)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
     model.forward = types.MethodType(_token_outputs, model)
+    check_divided_model(model.config, cfg, role)
     check_keys_of_experts(model, cfg, role)
     sharing = None
     if can_share:
         sharing = prefix_sharing.rule_of(model, cfg, role, device, attention)
     experts.register(model)
+    sequence_group.attach(_decoder_layers(model))
     shard_device = torch.device("cpu") if role_config.param_offload else device
-    _shard(model, role_config, cfg.model.dtype, device, shard_device)
+    offloads = layer_inputs_go_to_host(model, cfg, role, _memory_of(device, cfg, role))
+    _shard(model, role_config, cfg.model.dtype, device, shard_device, offloads)
     _load(model, source, shard_device, device)
     routing = experts.Routing(model, device)
     return BuiltModel(model, attention, source.layout, router_replay, routing, sharing)
@@ -252,15 +264,83 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
+def _memory_of(device: torch.device, cfg: Config, role: str) -> float:
+    """Bytes of the GPU's memory that a rank of the role may use; endless on CPUs, whose activations
+    are in host memory anyway."""
+    if device.type != "cuda":
+        return math.inf
+    return memory_share(cfg, role) * torch.cuda.get_device_properties(device).total_memory
+
+
+def layer_inputs_go_to_host(
+    model: PreTrainedModel, cfg: Config, role: str, memory_bytes: float
+) -> bool:
+    """Whether the layer inputs that activation checkpointing keeps wait in pinned host memory for
+    the backward pass: where by estimate they do not fit beside the rest of an update. Rank 0 logs
+    it.
+
+    Args:
+        model: without weights.
+        memory_bytes: of the GPU, for this role.
+    """
+    settings = role_settings(cfg, role)
+    memory = activation_memory(model.config)
+    if memory is None or not getattr(settings, "activation_checkpointing", False):
+        return False
+    longest = math.ceil(longest_trained(cfg) / settings.sequence_parallel_size)
+    tokens = max(settings.micro_batch_tokens, longest)
+    ranks_of_copy = dist.get_world_size() if settings.fsdp_size == -1 else settings.fsdp_size
+    rest = _state_bytes(model, settings) / ranks_of_copy
+    rest += memory.besides(tokens, cfg.actor.log_prob_chunk) + RESERVED_BYTES
+    inputs = memory.layer_inputs(tokens)
+    if rest + inputs <= memory_bytes:
+        return False
+    if dist.get_rank() == 0:
+        logging.getLogger(__name__).warning(
+            "%s: the inputs of %d layers, %.1f GB for %d tokens on a rank, go to host memory until "
+            "the backward pass: by estimate they do not fit beside %.1f GB",
+            role,
+            memory.layers,
+            inputs / 1e9,
+            tokens,
+            rest / 1e9,
+        )
+    return True
+
+
+def _state_bytes(model: PreTrainedModel, settings: TrainedConfig) -> float:
+    """Weights, gradients and moments on the GPUs of all ranks together, before anything is sharded;
+    a trained number has 16 bytes in float32, its two moments included."""
+    if settings.param_offload:
+        return 0.0
+    of_trained = 8 if settings.optimizer_offload else 16
+    total = 0.0
+    for parameter in model.parameters():
+        of_one = of_trained if parameter.requires_grad else parameter.element_size()
+        total += of_one * parameter.numel()
+    return total
+
+
+def _keeping_input_on_host(forward: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A checkpointed forward pass that keeps what the checkpoint keeps in host memory."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
+            return forward(*args, **kwargs)
+
+    return run
+
+
 def _shard(
     model: PreTrainedModel,
     role_config: Any,
     dtype: str,
     device: torch.device,
     shard_device: torch.device,
+    offloads: bool,
 ) -> None:
     """One FSDP group and one activation checkpoint per decoder layer; embedding, norm and head
-    (perhaps tied) together in the root's group."""
+    (perhaps tied) together in the root's group. `offloads`: of `layer_inputs_go_to_host`."""
     compute_dtype = torch.bfloat16 if dtype == "bfloat16" else None
     # CPUOffloadPolicy fails without an accelerator; on CPUs the parameters are in host memory
     # anyway.
@@ -289,6 +369,8 @@ def _shard(
             layer.forward = functools.partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
+            if offloads:
+                layer.forward = _keeping_input_on_host(layer.forward, device)
         if expert_mesh is not None:
             experts.shard_experts(layer, expert_mesh, options)
         fully_shard(layer, mesh=mesh, **options)

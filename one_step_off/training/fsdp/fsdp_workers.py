@@ -30,6 +30,7 @@ from one_step_off.training import (
     roles,
 )
 from one_step_off.training.fsdp import experts, fsdp_model
+from one_step_off.training.fsdp.sequence_parallel import SequenceGroup
 from one_step_off.training.model_worker import ModelWorker, WorkItem
 from one_step_off.training.token_outputs import Figure, TokenOutputs
 from one_step_off.training.update_stats import PhaseTimer, UpdateStats
@@ -47,7 +48,9 @@ class FsdpBackend(ModelWorker):
     """Put before a role's class: its model, passes, optimizer and checkpoints by FSDP2."""
 
     def _build_model(self) -> None:
-        built = fsdp_model.build(self.cfg, self.device, self.role)
+        self.sequence_group = SequenceGroup(self.device, self.role_config.sequence_parallel_size)
+        self.batch_share = self.sequence_group.share_of_batch()
+        built = fsdp_model.build(self.cfg, self.device, self.role, self.sequence_group)
         self.model = built.model
         self.attention = built.attention
         self.layout = built.layout
@@ -68,7 +71,8 @@ class FsdpBackend(ModelWorker):
         length, count = WARM_UP_SHAPE
         if self.device.type == "cuda":
             length = longest_trained(self.cfg)
-            count = max(1, self.role_config.micro_batch_tokens // length)
+            tokens = self.role_config.micro_batch_tokens * self.sequence_group.size
+            count = max(1, tokens // length)
         forbidden = self.model.forbidden_tokens  # stand for images that are not there
         entries = np.setdiff1d(np.arange(WARM_UP_ENTRIES), forbidden)
         sequences = [entries[np.arange(length) % len(entries)]] * count
@@ -103,7 +107,7 @@ class FsdpBackend(ModelWorker):
         for item in items:
             self.routing.is_token = None
             if with_backward and item.lengths and self.routing.has_experts:
-                self.routing.is_token = self._tensor(_token_mask(item))
+                self.routing.is_token = self._token_mask(item)
             with timer("forward"):
                 value = compute(item)
             if with_backward:
@@ -118,6 +122,16 @@ class FsdpBackend(ModelWorker):
     def _forward(
         self, layout: batching.MicroBatch, temperature: float, figure: Figure
     ) -> TokenOutputs:
+        if self.sequence_group.size == 1:
+            return self._outputs(layout, temperature, figure)
+        part, indices = self.sequence_group.part_of(layout)
+        outputs = self._outputs(part, temperature, figure)
+        return self.sequence_group.joined(outputs, self._tensor(indices), len(layout.tokens))
+
+    def _outputs(
+        self, layout: batching.MicroBatch, temperature: float, figure: Figure
+    ) -> TokenOutputs:
+        """As `_forward`, of this rank's part of the rows alone."""
         inputs = {"input_ids": self._tensor(layout.input_ids)}
         if layout.position_ids is not None:
             inputs["position_ids"] = self._tensor(layout.position_ids)
@@ -165,6 +179,10 @@ class FsdpBackend(ModelWorker):
             layout, cu_seqlens, kernel, self.attention.has_states, self._tensor
         )
 
+    def _token_mask(self, item: WorkItem) -> Tensor:
+        """1 where this rank's part of the rows has a token, 0 at padding; int64 [rows * width]."""
+        return self._tensor(self.sequence_group.own_columns(_token_mask(item)))
+
     def _auxiliary_loss(
         self, item: WorkItem, mini_batch_tokens: int, stats: UpdateStats
     ) -> Tensor | None:
@@ -174,8 +192,12 @@ class FsdpBackend(ModelWorker):
         coefficient = getattr(self.model, "router_aux_loss_coef", None)
         if not (logits and coefficient and item.lengths):
             return None
-        is_token = self._tensor(_token_mask(item))
-        loss = experts.load_balancing_loss(logits, self.model.num_experts_per_tok, is_token)
+        loss = experts.load_balancing_loss(
+            logits,
+            self.model.num_experts_per_tok,
+            self._token_mask(item),
+            self.sequence_group.group,
+        )
         share = sum(item.lengths) / mini_batch_tokens
         stats.add(load_balancing=loss.detach() * share)
         return coefficient * share * loss

@@ -140,13 +140,18 @@ def test_collate_edges(packed):
         batching.collate([np.array([1, 2])], [np.array([0])], packed)
 
 
-@given(st.lists(st.integers(2, 20), min_size=1, max_size=4), st.integers(1, 3))
+@given(st.lists(st.integers(2, 20), min_size=1, max_size=4), st.integers(1, 3), st.booleans())
 @settings(deadline=None)
-def test_parts_of_a_micro_batch_make_it_whole(lengths, ranks):
+def test_parts_of_a_micro_batch_make_it_whole(lengths, ranks, packed):
     sequences = [np.arange(n) + 100 * i for i, n in enumerate(lengths)]
     wanted = [np.arange(1, n, 2) for n in lengths]
-    laid = batching.collate(sequences, wanted, False, 2 * ranks if ranks > 1 else 1)
-    parts = [batching.context_parallel_slice(laid, rank, ranks) for rank in range(ranks)]
+    laid = batching.collate(sequences, wanted, packed, 2 * ranks if ranks > 1 else 1)
+    slice_of = batching.sequence_parallel_slice if packed else batching.context_parallel_slice
+    parts = [slice_of(laid, rank, ranks) for rank in range(ranks)]
+    if packed:  # neighbours, which attention joins in the order of the ranks
+        for name in ("input_ids", "position_ids"):
+            joined = np.concatenate([getattr(part, name) for part, _ in parts], 1)
+            assert (joined == getattr(laid, name)).all()
     assert sorted(k for _, mine in parts for k in mine) == list(range(len(laid.logit_index)))
     for part, mine in parts:
         assert part.input_ids.size * ranks == laid.input_ids.size

@@ -172,6 +172,22 @@ BAD = [
         ["placement.pools.actor=[4]", "actor.expert_parallel_size=2", "actor.fsdp_size=2"],
         ["actor.expert_parallel_size=2", "actor.fsdp_size=2 has copies", "set that to -1"],
     ),
+    (
+        ["placement.pools.actor=[4]", "actor.sequence_parallel_size=3"],
+        ["actor.sequence_parallel_size=3", "does not divide the 4 ranks", "use 2"],
+    ),
+    (
+        ["placement.pools.actor=[2]", "actor.sequence_parallel_size=2", "actor.packing=off"],
+        ["actor.sequence_parallel_size=2", "divides packed rows", "actor.packing=auto"],
+    ),
+    (
+        [
+            "placement.pools.actor=[2]",
+            "actor.sequence_parallel_size=2",
+            "model.attn_implementation=eager",
+        ],
+        ["actor.sequence_parallel_size=2", "attn_implementation=eager", "auto"],
+    ),
     (["actor.router_bias_update_rate=-0.1"], ["actor.router_bias_update_rate=-0.1", "0"]),
     (
         ["placement.pools={}"],

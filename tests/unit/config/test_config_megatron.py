@@ -25,6 +25,10 @@ MEGATRON = [
         ],
     ),
     (["actor.expert_parallel_size=3"], ["expert_parallel_size=3", "4 ranks of each stage"]),
+    (
+        ["actor.sequence_parallel_size=2"],
+        ["sequence_parallel_size=2", "only the fsdp back end", "actor.context_parallel_size"],
+    ),
     (["actor.fsdp_size=2"], ["actor.fsdp_size=2", "only the fsdp back end"]),
     (
         ["model.attn_implementation=sdpa"],

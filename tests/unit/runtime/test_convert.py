@@ -50,7 +50,6 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.enforce_eager=True \
     actor_rollout_ref.rollout.n=5 \
     +actor_rollout_ref.actor.megatron.override_transformer_config.x=1 \
-    actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 \
     trainer.logger=['console','wandb'] \
     trainer.project_name="${project_name}" \
     trainer.nnodes="${NNODES}" trainer.n_gpus_per_node=8 \
@@ -135,7 +134,6 @@ def test_a_script_of_verl(capsys):
     assert (cfg.trainer.total_steps, cfg.trainer.total_epochs) == (100, None)
     assert (cfg.logging.wandb, cfg.logging.wandb_project) == (True, "sums")
     assert "override_transformer_config.x=1: no such setting here" in comments
-    assert "ulysses_sequence_parallel_size=4: not supported" in comments
     assert "verl counts 5 steps of the run" in comments
     assert "data.train_files=/home/user/data/train.parquet: no such file" in comments
 
@@ -143,9 +141,11 @@ def test_a_script_of_verl(capsys):
 def test_verls_hybrid_engine_on_one_node(capsys):
     text = "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=a/b \\\n" + " ".join(
         ["data.train_files=a/b", "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-         "algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=4"]
+         "algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=4",
+         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"]
     )  # fmt: skip
     cfg, comments = converted("run.sh", text, capsys)
+    assert cfg.actor.sequence_parallel_size == 4
     assert cfg.placement.pools == {"all": [8]}
     assert cfg.pipeline.staleness == 0
     assert "for one step off give rollout and actor pools of their own" in comments

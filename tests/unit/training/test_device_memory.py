@@ -64,6 +64,10 @@ def test_a_lack_of_memory_names_what_changes_it() -> None:
     with pytest.raises(RoleError, match="micro_batch_tokens") as raised:
         asyncio.run(whole)
     assert "placement.pools" not in str(raised.value)
+    assert "sequence_parallel_size" not in str(raised.value)
+    two = load_config(["placement.pools={rollout: [1], actor: [2]}"])
+    with pytest.raises(RoleError, match="raise actor.sequence_parallel_size=1"):
+        asyncio.run(device_memory.with_memory_advice(two, "actor", fail(lack)))
 
 
 def test_other_failures_stay_as_they_are() -> None:

@@ -78,6 +78,33 @@ def test_memory_bounds_the_trainer_and_the_replicas():
     assert planned("Qwen/Qwen2.5-7B", "H200").places > seven.places > 0
 
 
+LONG = ("data.max_prompt_length=2048", "data.max_response_length=129024")
+
+
+def test_it_divides_sequences_that_do_not_fit():
+    short = planned("Qwen/Qwen2.5-7B", "H100", "data.max_response_length=2048")
+    assert not short.advice
+    recomputed = "actor.activation_checkpointing=true"
+    (line,) = planned(
+        "Qwen/Qwen2.5-7B", "H100", *LONG, "actor.activation_checkpointing=false"
+    ).advice
+    assert line == f"set {recomputed} actor.sequence_parallel_size=2: so the longest sequence fits"
+    divided = (*LONG, recomputed, "placement.pools={rollout: [4], actor: [4]}")
+    found = [
+        planned("Qwen/Qwen2.5-7B", "H100", *divided, f"actor.sequence_parallel_size={size}")
+        for size in (1, 2, 4)
+    ]
+    assert [bool(plan.advice) for plan in found] == [True, False, False]
+    # What a rank keeps is divided, and what it exchanges costs time: of each token 28 queries and
+    # outputs, and 4 keys and values, of width 128 in 28 layers, half of them to the other rank, in
+    # three passes.
+    assert ", 131,072 tokens: " in found[2].lines[-1]
+    assert "GB on each of its 4 ranks" in found[2].lines[-1]
+    exchanged = 3 * 28 * (2 * 28 + 2 * 4) * 128 * 2 / 2
+    more = found[1].work.train_token_s - found[0].work.train_token_s
+    assert more == pytest.approx(exchanged / hardware.SYNC_BYTES_PER_S)
+
+
 def test_lengths_with_a_given_mean():
     cfg = load_config([FILE])
     lengths = hardware.response_lengths(cfg, 300)
