@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -354,9 +353,10 @@ class ReplicaSupervisor:
         self.loads[i] = ReplicaLoad()
 
     def _kill(self, i: int) -> None:
-        with suppress(ValueError):  # a stand-in in a test is no Ray actor
-            import ray
+        import ray
+        from ray.actor import ActorHandle
 
+        if isinstance(self.replicas[i], ActorHandle):  # else it is a stand-in in a simulation
             ray.kill(self.replicas[i])
 
     async def _restart(self, i: int, joins: bool = False) -> None:
@@ -447,7 +447,8 @@ class ReplicaSupervisor:
         restart = self.restart_tasks.get(i)
         if restart is not None:
             # Not canceled: it may be in a sync, whose end the senders must see.
-            self._kill(i)
+            if not restart.done():
+                self._kill(i)
             await asyncio.wait([restart])
             self.restart_tasks.pop(i, None)
         if i not in self.leaving:

@@ -191,11 +191,12 @@ class ReplicaScaler:
         self.request: ScaleRequest | None = None
         self.joining: set[int] = set()
         self._failures: list[str] = []
-        (self.folder / REQUEST_FILE).unlink(missing_ok=True)
-        if resumed:
-            self._note_former_number()
-        else:
-            (self.folder / ANSWERS_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError, ValueError, TypeError):  # what cannot be read, or written
+            (self.folder / REQUEST_FILE).unlink(missing_ok=True)
+            if resumed:
+                self._note_former_number()
+            else:
+                (self.folder / ANSWERS_FILE).unlink(missing_ok=True)
 
     def _note_former_number(self) -> None:
         answers = read_answers(self.folder)

@@ -227,7 +227,7 @@ def test_no_replica_leaves_in_the_middle_of_a_sync():
 
 def test_the_next_attempt_takes_over_only_those_that_have_not_left():
     async def main():
-        replicas = [MortalReplica() for _ in range(3)]
+        replicas: list[Any] = [MortalReplica() for _ in range(3)]
         dropped: list[int] = []
         for i, replica in enumerate(replicas):
             replica.drop_work = ActorMethod(lambda attempt, i=i: dropped.append(i))
