@@ -75,7 +75,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--seed", type=int, default=0, help="of the choice of kills and cases")
     add("--kills", type=int, default=10, help="number of kills")
-    add("--minutes", type=float, default=1e9, help="start no kill after so many minutes")
+    add("--minutes", type=float, default=1e9, help="start no kill or change after so many minutes")
     add("--out", type=Path, default=Path("outputs/chaos"), help="the folder for all results")
     add("--kinds", default="", help=f"of {', '.join(KINDS)}; default: all that the run has")
     add("--each", action="store_true", help="the kinds one after another, not at random")
@@ -173,7 +173,8 @@ def run_with_kills(args: argparse.Namespace, resume_after: bool = True) -> dict[
         begin = time.monotonic()
         changes.start()
         _kill_at_random(args, chaos, begin)
-        while not changes.are_done and not changes.wrong:
+        end = begin + 60 * args.minutes
+        while not changes.are_done and not changes.wrong and time.monotonic() < end:
             time.sleep(1)
         changes.stop()
         wrong += changes.wrong

@@ -108,6 +108,7 @@ class LightRun:
         from tests.unit.stand_ins import RecordedEvents
 
         self.random = random.Random(args.seed)
+        self.seconds = 60 * args.minutes
         self.cfg = light_config(timeout_s=20.0)
         self.cfg.placement.pools = {"rollout": [2], "actor": [1]}
         self.cfg.placement.device = "cpu"
@@ -172,6 +173,8 @@ class LightRun:
             begin = time.monotonic()
             with self.scaler.watching(self.engines):
                 while self._changed() < changes and not training.done() and not self.wrong:
+                    if time.monotonic() - begin > self.seconds:
+                        break
                     await self._change()
                     say(f"{self._changed()} joins and leaves, {len(self.trained)} steps")
             pipeline.stopping = True
