@@ -347,11 +347,13 @@ def lending_line(cfg: Config, work: Work, results: list[Simulated]) -> str:
         return ""
     best_s = min(float(result.shown_step) for result in results)
     lent_s = min(split_of_step)
-    shown = f"{lent_s:.4g} s a step at the least ({split_of_step[lent_s]})"
-    gain = max(0.0, 1 - lent_s / best_s)
+    what = "trainer GPUs that generate while the trainer waits would bring"
+    gain = 1 - lent_s / best_s
+    if gain < 0.005:
+        return f"{what} nothing"
     return (
-        f"trainer GPUs that generate while the trainer waits would bring {gain:.0%} at most: "
-        f"{shown}; the program does not do that"
+        f"{what} {gain:.0%} at most: {lent_s:.4g} s a step "
+        f"({split_of_step[lent_s]}); the program does not do that"
     )
 
 
