@@ -85,7 +85,9 @@ class PlacedActor:
         return f"OMP_NUM_THREADS={threads}, its processes are on the cores {cores}"
 
 
-def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
+def create_pools(
+    cfg: Config, device: str, replicas: int | None = None
+) -> dict[str, list[ProcessSlot]]:
     """Reserve every pool. Returns pool name -> its slots, node by node.
 
     Each node's part of a pool is one placement group, which must lie on one node of the cluster.
@@ -96,6 +98,7 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
     Args:
         cfg: the whole config; placement.pools and placement.roles count here.
         device: "cuda" or "cpu".
+        replicas: of those that may leave no more than so many are reserved; None: all.
 
     Raises:
         ConfigError: the cluster has too little; the message names the pool, what it needs and what
@@ -111,6 +114,8 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
         width = devices_of_process(cfg, pool)
         key = f"placement.pools.{pool}={cfg.placement.pools[pool]}"
         if _is_elastic(cfg, pool):
+            if replicas is not None:
+                count = min(count, max(0, replicas - first))
             places = [(_reserve(cfg, key, node, [width], resource), 0) for _ in range(count)]
         else:
             group = _reserve(cfg, key, node, [width] * count, resource)

@@ -90,12 +90,12 @@ class PersistentActors:
         self.sync_epoch = 0
         self.frozen_groups: dict[str, WorkerGroup] = {}
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
-        self.pools = create_pools(self.cfg, self.device)
+        self.pools = create_pools(self.cfg, self.device, replicas)
         self.rollout_pool = self.cfg.placement.roles["rollout"]
         self.replica_slots = dict(enumerate(self.pools[self.rollout_pool]))
         self.reserved: list[ProcessSlot] = []
         if replicas is not None and not trainers_only:
-            self._change_number(replicas)
+            self._reserve_more(replicas - len(self.replica_slots))
         self.env = process_env(self.device, self.host)
         self.log_folder = os.path.abspath(os.path.join(self.cfg.trainer.output_dir, LOG_FOLDER))
         self.replica_starts: Counter[int] = Counter()  # replica index -> how often it was started
@@ -245,19 +245,19 @@ class PersistentActors:
 
     # --- replicas that join and leave -------------------------------------------------------------
 
-    def _change_number(self, replicas: int) -> None:
-        """Before any is created: reserve more slots, or free some."""
-        configured = len(self.replica_slots)
-        for index in range(replicas, configured):
-            self._release_slot(index)
-        if replicas > configured:
-            try:
-                for slot in reserve_replicas(self.cfg, self.device, replicas - configured):
-                    self.replica_slots[len(self.replica_slots)] = slot
-                self._note_slots()
-            except ConfigError as error:
-                if self.events is not None:
-                    self.events.log(f"{configured} rollout replicas, not {replicas}: {error}")
+    def _reserve_more(self, count: int) -> None:
+        """Before any replica is created: `count` slots more than the config has, if they fit."""
+        if count < 1:
+            return
+        try:
+            more = reserve_replicas(self.cfg, self.device, count)
+        except ConfigError as error:
+            if self.events is not None:
+                self.events.log(f"{count} rollout replicas less than before: {error}")
+            return
+        for slot in more:
+            self.replica_slots[len(self.replica_slots)] = slot
+        self._note_slots()
 
     def _note_slots(self) -> None:
         self.pools[self.rollout_pool] = list(self.replica_slots.values())

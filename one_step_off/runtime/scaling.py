@@ -231,7 +231,7 @@ class ReplicaScaler:
                 if self.request is not None:
                     await self._carry_out(engines)
             except Exception as error:  # a full disk, as well as a mistake of ours
-                self.target = number_of(engines)
+                self.target = number_of(engines) or None
                 self._end(engines, FAILED, f"{type(error).__name__}: {error}")
             await asyncio.sleep(POLL_S)
 

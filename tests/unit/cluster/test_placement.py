@@ -65,7 +65,10 @@ class SlotPosition(NamedTuple):
 
 
 def create_pools(
-    monkeypatch: pytest.MonkeyPatch, cluster: FakeCluster, *overrides: str
+    monkeypatch: pytest.MonkeyPatch,
+    cluster: FakeCluster,
+    *overrides: str,
+    replicas: int | None = None,
 ) -> dict[str, list[SlotPosition]]:
     """Pool -> the positions of its slots."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -76,7 +79,7 @@ def create_pools(
     )
     cfg = load_config([*BASE, *overrides])
     validate(cfg, 0)
-    pools: dict[str, Any] = placement.create_pools(cfg, "cuda")
+    pools: dict[str, Any] = placement.create_pools(cfg, "cuda", replicas)
     positions = {}
     for pool, slots in pools.items():
         positions[pool] = [
@@ -118,6 +121,15 @@ def test_each_replica_that_may_leave_has_a_group_of_its_own(monkeypatch):
     positions = [(slot.pool_node, slot.bundle) for slot in pools["rollout"]]
     assert positions == [(0, 0), (0, 0), (1, 0)]
     assert cluster.sizes == [4, 2, 2, 2]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 5])
+def test_a_later_attempt_needs_no_room_for_replicas_that_have_left(monkeypatch, replicas):
+    kept = min(replicas, 3)
+    cluster = FakeCluster(4, 2 * kept)
+    pools = create_pools(monkeypatch, cluster, *WIDE_REPLICAS, replicas=replicas)
+    assert [slot.pool_node for slot in pools["rollout"]] == [0, 0, 1][:kept]
+    assert cluster.sizes == [4] + kept * [2]
 
 
 def test_replicas_that_share_their_pool_are_bundles_of_one_group(monkeypatch):

@@ -130,18 +130,16 @@ def test_the_next_attempt_frees_what_was_leaving_or_about_to_join(monkeypatch):
     assert cluster.killed == engines.rollout.replicas[:2]
 
 
-@pytest.mark.parametrize(("replicas", "count"), [(1, 1), (2, 2), (4, 4), (9, 2)])
-def test_new_engines_are_as_many_as_were_asked_for_or_those_of_the_config(
-    monkeypatch, replicas, count
-):
+@pytest.mark.parametrize(("more", "count"), [(-1, 2), (0, 2), (2, 4), (7, 2)])
+def test_new_engines_are_as_many_as_were_asked_for_or_those_of_the_config(monkeypatch, more, count):
     """After the failure of a node there may be no room for more."""
     cluster = Cluster(monkeypatch, free=3)
     engines = Engines(cluster)
-    engines._change_number(replicas)
+    engines._reserve_more(more)
     assert list(engines.replica_slots) == list(range(count))
     assert len(cluster.reserved) == count
     assert slots_of(engines) == cluster.reserved
-    if count != replicas:
-        line = "2 rollout replicas, not 9: needs 7 CPUs, but the cluster has 3 free"
+    if more == 7:
         events: Any = engines.events
+        line = "7 rollout replicas less than before: needs 7 CPUs, but the cluster has 3 free"
         assert events.lines == [line]
