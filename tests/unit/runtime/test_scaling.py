@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,12 @@ from one_step_off.cluster.errors import TrainerDied
 from one_step_off.config.command_line import exit_code
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
+from one_step_off.rollout import replica_supervisor
 from one_step_off.runtime import scaling
 from one_step_off.runtime.run_folder import LOCK_FILE
 from one_step_off.runtime.scaling import ReplicaScaler, ScaleRequest, read_answers
 from one_step_off.tools import scale
-from tests.unit.rollout.test_replica_supervisor import MortalReplica, group_of
+from tests.unit.rollout.test_replica_supervisor import PROMPTS, MortalReplica, group_of
 from tests.unit.stand_ins import ActorMethod, RecordedEvents
 
 
@@ -299,3 +302,95 @@ def test_a_run_that_is_started_again_has_the_number_of_the_config_and_says_so(ru
     assert open_requests(run_config) == [], "nobody waits for it any more"
     ReplicaScaler(run_config, events, resumed=False)
     assert not (folder / scaling.ANSWERS_FILE).exists()
+
+
+class KilledReplica(MortalReplica):
+    """Every 7th dies in its start, every 9th in its first sync, and one in each 25th call: so none
+    three times in a row, which would exclude it, or end the run."""
+
+    def __init__(self, rng: random.Random, number: int, calls: Iterator[int]) -> None:
+        super().__init__()
+        self.rng = rng
+        self.number = number
+        self.calls = calls
+        self.start = ActorMethod(self.begin)
+
+    async def begin(self, former: Any) -> tuple[int, list]:
+        await asyncio.sleep(self.rng.uniform(0, 0.02))
+        if self.number % 7 == 6:
+            raise RuntimeError("killed in its start")
+        return 8, []
+
+    async def generate(self, prompts: Any, sampling: Any) -> Any:
+        await asyncio.sleep(self.rng.uniform(0, 0.02))
+        if next(self.calls) % 25 == 24:
+            self.dead = True
+            raise RuntimeError("killed")
+        return await super().generate(prompts, sampling)
+
+
+class KilledEngines(Engines):
+    """With such replicas."""
+
+    def __init__(self, rng: random.Random, routing: str) -> None:
+        self.rng = rng
+        self.free = 1000
+        self.numbers = itertools.count()
+        self.calls = itertools.count()
+        replicas: list[Any] = [self.spawn(0), self.spawn(1)]
+        self.rollout = group_of(replicas, routing, respawn=self.spawn, events=RecordedEvents())
+        supervisor = self.rollout.supervisor
+        pass_restore = supervisor.restore
+
+        async def restore(i: int) -> bool:
+            replica: Any = supervisor.replicas[i]
+            return replica.number % 9 != 8 and await pass_restore(i)
+
+        supervisor.restore = restore
+
+    def spawn(self, index: int) -> Any:
+        return KilledReplica(self.rng, next(self.numbers), self.calls)
+
+
+@pytest.mark.parametrize("routing", ["static", "least_loaded"])
+def test_two_hundred_joins_and_leaves_between_kills_lose_and_repeat_nothing(
+    run_config, monkeypatch, routing
+):
+    monkeypatch.setattr(replica_supervisor, "RETRY_S", 0.002)
+    rng = random.Random(7)
+    events = RecordedEvents()
+    batches = 0
+
+    async def generate_on_and_on(rollout: Any) -> None:
+        nonlocal batches
+        while True:
+            samples, _ = await rollout.generate(PROMPTS, f"step {batches}", rollout.train_sampling)
+            found = [(sample.prompt_id[1], sample.index) for sample in samples]
+            assert found == [(row, i) for row in range(12) for i in range(2)]
+            batches += 1
+
+    async def main() -> tuple[int, int]:
+        scaler = ReplicaScaler(run_config, events, resumed=False)
+        engines = KilledEngines(rng, routing)
+        training = asyncio.create_task(generate_on_and_on(engines.rollout))
+        watch = asyncio.create_task(engines.rollout.watch())
+        changed = 0
+        with scaler.watching(engines):
+            while changed < 200:
+                present = scaling.number_of(engines)
+                target = rng.choice([n for n in range(1, 6) if n != present])
+                scaling.write_request(scaler.folder, ScaleRequest.parse(f"rollout={target}"))
+                while open_requests(run_config):
+                    await asyncio.sleep(0.005)
+                    assert not training.done(), training.result()
+                changed += abs(scaling.number_of(engines) - present)
+        training.cancel()
+        watch.cancel()
+        answers = read_answers(scaler.folder)
+        assert {answer.state for answer in answers} == {"begun", "done"}
+        return engines.rollout.restarts, engines.rollout.serving
+
+    restarts, serving = asyncio.run(asyncio.wait_for(main(), 200))
+    assert restarts > 5
+    assert serving >= 1
+    assert batches > 50
