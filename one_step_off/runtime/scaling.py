@@ -231,8 +231,9 @@ class ReplicaScaler:
                 if self.request is not None:
                     await self._carry_out(engines)
             except Exception as error:  # a full disk, as well as a mistake of ours
-                self.target = number_of(engines) or None
-                self._end(engines, FAILED, f"{type(error).__name__}: {error}")
+                if self.request is not None:
+                    self.target = number_of(engines) or None
+                    self._end(engines, FAILED, f"{type(error).__name__}: {error}")
             await asyncio.sleep(POLL_S)
 
     def _accept(self, engines: Any) -> None:
