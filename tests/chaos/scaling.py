@@ -210,13 +210,17 @@ class LightRun:
         if self.kill == "any" or (target < present and self.random.random() < 0.4):
             self.kill = ""
             self._kill_later(self._any_replica, self.random.uniform(0, 1))
+        rollout = self.engines.rollout
         steps = len(self.trained)
+        restarts = rollout.restarts
+        calm = not rollout.supervisor.restart_tasks
         arguments = [str(self.folder), f"rollout={words}", f"--timeout={CHANGE_LIMIT_S}"]
         code = await asyncio.to_thread(main, arguments)
         if code != 0 or number_of(self.engines) != target:
             lines = "; ".join(self.events.lines[-8:])
             self.wrong.append(f"rollout={words} of {present}: exit code {code}: {lines}")
-        if target > present and len(self.trained) == steps:
+        calm = calm and rollout.restarts == restarts  # else there may have been no other one
+        if target > present and calm and len(self.trained) == steps:
             self.wrong.append(f"rollout={words} of {present}: no step was made meanwhile")
 
     def _count(self, words: str) -> int:
