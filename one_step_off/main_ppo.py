@@ -37,7 +37,8 @@ def main(argv: list[str]) -> int:
 
 
 def console_script() -> int:
-    """The entry point of the command `one-step-off`: a run, or `one-step-off convert SCRIPT`."""
+    """The entry point of the command `one-step-off`: a run, `one-step-off convert SCRIPT`, or
+    `one-step-off scale RUN_FOLDER rollout=+2`."""
     return main(sys.argv[1:])
 
 
@@ -72,6 +73,10 @@ def _main(argv: list[str]) -> int:
         from one_step_off.tools.convert.convert import main as convert
 
         return convert(argv[1:])
+    if argv[0] == "scale":
+        from one_step_off.tools.scale import main as scale
+
+        return scale(argv[1:])
     if "--help" in argv or "-h" in argv:
         print(help_text(), end="", flush=True)
         return 0

@@ -210,6 +210,7 @@ class Pipeline:
             metrics["time/generate_s"] = generation_seconds(metrics)
         metrics |= self.sync_overlap.end_step(metrics)
         metrics["restarts/replicas"] = self.roles.rollout.restarts
+        metrics["rollout/replicas"] = self.roles.rollout.serving
         metrics["restarts/trainer"] = self.attempt
         try:
             if step + 1 == total_steps:

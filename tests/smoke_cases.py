@@ -487,6 +487,10 @@ WITHOUT = [
     CommandWithoutCase(
         "kills processes for minutes; tests/e2e/test_chaos.py has it", "tests.chaos"
     ),
+    CommandWithoutCase(
+        "needs a run that goes on; tests/e2e/test_elastic_replicas.py has one",
+        "one_step_off.scale",
+    ),
     CommandWithoutCase(COMPARED, "docs/make_reference.py"),
     CommandWithoutCase(COMPARED, "docs/make_module_tables.py"),
 ]

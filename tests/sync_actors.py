@@ -185,6 +185,7 @@ class LightReplica(FaultInjector):
         self.score_s = 0.0
         self.engine = ThreadPoolExecutor(1)
         self.weights: dict[str, torch.Tensor] = {}
+        self.idle_trajectories = 0
 
     def set_rollout_s(self, seconds: float) -> None:
         """Let generation take so long."""
@@ -270,9 +271,15 @@ class LightReplica(FaultInjector):
             for prompt in prompts
             for index in range(sampling.size)
         ]
+        self.idle_trajectories += len(samples)
         for sample in samples:
             sample.extra["pid"] = os.getpid()
         return samples
+
+    async def wait_for_capacity(self, sent: int, capacity: int) -> int:
+        while sent - self.idle_trajectories >= capacity:
+            await asyncio.sleep(0.01)
+        return self.idle_trajectories
 
     async def stop(self) -> None:
         """Nothing to end."""

@@ -3,12 +3,18 @@
 import functools
 import math
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -26,6 +32,7 @@ from one_step_off.config.placement import (
     processes_per_node,
     shared_devices,
     shares_device,
+    why_not_elastic,
 )
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import redirect_output
@@ -33,6 +40,9 @@ from one_step_off.config.user_code import redirect_output
 RESERVE_TIMEOUT_S = 60.0
 """Seconds for Ray to reserve one placement group, at most; trainer.start_timeout_s may be
 shorter."""
+
+JOIN_RESERVE_S = 10.0
+"""Seconds for Ray to reserve the placement groups of replicas that join."""
 
 RAY_FRACTIONS = 10_000
 """Ray counts a device in parts of this number."""
@@ -75,16 +85,20 @@ class PlacedActor:
         return f"OMP_NUM_THREADS={threads}, its processes are on the cores {cores}"
 
 
-def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
+def create_pools(
+    cfg: Config, device: str, replicas: int | None = None
+) -> dict[str, list[ProcessSlot]]:
     """Reserve every pool. Returns pool name -> its slots, node by node.
 
     Each node's part of a pool is one placement group, which must lie on one node of the cluster.
     Pools with shares of a device have one bundle per node together: Ray gives a bundle of at most
-    one GPU a single GPU, so all of them get the same one.
+    one GPU a single GPU, so all of them get the same one. Replicas that may leave have a placement
+    group each, on any node.
 
     Args:
         cfg: the whole config; placement.pools and placement.roles count here.
         device: "cuda" or "cpu".
+        replicas: of those that may leave no more than so many are reserved; None: all.
 
     Raises:
         ConfigError: the cluster has too little; the message names the pool, what it needs and what
@@ -99,10 +113,16 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
         first = sum(slots_per_node[:node])
         width = devices_of_process(cfg, pool)
         key = f"placement.pools.{pool}={cfg.placement.pools[pool]}"
-        group = _reserve(cfg, key, node, [width] * count, resource)
+        if _is_elastic(cfg, pool):
+            if replicas is not None:
+                count = min(count, max(0, replicas - first))
+            places = [(_reserve(cfg, key, node, [width], resource), 0) for _ in range(count)]
+        else:
+            group = _reserve(cfg, key, node, [width] * count, resource)
+            places = [(group, bundle) for bundle in range(count)]
         slots = []
-        for bundle in range(count):
-            cores = tuple(cores_of_pool[pool][first + bundle])
+        for number, (group, bundle) in enumerate(places):
+            cores = tuple(cores_of_pool[pool][first + number])
             slots.append(ProcessSlot(group, bundle, node, cores, width))
         slots_of_part[pool, node] = slots
     slots_of_part |= _shared_slots(cfg, resource, cores_of_pool)
@@ -115,14 +135,54 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
     return pools
 
 
+def reserve_replicas(cfg: Config, device: str, count: int) -> list[ProcessSlot]:
+    """Slots for replicas that join, each with a placement group of its own on any node.
+
+    On one machine they share the cores of the replicas of the config, and take none from a trainer.
+
+    Raises:
+        ConfigError: so many do not fit; nothing stays reserved.
+    """
+    resource = "GPU" if device == "cuda" else "CPU"
+    pool = cfg.placement.roles["rollout"]
+    width = devices_of_process(cfg, pool)
+    free = ray.available_resources().get(resource, 0)
+    bundles = [{resource: width}]
+    groups = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(count)]
+    deadline = time.monotonic() + JOIN_RESERVE_S
+    for group in groups:
+        if not group.wait(timeout_seconds=max(0.0, deadline - time.monotonic())):
+            for reserved in groups:
+                remove_placement_group(reserved)
+            each = "" if width == 1 else f", {width} on one node for each replica"
+            raise ConfigError(
+                f"needs {count * width} {resource}s{each}, but the cluster has {free:g} free"
+            )
+    cores = process_cores(cfg, device)[pool]
+    return [
+        ProcessSlot(group, 0, 0, tuple(cores[number % len(cores)]), width)
+        for number, group in enumerate(groups)
+    ]
+
+
+def _is_elastic(cfg: Config, pool: str) -> bool:
+    """Whether this is the pool of replicas that may come and go."""
+    return pool == cfg.placement.roles.get("rollout") and not why_not_elastic(cfg)
+
+
 def _largest_part_first(cfg: Config) -> list[tuple[str, int]]:
     """(pool, node of the pool) of all parts with whole devices. A small part fits anywhere, and
     reserved first it might take the only node that a large one fits on."""
+
+    def size(part: tuple[str, int]) -> float:
+        pool, node = part
+        return 0.0 if _is_elastic(cfg, pool) else cfg.placement.pools[pool][node]
+
     parts = []
     for pool, sizes in cfg.placement.pools.items():
         if not shares_device(cfg, pool):
             parts += [(pool, node) for node in range(len(sizes))]
-    return sorted(parts, key=lambda part: cfg.placement.pools[part[0]][part[1]], reverse=True)
+    return sorted(parts, key=size, reverse=True)
 
 
 def _shared_slots(
@@ -178,14 +238,15 @@ def describe_pools(cfg: Config, pools: dict[str, list[ProcessSlot]]) -> str:
     host_of_node = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     descriptions = []
     for pool, slots in pools.items():
-        groups = {slot.node: slot.group for slot in slots}
-        hosts = []
-        for group in groups.values():
-            node_of_bundle = placement_group_table(group)["bundles_to_node_id"]
-            hosts.append(host_of_node[node_of_bundle[0]])
+        hosts: dict[tuple[int, str], str] = {}
+        for group, node in {id(slot.group): (slot.group, slot.node) for slot in slots}.values():
+            node_id = placement_group_table(group)["bundles_to_node_id"][0]
+            hosts[node, node_id] = host_of_node[node_id]
         roles = [role for role, its_pool in cfg.placement.roles.items() if its_pool == pool]
         shape = cfg.placement.pools[pool]
-        descriptions.append(f"pool {pool} {shape} on {' '.join(hosts)}: {', '.join(roles)}")
+        descriptions.append(
+            f"pool {pool} {shape} on {' '.join(hosts.values())}: {', '.join(roles)}"
+        )
     return "; ".join(descriptions)
 
 
@@ -258,14 +319,17 @@ def _thread_count(slot: ProcessSlot | None, device: str) -> int:
     the optimizer of offloaded parameters runs on the host.
     """
     if device == "cuda" and slot:
-        gpus_of_node = max(1, _gpus_of_this_node(), len(slot.group.bundle_specs))
+        gpus_of_node = max(1, _most_gpus_of_a_node(), len(slot.group.bundle_specs))
         return max(1, (os.cpu_count() or 1) // gpus_of_node)
     return max(1, len(slot.cores) if slot else 0)
 
 
 @functools.cache
-def _gpus_of_this_node() -> int:
-    return hardware.count_gpus()
+def _most_gpus_of_a_node() -> int:
+    """The driver's node may have none."""
+    nodes = ray.nodes() if ray.is_initialized() else []
+    counts = [int(node["Resources"].get("GPU", 0)) for node in nodes]
+    return max(hardware.count_gpus(), *counts, 0)
 
 
 def _slot_options(slot: ProcessSlot, share: float) -> dict[str, Any]:

@@ -55,6 +55,20 @@ def rollout_and_actor_share(cfg: Config) -> bool:
     return all(shares_device(cfg, roles[role]) for role in ("rollout", "actor"))
 
 
+def why_not_elastic(cfg: Config) -> str:
+    """Why the number of replicas cannot change while the run goes on; "" if it can."""
+    pool = cfg.placement.roles.get("rollout")
+    if pool is None:
+        return "the run has no rollout replicas"
+    others = [role for role, name in cfg.placement.roles.items() if name == pool]
+    others.remove("rollout")
+    if others:
+        return f"the replicas share the pool {pool} with {', '.join(others)}"
+    if shares_device(cfg, pool):
+        return f"the pool {pool} has a share of a device, not whole devices"
+    return ""
+
+
 def device_share(cfg: Config, pool: str) -> float:
     """The part of a device that each process of the pool has: 1 where its devices are whole."""
     return float(min([1, *cfg.placement.pools[pool]]))

@@ -169,6 +169,8 @@ class Meter:
     cfg: Config
     shape: ModelShape | None
     device_name: str = ""
+    replicas: int | None = None
+    """That serve now; None: those of the config."""
 
     def step(
         self,
@@ -227,6 +229,8 @@ class Meter:
         is_bf16 = self.cfg.model.dtype == "bfloat16"
         peak = peak_flops(self.device_name) if is_bf16 else None
         num_devices = devices_of_pool(self.cfg, self.cfg.placement.roles[role])
+        if role == "rollout" and self.replicas is not None:
+            num_devices = self.replicas * self.cfg.rollout.tensor_parallel_size
         pool_peak = num_devices * (peak or 0)
         return {
             f"flops_per_s/{group}": _rate(flops, seconds),

@@ -212,6 +212,7 @@ class Tracker(RunEvents):
             sync_wait_s = row.get("actor/sync_wait_s", 0.0)
             update_s = row.get("time/actor_update_s", 0.0) - sync_wait_s
             generate_s = row["time/generate_s"]
+            self.meter.replicas = row.get("rollout/replicas")
             shared = row.get("actor/shared_prefix_share", 0.0)
             row |= self.meter.step(batch, generate_s, update_s, row["time/step_s"], shared)
         return row

@@ -4,10 +4,15 @@
       ^  \\         |              |
       |   \\        v              |
     DEAD <-+--------+<------------+
+      ^
+      |
+      v
+    LEFT
 
 A weight sync takes a healthy replica back to STALE until its new weights are verified too. A dead
 replica never becomes healthy directly: a new process starts as STALE, and only verified weights
-make it HEALTHY.
+make it HEALTHY. A place that a replica has
+left may be taken by one that joins, which begins as DEAD until its process has started.
 """
 
 from enum import Enum, auto
@@ -24,13 +29,16 @@ class ReplicaState(Enum):
     """It did not answer its last heartbeat: no new prompts."""
     DEAD = auto()
     """Its process died or hangs: it must be restarted."""
+    LEFT = auto()
+    """It was removed, and nothing is asked of it: the run has one replica less."""
 
 
 ALLOWED_TRANSITIONS: dict[ReplicaState, frozenset[ReplicaState]] = {
     ReplicaState.STALE: frozenset({ReplicaState.STALE, ReplicaState.HEALTHY, ReplicaState.DEAD}),
-    ReplicaState.HEALTHY: frozenset(ReplicaState),
+    ReplicaState.HEALTHY: frozenset(ReplicaState) - {ReplicaState.LEFT},
     ReplicaState.SUSPECT: frozenset({ReplicaState.STALE, ReplicaState.HEALTHY, ReplicaState.DEAD}),
-    ReplicaState.DEAD: frozenset({ReplicaState.STALE, ReplicaState.DEAD}),
+    ReplicaState.DEAD: frozenset({ReplicaState.STALE, ReplicaState.DEAD, ReplicaState.LEFT}),
+    ReplicaState.LEFT: frozenset({ReplicaState.DEAD}),
 }
 
 

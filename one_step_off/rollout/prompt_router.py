@@ -13,7 +13,12 @@ from one_step_off.cluster.errors import ProcessDied
 from one_step_off.cluster.remote_calls import MAX_TRIES
 from one_step_off.data.samples import Prompt, PromptId, Sample
 from one_step_off.rollout.health import ReplicaState
-from one_step_off.rollout.replica_supervisor import ReplicaFailed, ReplicaLoad, ReplicaSupervisor
+from one_step_off.rollout.replica_supervisor import (
+    ReplicaFailed,
+    ReplicaLeft,
+    ReplicaLoad,
+    ReplicaSupervisor,
+)
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.rollout.timeline import ReplicaTimeline
 
@@ -87,6 +92,8 @@ class PromptRouter:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while waiting:
+                    # One that may serve from now on, as one that joins, gets prompts at once.
+                    next_verified = self.supervisor.next_verified()
                     healthy = await self.supervisor.wait_for_healthy()
                     for i, share in self._assign(healthy, waiting, request):
                         call = self._generate_share(i, self.loads[i], share, request, failures)
@@ -98,7 +105,8 @@ class PromptRouter:
                         if i not in capacity_waits:
                             wait = self._wait_for_capacity(i, request.purpose)
                             capacity_waits[i] = tasks.create_task(wait)
-                    await asyncio.wait(capacity_waits.values(), return_when=asyncio.FIRST_COMPLETED)
+                    events = [*capacity_waits.values(), next_verified]
+                    await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
                 for wait in capacity_waits.values():
                     wait.cancel()
         except ExceptionGroup as e:  # the caller gets the failure as it was raised
@@ -130,9 +138,10 @@ class PromptRouter:
 
         Args:
             group_size: trajectories per prompt.
-            round_robin: give out all prompts at once, if routing is static.
+            round_robin: give out all prompts at once, if routing is static or there is never a
+                second replica.
         """
-        if round_robin and (self.static or len(self.supervisor.replicas) == 1):
+        if round_robin and (self.static or self.supervisor.is_only_one):
             yield from zip(itertools.cycle(healthy), list(waiting))
             waiting.clear()
         heap = sorted((self.loads[i].generating, i) for i in healthy)
@@ -162,6 +171,8 @@ class PromptRouter:
             self.timeline.record(request.purpose, i, begin)
             # Samples of weights that are not verified must not leave this class.
             await self.supervisor.wait_until_verified(i)
+        except ReplicaLeft:
+            return await self.generate(prompts, request, failures)
         except ReplicaFailed as e:
             if failures + 1 >= MAX_TRIES:
                 raise ProcessDied(

@@ -76,6 +76,11 @@ class RolloutGroup:
         return self.supervisor.active
 
     @property
+    def serving(self) -> int:
+        """How many replicas there are, without those that are being started or removed."""
+        return sum(i not in self.supervisor.leaving for i in self.active)
+
+    @property
     def restarts(self) -> int:
         """How many replicas were restarted."""
         return self.supervisor.restarts
@@ -139,7 +144,7 @@ class RolloutGroup:
         """End all engines; one that does not answer is left to be killed."""
         for task in self.supervisor.restart_tasks.values():
             task.cancel()
-        answers = [replica.stop.remote() for replica in self.replicas]
+        answers = [self.replicas[i].stop.remote() for i in self.supervisor.members]
         await with_time_limit(
             STOP_S, "rollout, stop", asyncio.gather(*answers, return_exceptions=True)
         )
@@ -192,9 +197,9 @@ async def reuse_engines(group: RolloutGroup, former: RolloutGroup, attempt: int)
     group.supervisor.restarts = former.restarts
     for i, processes in enumerate(former.supervisor.child_processes):
         group.supervisor.child_processes[i] = processes
-    numbers = range(len(group.replicas))
+    numbers = group.supervisor.members
     reasons = await asyncio.gather(*(_drop_work(former, i, attempt) for i in numbers))
-    for i, reason in enumerate(reasons):
+    for i, reason in zip(numbers, reasons, strict=True):
         if reason:
             group.supervisor.mark_failed(i, reason)
     group.has_answered = True

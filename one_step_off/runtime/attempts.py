@@ -21,6 +21,7 @@ from one_step_off.monitoring.loggers import open_loggers, start_remote_loggers
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime.interrupts import LoopRunner, stop_on_interrupt
 from one_step_off.runtime.prepare import ResumePoint, RunInputs, load_resume_point
+from one_step_off.runtime.scaling import ReplicaScaler
 
 # `RunProcesses`, `Pipeline` and `Resumed` are imported where they are used: they bring torch, Ray
 # and transformers, which take seconds, and the first line of output shall not wait for them.
@@ -42,8 +43,10 @@ class RunState:
         engines: the `PersistentActors` that the latest attempt has handed over; None: the next one
             starts its own.
         engines_kept: how many attempts have begun with the engines of the one before.
+        scaler: changes the number of rollout replicas on request.
     """
 
+    scaler: ReplicaScaler
     attempt: int = 0
     resume_point: ResumePoint | None = None
     pipeline: Any = None
@@ -61,13 +64,14 @@ class RunState:
         return self.has_trained and self.pipeline.stopping
 
 
-def initial_state(prepared: RunInputs) -> RunState:
+def initial_state(prepared: RunInputs, events: RunEvents) -> RunState:
     """The state of the first attempt. One that resumes a checkpoint is the attempt after the
     checkpoint's."""
     resume_point = prepared.resume_point
+    scaler = ReplicaScaler(prepared.cfg, events, resumed=resume_point is not None)
     if resume_point is None:
-        return RunState()
-    return RunState(resume_point.state.get("incarnation", 0) + 1, resume_point)
+        return RunState(scaler)
+    return RunState(scaler, resume_point.state.get("incarnation", 0) + 1, resume_point)
 
 
 class RestartBudget:
@@ -98,7 +102,7 @@ def run_with_restarts(prepared: RunInputs, tracker: Tracker) -> None:
             a run that has trained cannot be started again, the last failure.
     """
     first_position = prepared.data.stream.state_dict()
-    state = initial_state(prepared)
+    state = initial_state(prepared, tracker)
     budget = RestartBudget(prepared.cfg.trainer.max_restarts)
     loop_runner = LoopRunner()
     last_failure: BaseException | None = None
@@ -179,7 +183,7 @@ async def run_attempt(
             await _start(prepared, state, processes, tracker)
         pipeline = await create_pipeline(prepared, state, processes, tracker)
         state.pipeline = pipeline
-        async with _in_training(prepared, pipeline, processes, tracker, loop_runner):
+        async with _in_training(prepared, state, processes, tracker, loop_runner):
             await pipeline.fit()
         await _save_model(prepared.cfg, processes, tracker)
     except Exception as error:
@@ -217,7 +221,13 @@ def create_processes(prepared: RunInputs, state: RunState, events: RunEvents) ->
 
     if prepared.is_supervised:
         return processes.SupervisedProcesses(prepared, events)
-    return processes.RunProcesses(prepared, state.attempt, kept=state.engines, events=events)
+    return processes.RunProcesses(
+        prepared,
+        state.attempt,
+        kept=state.engines,
+        events=events,
+        replicas=state.scaler.target,
+    )
 
 
 def log_pools(cfg: Config, processes: Any, tracker: Tracker) -> None:
@@ -230,16 +240,18 @@ def log_pools(cfg: Config, processes: Any, tracker: Tracker) -> None:
 @contextlib.asynccontextmanager
 async def _in_training(
     prepared: RunInputs,
-    pipeline: Any,
+    state: RunState,
     processes: Any,
     tracker: Tracker,
     loop_runner: LoopRunner,
 ) -> AsyncIterator[None]:
-    """While the block trains: show its progress, measure the processes, and let signals and
-    callbacks stop the pipeline. The block ends normally where a callback has stopped it."""
+    """While the block trains: show its progress, measure the processes, let replicas come and go,
+    and let signals and callbacks stop the pipeline. The block ends normally where a callback has
+    stopped it."""
     from one_step_off.ray_trainer import Stopped
 
     cfg = prepared.cfg
+    pipeline = state.pipeline
     console = tracker.console
     if cfg.trainer.val_only:
         progress = console.working("evaluating")
@@ -248,6 +260,7 @@ async def _in_training(
     watched_groups = _watched_groups(processes)
     async with watch_usage(watched_groups, prepared.device == "cuda", tracker.report_usage):
         with (
+            state.scaler.watching(processes.engines),
             progress,
             stop_on_interrupt(loop_runner, pipeline, cfg.trainer.grace_s, tracker.log) as interrupt,
         ):

@@ -15,21 +15,30 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agent_loop.base import uses_endpoint
 from agent_loop.tools import MCP_SCHEMAS
-from one_step_off.cluster.placement import are_reserved, create_pools, spawn
-from one_step_off.cluster.remote_calls import call_all
+from one_step_off.cluster.placement import (
+    ProcessSlot,
+    are_reserved,
+    create_pools,
+    reserve_replicas,
+    spawn,
+)
+from one_step_off.cluster.remote_calls import call_all, observed
 from one_step_off.cluster.run_events import RunEvents
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.placement import processes_per_slot
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.data import source_rewards
 from one_step_off.config.sections.rollout import is_seeded
 from one_step_off.config.user_code import LOG_FOLDER
+from one_step_off.engines.engine_processes import ProcessId, kill_processes
 from one_step_off.engines.vllm.processes import kill_engines_of_run
 from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.replica import RolloutReplica
-from one_step_off.rollout.replica_group import RolloutGroup, reuse_engines
+from one_step_off.rollout.replica_group import STOP_S, RolloutGroup, reuse_engines
 from one_step_off.rollout.sampling import engine_seed
 from one_step_off.runtime.prepare import RunInputs
 from one_step_off.runtime.process_env import engine_env, process_env
@@ -49,6 +58,8 @@ class PersistentActors:
         attempt: of the attempt that uses them; engines that start get other seeds in each.
         rollout: the replicas, as the latest attempt sees them.
         sync_epoch: of the latest attempt's weight sync.
+        replica_slots: replica index -> its slot.
+        reserved: slots for replicas that are about to join.
         frozen_groups: those of the frozen roles, which the latest attempt has handed over too.
     """
 
@@ -58,6 +69,7 @@ class PersistentActors:
         attempt: int = 0,
         trainers_only: bool = False,
         events: RunEvents | None = None,
+        replicas: int | None = None,
     ) -> None:
         """Reserve the pools and create the processes; nothing is loaded yet.
 
@@ -65,6 +77,8 @@ class PersistentActors:
             attempt: the number of the attempt.
             trainers_only: create the pools, and no process.
             events: receives what happens to replicas, in all attempts.
+            replicas: their number, where it was changed while the run went on; None: the config's.
+                Where so many do not fit any more, there are fewer.
 
         Raises:
             ConfigError: the cluster has too little for a pool.
@@ -77,7 +91,12 @@ class PersistentActors:
         self.sync_epoch = 0
         self.frozen_groups: dict[str, WorkerGroup] = {}
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
-        self.pools = create_pools(self.cfg, self.device)
+        self.pools = create_pools(self.cfg, self.device, replicas)
+        self.rollout_pool = self.cfg.placement.roles["rollout"]
+        self.replica_slots = dict(enumerate(self.pools[self.rollout_pool]))
+        self.reserved: list[ProcessSlot] = []
+        if replicas is not None and not trainers_only:
+            self._reserve_more(replicas - len(self.replica_slots))
         self.env = process_env(self.device, self.host)
         self.log_folder = os.path.abspath(os.path.join(self.cfg.trainer.output_dir, LOG_FOLDER))
         self.replica_starts: Counter[int] = Counter()  # replica index -> how often it was started
@@ -87,9 +106,8 @@ class PersistentActors:
         self.endpoint = None if trainers_only else self._create_endpoint()
         self.scorers = [] if trainers_only else self._create_scorers()
         self.actors += self.scorers
-        slots = [] if trainers_only else self.pools[self.cfg.placement.roles["rollout"]]
-        replicas = [self._create_replica(index) for index in range(len(slots))]
-        self.rollout = self._create_rollout_group(replicas)
+        slots = {} if trainers_only else self.replica_slots
+        self.rollout = self._create_rollout_group([self._create_replica(i) for i in slots])
         self.former_rollout: RolloutGroup | None = None  # until its replicas are taken over
 
     @property
@@ -101,11 +119,20 @@ class PersistentActors:
 
     def begin_attempt(self, attempt: int) -> None:
         """Another attempt uses these from now on, with locks and a replica group of its own: those
-        of the attempt before belong to an event loop that has ended."""
+        of the attempt before belong to an event loop that has ended. Replicas that were being
+        removed have left."""
         self.attempt = attempt
         self.pool_locks = {pool: asyncio.Lock() for pool in self.pools}
-        self.former_rollout = self.rollout
-        self.rollout = self._create_rollout_group(self.rollout.replicas)
+        former = self.rollout
+        self.former_rollout = former
+        for slot in self.reserved:
+            remove_placement_group(slot.group)
+        self.reserved.clear()
+        for index in set(self.replica_slots) - set(former.supervisor.staying):
+            self._release_replica(index)
+        self.rollout = self._create_rollout_group(former.replicas)
+        for index in set(range(len(former.replicas))) - set(former.supervisor.staying):
+            self.rollout.supervisor.mark_left(index)
 
     async def load(self) -> None:
         """Load all engines; or let those of the attempt before drop its work."""
@@ -151,13 +178,13 @@ class PersistentActors:
             log = f"{self.log_folder}/endpoint.log"
             return spawn(cls, args, None, self.device, env=self.env, log=log)
 
-        replicas = len(self.pools[self.cfg.placement.roles["rollout"]])
-        endpoint = GatewaySupervisor(self.cfg, replicas, bool(self.host), spawn_beside_driver)
+        endpoint = GatewaySupervisor(
+            self.cfg, len(self.replica_slots), bool(self.host), spawn_beside_driver
+        )
         self.actors.append(endpoint.gateway)
         return endpoint
 
     def _create_replica(self, index: int) -> Any:
-        pool = self.cfg.placement.roles["rollout"]
         seed = engine_seed(self.cfg.trainer.seed, self.attempt, index, self.replica_starts[index])
         self.replica_starts[index] += 1
         loop_names = self.prepared.loop_names
@@ -178,9 +205,9 @@ class PersistentActors:
         replica = spawn(
             RolloutReplica,
             args,
-            self.pools[pool][index],
+            self.replica_slots[index],
             self.device,
-            self.slot_share(pool),
+            self.slot_share(self.rollout_pool),
             engine_env(self.device, self.host),
             log,
         )
@@ -207,15 +234,80 @@ class PersistentActors:
     def _create_rollout_group(self, replicas: list[Any]) -> RolloutGroup:
         cfg = self.cfg
         seeded = is_seeded(cfg.rollout, self.device)
-        pool = cfg.placement.roles["rollout"]
-        shares_pool = self.slot_share(pool) < 1
-        lock = self.pool_locks[pool] if shares_pool else None
+        shares_pool = self.slot_share(self.rollout_pool) < 1
+        lock = self.pool_locks[self.rollout_pool] if shares_pool else None
         return RolloutGroup(replicas, cfg, seeded, lock, self._restart_replica, self.events)
 
     def _restart_replica(self, index: int) -> Any:
         """End what is left of a failed replica; returns a new one in its slot."""
         ray.kill(self.rollout.replicas[index])
         return self._create_replica(index)
+
+    # --- replicas that join and leave -------------------------------------------------------------
+
+    def _reserve_more(self, count: int) -> None:
+        """Before any replica is created: `count` slots more than the config has, if they fit."""
+        if count < 1:
+            return
+        try:
+            more = reserve_replicas(self.cfg, self.device, count)
+        except ConfigError as error:
+            if self.events is not None:
+                self.events.log(f"{count} rollout replicas less than before: {error}")
+            return
+        for slot in more:
+            self.replica_slots[len(self.replica_slots)] = slot
+        self._note_slots()
+
+    def _note_slots(self) -> None:
+        self.pools[self.rollout_pool] = list(self.replica_slots.values())
+
+    def reserve_replicas(self, count: int) -> None:
+        """Reserve slots for replicas that `join`. It waits for Ray. Raises ConfigError: they do not
+        fit."""
+        self.reserved += reserve_replicas(self.cfg, self.device, count)
+
+    def join(self) -> int:
+        """Start a replica more in the background, in a slot that is reserved. Returns its index."""
+        slot = self.reserved.pop()
+
+        def create(index: int) -> Any:
+            self.replica_slots[index] = slot
+            return self._create_replica(index)
+
+        index = self.rollout.supervisor.join(create)
+        self._note_slots()
+        return index
+
+    async def leave(self, index: int, limit_s: float) -> bool:
+        """Remove a replica and free its devices; see `ReplicaSupervisor.leave`."""
+        supervisor = self.rollout.supervisor
+        children = supervisor.child_processes[index]
+        if not await supervisor.leave(index, limit_s):
+            return False
+        stopped = observed(self.rollout.replicas[index].stop.remote())
+        await asyncio.wait([stopped], timeout=STOP_S)
+        if not stopped.done() or stopped.exception() is not None:
+            await self._kill_engine(index, children)
+        self._release_replica(index)
+        return True
+
+    async def _kill_engine(self, index: int, children: list[ProcessId]) -> None:
+        """Kill the processes below a replica that did not stop: an engine may outlive it, and would
+        keep the device."""
+        slot = self.replica_slots[index]
+        strategy = PlacementGroupSchedulingStrategy(slot.group, slot.bundle)
+        kill = ray.remote(kill_processes).options(num_cpus=0, scheduling_strategy=strategy)
+        # Its node may be gone, and then its processes are.
+        await asyncio.wait([observed(kill.remote(children))], timeout=STOP_S)
+
+    def _release_replica(self, index: int) -> None:
+        kill_all([self.rollout.replicas[index]])
+        self._release_slot(index)
+
+    def _release_slot(self, index: int) -> None:
+        remove_placement_group(self.replica_slots.pop(index).group)
+        self._note_slots()
 
     async def keep_kv_cache_sizes(self) -> None:
         """Remember the KV cache of each engine, for `_replica_cfg`."""

@@ -64,6 +64,7 @@ class RunProcesses:
         trainers_only: bool = False,
         kept: PersistentActors | None = None,
         events: RunEvents | None = None,
+        replicas: int | None = None,
     ) -> None:
         """Reserve the pools and create the processes; nothing is loaded yet.
 
@@ -72,6 +73,7 @@ class RunProcesses:
             trainers_only: create only the trainable roles, and no engines.
             kept: the pools and engines of the attempt before; None: they are created.
             events: receives what the groups, the replicas and the weight sync report.
+            replicas: see `PersistentActors`.
 
         Raises:
             ConfigError: the cluster has too little for a pool.
@@ -85,7 +87,9 @@ class RunProcesses:
         self.has_started = False
         if kept is not None:
             kept.begin_attempt(attempt)
-        self.engines = kept or PersistentActors(prepared, attempt, trainers_only, self.events)
+        self.engines = kept or PersistentActors(
+            prepared, attempt, trainers_only, self.events, replicas
+        )
         self.reused_groups: set[str] = set()
         pool_of_role = self.cfg.placement.roles
         self.groups: dict[str, WorkerGroup] = {}
@@ -332,10 +336,11 @@ class SupervisedProcesses:
         pools: pool name -> its process slots.
         groups: the actor's group.
         roles: what the supervised pipeline works with.
-        keeps_engines, endpoint: there are none.
+        keeps_engines, engines, endpoint: there are none.
     """
 
     keeps_engines = False
+    engines = None
     endpoint = None
 
     def __init__(self, prepared: RunInputs, events: RunEvents | None = None) -> None:

@@ -65,8 +65,8 @@ def rule_of(
 
     So do models with a state or with a mask of their own; replayed routers, for which each sample
     has its own experts of the prompt; the load-balancing loss of experts, which depends on what
-    else is in a micro-batch; `packing=off`; rows that sequence-parallel ranks divide; and GPUs where
-    no kernel packs sequences.
+    else is in a micro-batch; `packing=off`; rows that sequence-parallel ranks divide; and GPUs
+    where no kernel packs sequences.
 
     Args:
         model: may be empty.

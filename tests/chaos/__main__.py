@@ -20,6 +20,11 @@ Kill in pairs: at one moment, or the second while the run recovers from the firs
 
     python -m tests.chaos --double --kills 20
 
+Change the number of replicas between the kills; or, with light replicas, hundreds of times:
+
+    python -m tests.chaos --kills 5 --scale 10 rollout.engine=transformers
+    python -m tests.chaos --scale 200 --light
+
 Break weight syncs, and time the reaction:
 
     python -m tests.chaos --syncs
@@ -48,6 +53,7 @@ from tests.chaos.command import Command
 from tests.chaos.doubles import DoubleChaos
 from tests.chaos.kills import ANYWHERE, Chaos, as_rows, describe, table
 from tests.chaos.points import KINDS, POINTS
+from tests.chaos.scaling import ScaleChanges, scale_light
 from tests.chaos.syncs import break_syncs
 
 STEPS_LEFT = 5
@@ -69,7 +75,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--seed", type=int, default=0, help="of the choice of kills and cases")
     add("--kills", type=int, default=10, help="number of kills")
-    add("--minutes", type=float, default=1e9, help="start no kill after so many minutes")
+    add("--minutes", type=float, default=1e9, help="start no kill or change after so many minutes")
     add("--out", type=Path, default=Path("outputs/chaos"), help="the folder for all results")
     add("--kinds", default="", help=f"of {', '.join(KINDS)}; default: all that the run has")
     add("--each", action="store_true", help="the kinds one after another, not at random")
@@ -90,6 +96,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="also compare the bits with those of a run without kills",
     )
+    add("--scale", type=int, default=0, help="also change the number of replicas so often")
+    add("--light", action="store_true", help="with --scale: actors without a model, and no --kills")
     _add_sync_options(parser)
     add("keys", nargs="*", help="section.key=value, for the run")
     args = parser.parse_args(argv)
@@ -154,13 +162,22 @@ def run_with_kills(args: argparse.Namespace, resume_after: bool = True) -> dict[
     start_chaos = DoubleChaos if args.double else Chaos
     chaos = start_chaos(command, args.seed, args.limit, args.reach, _print_now)
     chaos.trainer_ranks = args.ranks
+    changes = ScaleChanges(command, args.seed, args.scale)
+    if args.scale:
+        chaos.replicas = 0
     wrong: list[str] = []
     try:
         command.start()
         if not chaos.wait_for_steps(1, START_TIMEOUT_S):
             return {"wrong": [f"the run did not begin; see {command.log}"], "kills": []}
         begin = time.monotonic()
+        changes.start()
         _kill_at_random(args, chaos, begin)
+        end = begin + 60 * args.minutes
+        while not changes.are_done and not changes.wrong and time.monotonic() < end:
+            time.sleep(1)
+        changes.stop()
+        wrong += changes.wrong
         last_step = command.steps()
         wrong += _end_in_order(command)
         steps = max(command.steps(), last_step) + 1
@@ -186,7 +203,7 @@ def run_with_kills(args: argparse.Namespace, resume_after: bool = True) -> dict[
         "wrong": wrong,
         "seconds": time.monotonic() - begin,
         "table": table(chaos.kills),
-    } | chaos.more_results()
+    } | (chaos.more_results() | changes.more_results())
 
 
 def _print_now(line: str) -> None:
@@ -378,7 +395,11 @@ def run_undisturbed(args: argparse.Namespace, steps: int) -> tuple[Path, list[st
 def summary_lines(args: argparse.Namespace, result: dict[str, Any]) -> list[str]:
     """The content of result.md."""
     count = result.get("hit", len(result.get("stops", ())))
-    what = "broken syncs" if args.syncs else "kills"
+    what = "kills"
+    if args.syncs:
+        what = "broken syncs"
+    if args.light:
+        what = "joins and leaves"
     lines = [f"`{result['command']}`", "", result.get("table", ""), ""]
     lines.append(f"{count} {what}, {result.get('seconds', 0):.0f} s.")
     if result["wrong"]:
@@ -398,7 +419,9 @@ def main(argv: list[str]) -> int:
     args.out.mkdir(parents=True)
     command_line = f"python -m tests.chaos {' '.join(argv)}"
     _print_now(command_line)
-    if args.syncs:
+    if args.light:
+        result = scale_light(args, _print_now)
+    elif args.syncs:
         result = break_syncs(args)
     elif args.exact:
         result = compare_stopped_runs(args)

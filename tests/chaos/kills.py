@@ -80,7 +80,7 @@ class Chaos:
         self.reach_s = reach_s
         self.say = say
         self.kills: list[Kill] = []
-        self.replicas = 2
+        self.replicas = 2  # 0: they come and go
         self.trainer_ranks = 1
 
     def more_results(self) -> dict[str, Any]:
@@ -256,7 +256,8 @@ class Chaos:
                 are generated.
         """
         replicas = [name for name in last_row.get("sync/ranks", {}) if name.startswith("rollout")]
-        return last_row["step"] >= step + 3 and len(replicas) == self.replicas
+        all_synced = not self.replicas or len(replicas) == self.replicas
+        return last_row["step"] >= step + 3 and all_synced
 
     def _await_recovery(self, kill: Kill) -> None:
         """Wait for the recovery. Without one the driver is started again, so that the other kills

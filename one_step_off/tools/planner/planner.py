@@ -329,6 +329,33 @@ def _phase_lines(work: Work) -> list[str]:
     return [lengths, generation, training, sync]
 
 
+def lending_line(cfg: Config, work: Work, results: list[Simulated]) -> str:
+    """What it would bring if the trainer's GPUs generated while the trainer waits; "" where no
+    arrangement has GPUs of its own for the trainer beside which replicas generate."""
+    from one_step_off.tools.planner.simulation import step_with_lending
+
+    width = cfg.rollout.tensor_parallel_size
+    split_of_step: dict[float, str] = {}
+    for result in results:
+        arrangement = result.arrangement
+        if arrangement.staleness == 1 and not arrangement.is_on_all:
+            figures, replicas, ranks = result.figures, arrangement.replicas, arrangement.ranks
+            step_s = step_with_lending(work, figures, replicas, ranks, width)
+            split_of_step[step_s] = arrangement.split
+    if not split_of_step:
+        return ""
+    best_s = min(float(result.shown_step) for result in results)
+    lent_s = min(split_of_step)
+    what = "trainer GPUs that generate while the trainer waits would bring"
+    gain = 1 - lent_s / best_s
+    if gain < 0.005:
+        return f"{what} nothing"
+    return (
+        f"{what} {gain:.0%} at most: {lent_s:.4g} s a step "
+        f"({split_of_step[lent_s]}); the program does not do that"
+    )
+
+
 def _seconds(seconds: float) -> str:
     """A time with a unit that suits it."""
     for factor, unit in ((1, "s"), (1e3, "ms")):
@@ -523,6 +550,9 @@ def main(argv: list[str]) -> int:
     )
     results = compare(cfg, work, gpus, plan.min_ranks)
     report(work, plan.lines, results)
+    lending = lending_line(cfg, work, results)
+    if lending:
+        print(lending)
     if args.hardware:
         for line in plan.advice + advice(cfg, results, args.response_tokens is not None):
             print(f"next: {line}")

@@ -32,6 +32,7 @@ class FakeCluster:
 
     def __init__(self, *free_gpus: int) -> None:
         self.free_gpus = list(free_gpus)
+        self.sizes: list[int] = []
 
     def placement_group(self, bundles: list[dict[str, int]], strategy: str) -> Any:
         size = sum(bundle["GPU"] for bundle in bundles)
@@ -39,7 +40,12 @@ class FakeCluster:
         fits = strategy == "STRICT_PACK" and self.free_gpus[cluster_node] >= size
         if fits:
             self.free_gpus[cluster_node] -= size
+            self.sizes.append(size)
         return FakeGroup(cluster_node, bundles, fits)
+
+    def remove(self, group: Any) -> None:
+        if group.fits:
+            self.free_gpus[group.cluster_node] += sum(b["GPU"] for b in group.bundle_specs)
 
 
 @dataclass
@@ -59,17 +65,21 @@ class SlotPosition(NamedTuple):
 
 
 def create_pools(
-    monkeypatch: pytest.MonkeyPatch, cluster: FakeCluster, *overrides: str
+    monkeypatch: pytest.MonkeyPatch,
+    cluster: FakeCluster,
+    *overrides: str,
+    replicas: int | None = None,
 ) -> dict[str, list[SlotPosition]]:
     """Pool -> the positions of its slots."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr(placement, "placement_group", cluster.placement_group)
+    monkeypatch.setattr(placement, "remove_placement_group", cluster.remove)
     monkeypatch.setattr(
         placement.ray, "available_resources", lambda: {"GPU": float(sum(cluster.free_gpus))}
     )
     cfg = load_config([*BASE, *overrides])
     validate(cfg, 0)
-    pools: dict[str, Any] = placement.create_pools(cfg, "cuda")
+    pools: dict[str, Any] = placement.create_pools(cfg, "cuda", replicas)
     positions = {}
     for pool, slots in pools.items():
         positions[pool] = [
@@ -99,11 +109,53 @@ def test_slots_are_ordered_node_by_node(monkeypatch):
     assert nodes == sorted(nodes)
 
 
-def test_a_replica_is_one_bundle(monkeypatch):
-    overrides = ("rollout.tensor_parallel_size=2", "placement.pools={rollout: [4, 2], actor: [4]}")
-    pools = create_pools(monkeypatch, FakeCluster(8, 4), *overrides)
+WIDE_REPLICAS = (
+    "rollout.tensor_parallel_size=2",
+    "placement.pools={rollout: [4, 2], actor: [4]}",
+)
+
+
+def test_each_replica_that_may_leave_has_a_group_of_its_own(monkeypatch):
+    cluster = FakeCluster(8, 4)
+    pools = create_pools(monkeypatch, cluster, *WIDE_REPLICAS)
     positions = [(slot.pool_node, slot.bundle) for slot in pools["rollout"]]
-    assert positions == [(0, 0), (0, 1), (1, 0)]
+    assert positions == [(0, 0), (0, 0), (1, 0)]
+    assert cluster.sizes == [4, 2, 2, 2]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 5])
+def test_a_later_attempt_needs_no_room_for_replicas_that_have_left(monkeypatch, replicas):
+    kept = min(replicas, 3)
+    cluster = FakeCluster(4, 2 * kept)
+    pools = create_pools(monkeypatch, cluster, *WIDE_REPLICAS, replicas=replicas)
+    assert [slot.pool_node for slot in pools["rollout"]] == [0, 0, 1][:kept]
+    assert cluster.sizes == [4] + kept * [2]
+
+
+def test_replicas_that_share_their_pool_are_bundles_of_one_group(monkeypatch):
+    cluster = FakeCluster(8)
+    overrides = (
+        "placement.pools={all: [4]}",
+        "placement.roles={rollout: all, actor: all}",
+        "pipeline.staleness=0",
+    )
+    pools = create_pools(monkeypatch, cluster, *overrides)
+    assert [slot.bundle for slot in pools["all"]] == [0, 1, 2, 3]
+    assert cluster.sizes == [4]
+
+
+def test_replicas_that_join_get_groups_of_their_own_or_nothing_stays_reserved(monkeypatch):
+    cluster = FakeCluster(8, 4)
+    create_pools(monkeypatch, cluster, *WIDE_REPLICAS)
+    cfg = load_config([*BASE, *WIDE_REPLICAS])
+    slot = placement.reserve_replicas(cfg, "cuda", 1)[0]
+    assert slot.group.bundle_specs == [{"GPU": 2}]
+    assert sum(cluster.free_gpus) == 0
+    cluster.free_gpus = [1, 3]
+    words = "needs 4 GPUs, 2 on one node for each replica, but the cluster has 4 free"
+    with pytest.raises(ConfigError, match=words):
+        placement.reserve_replicas(cfg, "cuda", 2)
+    assert cluster.free_gpus == [1, 3]
 
 
 def test_a_cluster_that_is_too_small_is_one_line(monkeypatch):

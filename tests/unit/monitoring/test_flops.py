@@ -189,3 +189,17 @@ def test_each_context_of_an_episode_is_read():
     read = forward([3]) + forward([5])
     written = 2 * 1000 * 10 + 64 * ((3 + 4) + (5 + 6 + 7 + 8) + (3 + 4 + 5 + 6))
     assert metrics["flops_per_s/rollout"] == (read + written) / 0.5
+
+
+def test_the_mfu_of_rollout_counts_the_replicas_that_serve():
+    """They may come and go."""
+    cfg = Config()
+    cfg.rollout.tensor_parallel_size = 2
+    cfg.placement.pools = {"rollout": [4], "actor": [1]}
+    cfg.placement.roles = {"rollout": "rollout", "actor": "actor"}
+    meter = Meter(cfg, SHAPE, device_name="NVIDIA H100 80GB HBM3")
+    of_config = step(meter, batch_of(), 1.0, 1.0, 1.0)
+    meter.replicas = 4
+    of_four = step(meter, batch_of(), 1.0, 1.0, 1.0)
+    assert of_config["mfu/rollout"] == pytest.approx(2 * of_four["mfu/rollout"])
+    assert of_config["mfu/trainer"] == of_four["mfu/trainer"]

@@ -84,6 +84,7 @@ class FakeRollout:
     train_sampling = Sampling(2, 1.0, 0)
     val_sampling = Sampling(1, 0.0, 0)
     restarts = 0
+    serving = 1
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -24,7 +24,9 @@ def test_a_dead_replica_serves_only_after_a_start_and_a_sync(wanted):
         assert health.state is states[-1]
     for before, after in itertools.pairwise(states):
         if before is ReplicaState.DEAD:
-            assert after in (ReplicaState.STALE, ReplicaState.DEAD)
+            assert after in (ReplicaState.STALE, ReplicaState.DEAD, ReplicaState.LEFT)
+        if before is ReplicaState.LEFT:
+            assert after is ReplicaState.DEAD
         if after is ReplicaState.SUSPECT:
             assert before is ReplicaState.HEALTHY
 

@@ -4,7 +4,6 @@ tests."""
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -77,8 +76,7 @@ def group_of(
     group = RolloutGroup(replicas, cfg, False, respawn=respawn, events=events)
 
     async def restore(i: int) -> bool:
-        group.supervisor.health[i].transition_to(ReplicaState.HEALTHY)
-        group.supervisor.health[i].reset_timeouts(time.monotonic())
+        group.supervisor.mark_synced(i, group.replicas[i])
         return True
 
     group.supervisor.restore = restore

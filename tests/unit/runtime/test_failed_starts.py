@@ -57,7 +57,16 @@ class Attempt:
     keeps_engines = False
     endpoint = None
 
-    def __init__(self, prepared: Any, attempt: int, kept: Any = None, events: Any = None) -> None:
+    engines = None
+
+    def __init__(
+        self,
+        prepared: Any,
+        attempt: int,
+        kept: Any = None,
+        events: Any = None,
+        replicas: int | None = None,
+    ) -> None:
         assert kept is None, "engines of a failed start are not kept"
         self.name = f"attempt {attempt}"
         self.events.append(f"{self.name} begins")

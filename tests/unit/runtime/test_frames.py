@@ -43,6 +43,7 @@ def test_few_functions_lie_between_the_command_and_the_first_step(models, tmp_pa
     roles = SimpleNamespace(rollout=None, sync=None)
     processes = SimpleNamespace(
         keeps_engines=False,
+        engines=None,
         endpoint=None,
         groups={},
         roles=roles,

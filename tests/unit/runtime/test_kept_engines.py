@@ -97,7 +97,9 @@ class Attempt:
     handed_over: list[bool] = []
     ended: list[str] = []
 
-    def __init__(self, prepared: Any, attempt: int, kept: Any, events: Any) -> None:
+    def __init__(
+        self, prepared: Any, attempt: int, kept: Any, events: Any, replicas: int | None
+    ) -> None:
         self.keeps_engines = kept is not None
         self.endpoint = None
         self.roles = SimpleNamespace(

@@ -64,6 +64,22 @@ def test_given_times_name_the_best(capsys, times: str, best: str, step: float) -
     assert found[split] == min(found.values())
 
 
+@pytest.mark.parametrize(
+    ("times", "line"),
+    [
+        # All of it scales: all GPUs in turn are as good.
+        ("60,10,0", "would bring nothing"),
+        # A fixed part of training keeps the trainer's GPUs from it for long; the rest is shared.
+        ("60,10,0,30", "% at most: "),
+    ],
+)
+def test_a_plan_bounds_what_idle_trainer_gpus_would_bring(capsys, times: str, line: str) -> None:
+    assert main([*GPUS, "--times", times]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("trainer GPUs that generate while the trainer waits would bring ")
+    assert line in last
+
+
 def test_the_split_of_the_config_takes_as_long_as_it_was_given(capsys) -> None:
     assert main([*GPUS, "--times", "60,70,5,30", "--gpus", "8"]) == 0
     assert rows_of(capsys.readouterr().out)["2 + 6", "synchronous"] == pytest.approx(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from one_step_off.data.staleness import StalenessError
 from one_step_off.tools.planner.simulated_trainer import SimulatedSync
-from one_step_off.tools.planner.simulation import simulate, simulated_loop
+from one_step_off.tools.planner.simulation import simulate, simulated_loop, step_with_lending
 from one_step_off.tools.planner.work import Work
 from one_step_off.weight_sync.versions import VersionTable
 
@@ -320,3 +320,28 @@ def test_a_pause_takes_as_long_as_the_sync(in_flight: str, syncs: float) -> None
     pause_s = work.sync_s if in_flight == "wait" else work.sync_s - work.canary_s
     step = work.prompts * 4 / found["samples_per_s"]
     assert step == pytest.approx(generate + syncs * pause_s, rel=0.06)
+
+
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_lending_idle_trainer_gpus_takes_over_a_part_of_the_generation(ranks) -> None:
+    work = replace(ALIKE, sequence_s=5e-3)
+    generate, train = parts(work, 2, ranks)
+    assert train < generate, "the trainer waits"
+    figures = simulate(work, 2, ranks, overlap="true")
+    step_s = figures[STEP]
+    lent_s = step_with_lending(work, figures, 2, ranks, 1)
+    busy_s = step_s * (1 - figures["idle_share/trainer"])
+    shared_s = (2 * generate + ranks * (busy_s + work.sync_s)) / (2 + ranks)
+    assert busy_s < lent_s < step_s
+    assert lent_s == pytest.approx(shared_s + step_s - generate, rel=0.02)
+    wide_s = step_with_lending(work, figures, 2, ranks, ranks)
+    assert lent_s < wide_s < step_s, "one further replica, not one on each GPU"
+
+
+def test_lending_brings_nothing_where_the_trainer_never_waits_or_one_response_is_the_step() -> None:
+    slow_trainer = replace(ALIKE, train_token_s=0.1)
+    figures = simulate(slow_trainer, 2, 2)
+    assert step_with_lending(slow_trainer, figures, 2, 2, 1) == pytest.approx(figures[STEP])
+    one_long = replace(ALIKE, decode_s=1.0, sequence_s=0.0)
+    figures = simulate(one_long, 2, 6)
+    assert step_with_lending(one_long, figures, 2, 6, 1) == pytest.approx(figures[STEP], rel=0.02)
