@@ -32,6 +32,8 @@ class Generated:
             read: uint8 or uint16 [tokens, layers, experts per token], of context and answer but the
             last token. A trajectory keeps of each turn those of the tokens that no turn before has
             read.
+        queue_s: how long the request waited in the engine, in seconds; 0 where it does not say.
+        prefill_s: from then until the first token; 0 where it does not say.
     """
 
     ids: np.ndarray
@@ -42,6 +44,8 @@ class Generated:
     role: str = "assistant"
     train: bool = True
     experts: np.ndarray | None = None
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 class Generate(Protocol):

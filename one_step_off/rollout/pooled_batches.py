@@ -15,8 +15,8 @@ from one_step_off.rollout.prompt_pool import PooledPrompt, PromptPool
 
 @dataclass(eq=False)
 class PooledSource(BatchSource):
-    """Keeps as many prompts in progress as `prompts_allowed` says, so that the replicas have work
-    between the steps too."""
+    """Hands out as many prompts as `prompts_allowed` says, so that the replicas have work between
+    the steps too. Each begins when a replica has room for it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,10 +76,15 @@ class PooledSource(BatchSource):
 
     async def _generate(self, purpose: str, prompts: list[Prompt]) -> Generated:
         samples, seconds = await self.rollout.generate(
-            prompts, purpose, self.rollout.train_sampling, self._on_group
+            prompts, purpose, self.rollout.train_sampling, self._on_group, self._on_begin
         )
         self.activity.call_finished("generate", self.version + 1, seconds)
         return samples, seconds
+
+    def _on_begin(self, prompt: Prompt) -> None:
+        """A prompt goes to a replica. It may have waited since a sync or two, without any token:
+        then it is not due earlier than others that begin now."""
+        self.pool.prompts[prompt.id].version = self.version
 
     def _on_group(self, samples: list[Sample]) -> None:
         entry = self.pool.add_complete(samples)

@@ -28,7 +28,8 @@ class PooledPrompt:
     Attributes:
         turn: the step that trains on it if all prompts are trained on in the order in which they
             began.
-        version: with which it was begun.
+        version: with which it was begun; while it waits for a replica, with which it was handed
+            out.
         samples: once all are complete.
         notes: which groups it replaces, see `dynamic_sampling.notes_of_replaced`; they become
             extras of its first sample.

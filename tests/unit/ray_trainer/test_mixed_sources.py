@@ -52,7 +52,7 @@ def set_rewards(samples: list[Sample]) -> None:
 class ScoredRollout(FakeRollout):
     """Whole batches with rewards."""
 
-    async def generate(self, prompts, purpose, sampling, on_group=None):
+    async def generate(self, prompts, purpose, sampling, on_group=None, on_begin=None):
         samples, seconds = await super().generate(prompts, purpose, sampling)
         set_rewards(samples)
         return samples, seconds
@@ -67,7 +67,7 @@ class SlowGroups(FakeRollout):
         super().__init__(world)
         self.complete_at = complete_at
 
-    async def generate(self, prompts, purpose, sampling, on_group=None):
+    async def generate(self, prompts, purpose, sampling, on_group=None, on_begin=None):
         new = [prompt for prompt in prompts if prompt.id not in self.complete_at]
         self.complete_at |= {prompt.id: self.world.version for prompt in new}
         for prompt in new[:1]:
@@ -135,7 +135,6 @@ def build(
     if kind == "pool":
         cfg.pipeline.staleness = 3  # no prompt comes to its last step, which a resume delays
         cfg.weight_sync.in_flight = "recompute"
-        cfg.rollout.oversample = 2.0
     cfg.algorithm.max_gen_batches = 3 if kind == "dynamic" else 1
     roles: Any = RunGroups(SlowActor(world), rollout, FakeSync(world))
     tracker = Tracker(str(folder), STEPS, out=io.StringIO())
