@@ -33,6 +33,11 @@ class PooledSource(BatchSource):
         """See `BatchSource.launch`. No more prompts begin than the run will train on."""
         self.version = version
         self.tasks = tasks
+        for entry in self.pool.prompts.values():
+            if not entry.has_begun and entry.samples is None:
+                entry.version = (
+                    version  # it has no token yet, so it is due no earlier than new ones
+                )
         if step >= self.stream.total_steps:  # all prompts of the run have begun
             return
         trained = self.next_step * self.groups_per_step
@@ -82,9 +87,9 @@ class PooledSource(BatchSource):
         return samples, seconds
 
     def _on_begin(self, prompt: Prompt) -> None:
-        """A prompt goes to a replica. It may have waited since a sync or two, without any token:
-        then it is not due earlier than others that begin now."""
-        self.pool.prompts[prompt.id].version = self.version
+        entry = self.pool.prompts[prompt.id]
+        entry.version = self.version
+        entry.has_begun = True
 
     def _on_group(self, samples: list[Sample]) -> None:
         entry = self.pool.add_complete(samples)

@@ -197,7 +197,8 @@ def test_a_slow_group_is_overtaken_interrupted_and_trained_on_later(tmp_path):
     generate_fast = rollout.generate
     slowest = make_stream(6).next_batch()[0].id
 
-    async def generate_slowly(prompt, on_group) -> None:
+    async def generate_slowly(prompt, on_group, on_begin) -> None:
+        on_begin(prompt)
         versions = []
         while world.version < 2 or len(versions) < 3:
             versions.append(world.engine_version)
@@ -207,7 +208,7 @@ def test_a_slow_group_is_overtaken_interrupted_and_trained_on_later(tmp_path):
     async def generate(prompts, purpose, sampling, on_group=None, on_begin=None):
         fast = [prompt for prompt in prompts if prompt.id != slowest]
         work: list[Any] = [generate_fast(fast, purpose, sampling, on_group, on_begin)]
-        work += [generate_slowly(p, on_group) for p in prompts if p.id == slowest]
+        work += [generate_slowly(p, on_group, on_begin) for p in prompts if p.id == slowest]
         await asyncio.gather(*work)
         return [], 0.0
 
@@ -228,6 +229,7 @@ def test_a_token_that_is_older_than_allowed_stops_the_run(tmp_path):
 
     async def generate(prompts, purpose, sampling, on_group, on_begin):
         for prompt in prompts:
+            on_begin(prompt)
             on_group([make_sample(prompt, i, [0]) for i in range(2)])
         return [], 0.0
 
@@ -395,7 +397,7 @@ def test_complete_groups_are_saved_when_the_last_replica_fails(tmp_path):
 
 def test_a_trainer_that_waits_for_samples_learns_that_the_last_replica_failed_in_a_sync(tmp_path):
     world = World(random.Random(0))
-    pipeline = build(tmp_path, world, 6)
+    pipeline = build(tmp_path, world, 6, staleness=1)
     pipeline.val = None
 
     async def generate(prompts, purpose, sampling, on_group, on_begin):
