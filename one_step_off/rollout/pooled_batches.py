@@ -35,9 +35,7 @@ class PooledSource(BatchSource):
         self.tasks = tasks
         for entry in self.pool.prompts.values():
             if not entry.has_begun and entry.samples is None:
-                entry.version = (
-                    version  # it has no token yet, so it is due no earlier than new ones
-                )
+                entry.version = version  # without a token it is due no earlier than new ones
         if step >= self.stream.total_steps:  # all prompts of the run have begun
             return
         trained = self.next_step * self.groups_per_step

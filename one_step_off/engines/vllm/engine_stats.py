@@ -77,7 +77,11 @@ class ReportingScheduler(Scheduler):
                 return None
             self.reported_s = now
             running, waiting = self.get_request_counts()
-            stats = SchedulerStats(running, waiting, kv_cache_usage=self.kv_cache_manager.usage)
+            stats = SchedulerStats(
+                num_running_reqs=running,
+                num_waiting_reqs=waiting,
+                kv_cache_usage=self.kv_cache_manager.usage,
+            )
         if self.preempted:
             stats.num_running_reqs = self.had_room
         # vLLM counts the requests that a pause has preempted, too.
