@@ -77,13 +77,10 @@ def test_the_time_of_samples_is_stacked(tmp_path):
     page = open_page(tmp_path)
     assert page.messages == []
     assert "Where the time of a sample goes" in page.text
-    heights = {
-        part: [
-            float(height)
-            for height in re.findall(f'height="([^"]+)"[^>]*data-part="{part}"', page.dom)
-        ]
-        for part in ("queue", "decode", "reward")
-    }
+    heights = {}
+    for part in ("queue", "decode", "reward"):
+        found = re.findall(f'height="([^"]+)"[^>]*data-part="{part}"', page.dom)
+        heights[part] = list(map(float, found))
     assert len(heights["queue"]) == len(heights["decode"]) == 12
     assert heights["decode"][0] == pytest.approx(3 * heights["queue"][0])
     assert heights["reward"] == []

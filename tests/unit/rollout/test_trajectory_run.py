@@ -65,7 +65,7 @@ class TwoTurnsAndATool(AgentLoop):
 
 
 def test_the_times_of_a_trajectory_are_those_of_its_parts():
-    """Two trajectories, of which one waits for the other's turn, and all their time is somewhere."""
+    """Two trajectories, of which one waits for the other's turn. All their time is somewhere."""
     cfg = Config()
     cfg.agent.loop = f"{__name__}:TwoTurnsAndATool"
 
