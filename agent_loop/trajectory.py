@@ -34,6 +34,8 @@ class Generated:
             read.
         guesses: with `rollout.speculation` how many tokens were guessed and how many of them
             accepted.
+        queue_s: how long the request waited in the engine, in seconds; 0 where it does not say.
+        prefill_s: from then until the first token; 0 where it does not say.
     """
 
     ids: np.ndarray
@@ -45,6 +47,8 @@ class Generated:
     train: bool = True
     experts: np.ndarray | None = None
     guesses: tuple[int, int] | None = None
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 class Generate(Protocol):

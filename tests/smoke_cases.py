@@ -273,7 +273,7 @@ BENCHMARKS = [
     SmokeCase("planner_published", "benchmarks.planner", ("--published",), prints="| verl |"),
     benchmark(
         "long_tail",
-        *"--most 16 --over= --runs 1".split(),
+        *"--most 16 --limits= --runs 1".split(),
         *SMALL,
         writes=(*RESULTS, "long_tail.png"),
     ),

@@ -1,14 +1,14 @@
-"""Long-tailed response lengths: plain one step off, with requests that continue across syncs, and
-with oversampling too.
+"""Long-tailed response lengths: plain one step off, and with requests that continue across syncs.
 
-    python -m benchmarks.long_tail --out DIR [--config FILE] [--most 256] [--over 1.5,2] [--runs 3]
-        [--warmup 0] [section.key=value ...]
+    python -m benchmarks.long_tail --out DIR [--config FILE] [--most 256] [--limits 32,64]
+        [--runs 3] [--warmup 0] [section.key=value ...]
 
 Response lengths are drawn per sample (log-normal, see benchmarks/common/lengths.py), so all arms do
 the same work: over a whole run each trains on the same prompts. The arms differ in when a step may
-begin: with all of its own samples (plain), with the first complete groups of two batches that are
-being generated (partial rollouts), or of more (oversampling). benchmarks.staleness compares further
-ages. The arms alternate.
+begin: with all of its own samples (plain), or with the first complete groups of those that are
+being generated (partial rollouts). How many requests an engine works on follows its KV cache; arms
+with a fixed limit show what a guess would give. A small rollout.kv_cache_mb makes it count on CPUs.
+benchmarks.staleness compares further ages. The arms alternate.
 Writes result.json, result.md and long_tail.png into DIR, and the run folders.
 """
 
@@ -34,11 +34,11 @@ from one_step_off.runtime.validation import validate
 PARTIAL = ["pipeline.staleness=2", "weight_sync.in_flight=recompute"]
 
 
-def arms_of(factors: list[float]) -> dict[str, list[str]]:
-    """Arm -> its config keys. `factors`: values of rollout.oversample, an arm each."""
-    arms = {"plain": [], "partial rollouts": [*PARTIAL, "rollout.oversample=1"]}
-    for factor in factors:
-        arms[f"partial, oversample {factor:g}"] = [*PARTIAL, f"rollout.oversample={factor:g}"]
+def arms_of(limits: list[int]) -> dict[str, list[str]]:
+    """Arm -> its config keys. `limits`: values of agent.max_concurrency, an arm each."""
+    arms = {"plain": [], "partial rollouts": PARTIAL}
+    for limit in limits:
+        arms[f"partial, at most {limit}"] = [*PARTIAL, f"agent.max_concurrency={limit}"]
     return arms
 
 
@@ -48,7 +48,9 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
     parser.add_argument("--out", required=True, type=Path, help="folder for the results")
     parser.add_argument("--config", default=config_path("gsm8k_tiny_cpu.yaml"))
     parser.add_argument("--most", type=int, default=256, help="longest response, in tokens")
-    parser.add_argument("--over", default="1.5,2", help="values of rollout.oversample, with commas")
+    parser.add_argument(
+        "--limits", default="32,64", help="values of agent.max_concurrency, with commas"
+    )
     parser.add_argument("--runs", type=int, default=3, help="runs of each arm")
     parser.add_argument(
         "--warmup",
@@ -105,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the arms and write the results. Returns the exit code."""
     parser, args, overrides = arguments(argv)
     try:
-        arms = arms_of([float(factor) for factor in args.over.split(",") if factor])
+        arms = arms_of([int(limit) for limit in args.limits.split(",") if limit])
         length_keys, lengths = keys_of(f"longtail:{args.most}")
         keys = [*NO_EVALUATION, *length_keys, *overrides]
         cfg = validated_config(args.config, keys, arms)

@@ -28,6 +28,8 @@ COLUMNS = {
     "tokens older than 1": "{:.0%}",
     "longest staleness": "{:.0f}",
     "uncarried / all lengths": "{:.2f}",
+    "open requests": "{:.0f}",
+    "preemptions": "{:.0f}",
 }
 """Name of a figure -> its format. "Carried" are the groups of prompts that another step has
 begun.
@@ -61,6 +63,8 @@ def figures(rows: list[Row], groups: int) -> dict[str, float]:
         "tokens older than 1": mean("carry/old_tokens"),
         "longest staleness": max(row["staleness/max"] for row in rows),
         "uncarried / all lengths": statistics.fmean(length_bias or [1.0]),
+        "open requests": max(row.get("rollout/open_requests") or 0.0 for row in rows),
+        "preemptions": mean("rollout/preemptions"),
     }
 
 

@@ -152,7 +152,7 @@ class Capacity:
             if question.answer.done():
                 continue
             if question.sent - finished < question.most:
-                question.answer.set_result(finished)
+                question.answer.set_result((finished, question.most))
             else:
                 still_waiting.append(question)
         self.waiting = still_waiting

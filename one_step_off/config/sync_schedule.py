@@ -23,8 +23,6 @@ Batch 0 begins before step 0, with v0. With k = 0 batch N begins after the sync 
 With `recompute` and `keep` each step begins with a sync, and prompts begin one by one.
 """
 
-import math
-
 from one_step_off.config.errors import key_error
 from one_step_off.config.schema import Config
 
@@ -68,18 +66,13 @@ def version_of_batch(cfg: Config, step: int) -> int:
 
 def prompts_allowed(cfg: Config, version: int) -> int:
     """How many prompts may have begun, counted from the start of the run, while `version`
-    generates: the inequality, or less with `rollout.oversample`."""
-    batches_ahead = cfg.rollout.oversample
-    if batches_ahead is None:
-        batches_ahead = cfg.pipeline.staleness
-    prompts = (version + 1 + batches_ahead) * cfg.data.train_batch_size
-    return math.ceil(prompts)
+    generates. The replicas may have room for fewer."""
+    return (version + 1 + cfg.pipeline.staleness) * cfg.data.train_batch_size
 
 
 def check_staleness(cfg: Config) -> None:
     """Raises ConfigError: the keys do not fit together."""
     _check_in_flight(cfg)
-    _check_oversample(cfg)
     _check_evaluated_versions(cfg)
 
 
@@ -90,25 +83,6 @@ def _check_in_flight(cfg: Config) -> None:
             "weight_sync.in_flight",
             "unfinished requests become stale, which pipeline.staleness=0 forbids; "
             "set that to 1 or more, or this to wait",
-        )
-
-
-def _check_oversample(cfg: Config) -> None:
-    oversample = cfg.rollout.oversample
-    staleness = cfg.pipeline.staleness
-    if oversample is None:
-        return
-    if oversample > 1 and waits_for_requests(cfg):
-        raise key_error(
-            cfg,
-            "rollout.oversample",
-            "needs weight_sync.in_flight=recompute or keep; set that, or this to null",
-        )
-    if oversample > max(1, staleness):
-        raise key_error(
-            cfg,
-            "rollout.oversample",
-            f"more than pipeline.staleness={staleness} allows; use {staleness} at most, or null",
         )
 
 

@@ -31,6 +31,10 @@ REMOVED_KEYS = {
         "use pipeline.staleness, which is larger by 1; where it is null, remove it"
     ),
     "placement.share_idle_cores": "remove it: rollout and trainer keep to their own cores",
+    "rollout.oversample": (
+        "remove it: as many prompts are in progress as the KV caches have room for and "
+        "pipeline.staleness allows"
+    ),
     "trainer.warm_spares": "remove it: a rank that died is started again",
     "weight_sync.receive_ahead": "remove it: weights travel while the replicas pause",
     "weight_sync.receive_ahead_mb": "remove it: weights travel while the replicas pause",

@@ -23,6 +23,11 @@ trained on.
 
 AGENT_ERROR = "agent/errors"
 
+TIME_PARTS = ("queue", "prefill", "decode", "tool", "reward")
+"""Where the time of a trajectory goes, from when its replica has it to its reward: it waits for the
+engine, or in it; the engine reads its contexts; the engine writes its turns; tools, environment and
+the loop's own code run, or an external agent; the reward function scores it."""
+
 FAULT_METRICS = ("reward/errors", "reward/timeouts", AGENT_ERROR)
 """What can go wrong with a sample; each is the name of the metric that counts it."""
 
@@ -91,6 +96,8 @@ class Sample:
             chose for each token: uint8, or uint16 of more than 256 experts, [P, layers, experts per
             token] and [R - 1, ...]. The model has not read the last token. None: not known for
             every token.
+        seconds: of each of TIME_PARTS. Of the samples of an episode only the first has them. Turns
+            that are generated at the same time count each.
         extra: what only some samples have:
             reward_parts: name -> float.
             baseline: the reward of the greedy response to the same prompt.
@@ -127,6 +134,7 @@ class Sample:
     reward: float = float("nan")
     finish_reason: str = ""
     response: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     prompt_experts: np.ndarray | None = None
     response_experts: np.ndarray | None = None

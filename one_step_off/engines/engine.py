@@ -54,6 +54,26 @@ class GenerationRequest:
     images: Images = ()
 
 
+@dataclass(frozen=True)
+class EngineLoad:
+    """How full an engine is, a moment ago.
+
+    Attributes:
+        running: requests that it works on. Where it has preempted some since the last report: as
+            many as had room then.
+        waiting: requests in its queue.
+        kv_usage: the share of its KV cache that requests hold, 0 to 1. 0 for an engine that begins
+            only what has room to its end.
+        preemptions: since the start, requests whose part of the cache went to others, because it
+            was full. What they had is computed again.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    preemptions: int = 0
+
+
 class Engine(Protocol):
     """See the module. `create(cfg, device, seed, log)` makes one, and loads nothing. Before `start`
     only `errored`, `processes` and `shutdown` are called.
@@ -68,9 +88,11 @@ class Engine(Protocol):
     Attributes:
         max_sequences: how many requests it works on at once; known after `start`.
         finished_requests, started_requests: counts since the start, for the heartbeat.
+        load: how full it is; the replica asks for it whenever a request begins or ends.
     """
 
     max_sequences: int
+    load: EngineLoad
     started_requests: int
     finished_requests: int
 

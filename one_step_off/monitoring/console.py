@@ -280,7 +280,9 @@ def step_line(row: dict[str, Any], total_steps: int) -> str:
     values["number"] = row["step"] + 1
     values["total"] = total_steps
     values["width"] = len(str(total_steps))
-    return STEP_LINE.format_map(values)
+    preempted = row.get("rollout/preemptions")
+    pressure = f"  preempted {preempted:.0f}" if preempted else ""
+    return STEP_LINE.format_map(values) + pressure
 
 
 def figures_line(row: dict[str, Any]) -> str:

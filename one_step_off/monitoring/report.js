@@ -629,21 +629,21 @@ function curveKeys(lines) {
   return lines.map(([name], i) => el("span", { class: "key" }, colorBox(colorOf(i)), name));
 }
 
-function drawAxes(root, xRange, yRange, scaleX, scaleY, log) {
+function drawAxes(root, xRange, yRange, scaleX, scaleY, log, size = CURVE) {
   const yTicks = ticks(yRange[0], yRange[1], 4);
   const write = (value, digits) =>
     (log ? (10 ** value).toExponential(digits) : figure(value, 3 + digits));
   const texts = axisTexts(yTicks, write);
   yTicks.forEach((value, i) => {
     const y = scaleY(value);
-    const x2 = CURVE.width - CURVE.right;
-    root.append(svg("line", { x1: CURVE.left, x2, y1: y, y2: y, stroke: "#e6e9ed" }));
-    const position = { x: CURVE.left - 5, y: y + 4 };
+    const x2 = size.width - size.right;
+    root.append(svg("line", { x1: size.left, x2, y1: y, y2: y, stroke: "#e6e9ed" }));
+    const position = { x: size.left - 5, y: y + 4 };
     root.append(svg("text", { ...position, "text-anchor": "end", class: "tick" }, texts[i]));
   });
   for (const value of ticks(xRange[0], xRange[1], 6)) {
     if (!Number.isInteger(value)) continue;
-    const position = { x: scaleX(value), y: CURVE.height - 5 };
+    const position = { x: scaleX(value), y: size.height - 5 };
     root.append(svg("text", { ...position, "text-anchor": "middle" }, String(value)));
   }
 }
@@ -829,6 +829,54 @@ function drawTimes() {
     timeTable("of a step", parts),
     phases.length ? timeTable("of a weight sync", phases) : null);
   addSection("Where the time goes", softText(text), idleBars(), tables);
+}
+
+// ---- the time of samples ----
+
+const TIME_PARTS = [
+  ["queue", "samples/queue_s"],
+  ["prefill", "samples/prefill_s"],
+  ["decode", "samples/decode_s"],
+  ["tools, environment", "samples/tool_s"],
+  ["reward", "samples/reward_s"],
+];
+const STACK = { width: 680, height: 190, left: 46, right: 8, top: 8, bottom: 20 };
+
+// A bar per step, of the parts' heights above one another.
+function stackedBars(title, parts) {
+  const columns = parts.map(([, name]) => column(name).map(x => (isKnown(x) ? x : 0)));
+  const totals = STEPS.map((_, i) => columns.reduce((total, values) => total + values[i], 0));
+  const xRange = [minimum(STEPS) - 0.5, maximum(STEPS) + 0.5];
+  const yRange = axisRange(totals, true);
+  const scaleX = scale(xRange, STACK.left, STACK.width - STACK.right);
+  const scaleY = scale(yRange, STACK.height - STACK.bottom, STACK.top);
+  const root = svg("svg", {
+    viewBox: `0 0 ${STACK.width} ${STACK.height}`, role: "img", "aria-label": title,
+  });
+  drawAxes(root, xRange, yRange, scaleX, scaleY, false, STACK);
+  const width = Math.max(0.5, 0.8 * (scaleX(1) - scaleX(0)));
+  STEPS.forEach((step, i) => {
+    let low = 0;
+    parts.forEach(([text], part) => {
+      const value = columns[part][i];
+      if (!value) return;
+      const y = scaleY(low + value);
+      const place = { x: scaleX(step) - width / 2, y, width, height: scaleY(low) - y };
+      const tip = svg("title", {}, `step ${step}, ${text}: ${seconds(value)}`);
+      root.append(svg("rect", { ...place, fill: colorOf(part), "data-part": text }, tip));
+      low += value;
+    });
+  });
+  const keys = parts.map(([text], part) => el("span", {}, colorBox(colorOf(part)), text));
+  return el("figure", {}, root, el("div", { class: "legend" }, ...keys));
+}
+
+function drawSampleTimes() {
+  const parts = TIME_PARTS.filter(([, name]) => column(name).some(x => x > 0));
+  if (!parts.length) return;
+  const text = "Seconds of a trajectory, the mean of each step: waiting for the engine and in it, " +
+    "reading its contexts, writing its turns, at its tools, and being scored.";
+  addSection("Where the time of a sample goes", softText(text), stackedBars("seconds", parts));
 }
 
 // ---- samples ----
@@ -1053,6 +1101,7 @@ drawCards();
 drawPipelineSection();
 drawCurves();
 drawTimes();
+drawSampleTimes();
 drawEpisodes();
 drawSamples();
 drawFaults();

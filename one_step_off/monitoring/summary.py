@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 
 from one_step_off.data.episodes import agent_counts, group_by_episode, one_per_episode
-from one_step_off.data.samples import AGENT_ERROR, FAULT_METRICS, Sample, generated_tokens
+from one_step_off.data.samples import (
+    AGENT_ERROR,
+    FAULT_METRICS,
+    TIME_PARTS,
+    Sample,
+    generated_tokens,
+)
 
 Row = dict[str, Any]
 MEDIAN_PREFIXES = (
@@ -20,8 +26,8 @@ MAX_AVERAGED_STEPS = 5
 
 
 def sample_stats(samples: list[Sample]) -> dict[str, float]:
-    """Reward over episodes and length over samples (NaN without any), and what agent loops
-    counted."""
+    """Reward over episodes and length over samples (NaN without any), where their time went, and
+    what agent loops counted."""
     episodes = one_per_episode(samples)
     rewards = np.array([episode.reward for episode in episodes] or [np.nan], np.float64)
     lengths = np.array([len(sample.response_ids) for sample in samples] or [np.nan], np.float64)
@@ -37,7 +43,7 @@ def sample_stats(samples: list[Sample]) -> dict[str, float]:
         "samples": len(samples),
     }
     floats = {name: float(value) for name, value in stats.items()}
-    return floats | agent_stats(samples) | guess_stats(samples)
+    return floats | time_stats(samples) | agent_stats(samples) | guess_stats(samples)
 
 
 def guess_stats(samples: list[Sample]) -> dict[str, float]:
@@ -54,6 +60,15 @@ def guess_stats(samples: list[Sample]) -> dict[str, float]:
         "rollout/accepted_share": float(accepted / max(guessed, 1)),
         "rollout/accepted_length": float(tokens.sum() / steps),
     }
+
+
+def time_stats(samples: list[Sample]) -> dict[str, float]:
+    """Where the time of a trajectory went, as "samples/decode_s": means over those of which that is
+    known; {} where there are none."""
+    known = [sample.seconds for sample in samples if sample.seconds]
+    if not known:
+        return {}
+    return {f"samples/{part}_s": float(np.mean([s[part] for s in known])) for part in TIME_PARTS}
 
 
 def agent_stats(samples: list[Sample]) -> dict[str, float]:

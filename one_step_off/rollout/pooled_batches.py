@@ -15,8 +15,8 @@ from one_step_off.rollout.prompt_pool import PooledPrompt, PromptPool
 
 @dataclass(eq=False)
 class PooledSource(BatchSource):
-    """Keeps as many prompts in progress as `prompts_allowed` says, so that the replicas have work
-    between the steps too."""
+    """Hands out as many prompts as `prompts_allowed` says, so that the replicas have work between
+    the steps too. Each begins when a replica has room for it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,6 +33,9 @@ class PooledSource(BatchSource):
         """See `BatchSource.launch`. No more prompts begin than the run will train on."""
         self.version = version
         self.tasks = tasks
+        for entry in self.pool.prompts.values():
+            if not entry.has_begun and entry.samples is None:
+                entry.version = version  # without a token it is due no earlier than new ones
         if step >= self.stream.total_steps:  # all prompts of the run have begun
             return
         trained = self.next_step * self.groups_per_step
@@ -76,10 +79,15 @@ class PooledSource(BatchSource):
 
     async def _generate(self, purpose: str, prompts: list[Prompt]) -> Generated:
         samples, seconds = await self.rollout.generate(
-            prompts, purpose, self.rollout.train_sampling, self._on_group
+            prompts, purpose, self.rollout.train_sampling, self._on_group, self._on_begin
         )
         self.activity.call_finished("generate", self.version + 1, seconds)
         return samples, seconds
+
+    def _on_begin(self, prompt: Prompt) -> None:
+        entry = self.pool.prompts[prompt.id]
+        entry.version = self.version
+        entry.has_begun = True
 
     def _on_group(self, samples: list[Sample]) -> None:
         entry = self.pool.add_complete(samples)

@@ -28,10 +28,11 @@ class PooledPrompt:
     Attributes:
         turn: the step that trains on it if all prompts are trained on in the order in which they
             began.
-        version: with which it was begun.
+        version: with which it was begun; while it waits for a replica, the newest.
         samples: once all are complete.
         notes: which groups it replaces, see `dynamic_sampling.notes_of_replaced`; they become
             extras of its first sample.
+        has_begun: whether a replica has it.
     """
 
     prompt: Prompt
@@ -39,6 +40,7 @@ class PooledPrompt:
     version: int
     samples: list[Sample] | None = None
     notes: dict[str, Any] = field(default_factory=dict)
+    has_begun: bool = False
 
 
 class PromptPool:

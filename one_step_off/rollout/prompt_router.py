@@ -34,11 +34,13 @@ class GenerationCall:
         purpose: for messages, as "step 3" or "evaluation of v2".
         on_group: receives each prompt's samples as they come; None: the caller waits for all of
             them.
+        on_begin: receives each prompt when it goes to a replica; with `on_group`.
     """
 
     purpose: str
     sampling: Sampling
     on_group: OnGroup | None = None
+    on_begin: Callable[[Prompt], None] | None = None
 
 
 class PromptRouter:
@@ -47,8 +49,8 @@ class PromptRouter:
 
     Static routing gives prompts to the replicas round-robin, so that a run's routing depends on
     nothing but its data. Otherwise each prompt goes to the replica on which the fewest trajectories
-    generate. A replica gets no more than keep its engine full; the other prompts wait for the
-    replica that has capacity first.
+    generate. A replica gets no more than keep its engine full, and than its KV cache has room for;
+    the other prompts wait for the replica that has capacity first.
     """
 
     def __init__(
@@ -126,6 +128,8 @@ class PromptRouter:
         routed = self.route(healthy, waiting, request.sampling.size, round_robin=not wants_each)
         for i, prompt in routed:
             shares[i, prompt.id if wants_each else None].append(prompt)
+            if request.on_begin is not None:
+                request.on_begin(prompt)
             # Counted before the call is made: another generation call may choose replicas in
             # between.
             self.loads[i].sent += request.sampling.size
@@ -145,8 +149,12 @@ class PromptRouter:
             yield from zip(itertools.cycle(healthy), list(waiting))
             waiting.clear()
         heap = sorted((self.loads[i].generating, i) for i in healthy)
-        while waiting and heap[0][0] < self.replica_capacity:
+        while waiting and heap:
             generating, i = heap[0]
+            capacity = self.loads[i].capacity
+            if generating >= (self.replica_capacity if capacity is None else capacity):
+                heapq.heappop(heap)
+                continue
             heapq.heapreplace(heap, (generating + group_size, i))
             yield i, waiting.popleft()
 
@@ -188,6 +196,6 @@ class PromptRouter:
         """Wait until replica `i` can take more, or has failed."""
         load = self.loads[i]
         with suppress(ReplicaFailed):
-            load.idle = await self.supervisor.call(
+            load.idle, load.capacity = await self.supervisor.call(
                 i, purpose, "wait_for_capacity", load.sent, self.replica_capacity
             )

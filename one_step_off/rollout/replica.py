@@ -89,10 +89,10 @@ class RolloutReplica(UsageProbe, PlacedActor):
         self.loop_names = loops
         MCP_SCHEMAS.update(mcp_schemas)
         self.rewards = RewardQueue(scorers, index)
-        self.limiter = ConcurrencyLimiter(cfg.agent.max_concurrency)
         self.stamp: PolicyVersion | None = None  # of the verified weights
         self.attempt = 0
         self.engine: Engine = find_engine(cfg.rollout.engine)(cfg, device, seed, log)
+        self.limiter = ConcurrencyLimiter(cfg.agent.max_concurrency, self.engine)
         self.endpoint_access = endpoint
         self.endpoint: Any = None  # a `ReplicaServer`
         self.sync_lock = asyncio.Lock()  # held by each part of a sync, so that its end is known
@@ -214,8 +214,9 @@ class RolloutReplica(UsageProbe, PlacedActor):
             sharded_only: each worker gets what it keeps, in place of whole tensors.
 
         Returns:
-            Per worker the seconds per phase (pause, wait, load, verify, ...), bytes, and what
-            `WeightReceiver.receive` reports besides.
+            Per worker the seconds per phase (pause, wait, load, verify, ...), bytes, what
+            `WeightReceiver.receive` reports besides, and as "pressure" what the limiter has seen
+            of the engine since the last sync.
 
         Raises:
             SyncError: the engine stays paused, and generates nothing until another sync has
@@ -239,7 +240,8 @@ class RolloutReplica(UsageProbe, PlacedActor):
         await self.engine.resume(stamp)
         self.stamp = stamp
         paused_s = time.perf_counter() - begin
-        return [report | {"pause": pause_s, "paused": paused_s} for report in reports]
+        common = {"pause": pause_s, "paused": paused_s, "pressure": self.limiter.report()}
+        return [report | common for report in reports]
 
     async def ping(self) -> tuple[int, int]:
         """Answer once the engine has, between two of its steps.
@@ -317,22 +319,19 @@ class RolloutReplica(UsageProbe, PlacedActor):
     async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> list[Sample]:
         return await TrajectoryRun(self, prompt, index, sampling).samples()
 
-    async def wait_for_capacity(self, sent: int, capacity: int) -> int:
-        """Wait until fewer than `capacity` of the `sent` trajectories ask for the engine.
+    async def wait_for_capacity(self, sent: int, most: int) -> tuple[int, int]:
+        """Wait until the replica has room for another trajectory.
 
         Args:
             sent: trajectories that the caller has sent since the start. The caller counts them,
                 because its calls may arrive in another order.
+            most: trajectories that may ask for the engine at once. The engine's KV cache may have
+                room for fewer.
 
         Returns:
-            How many trajectories ask nothing of the engine.
+            How many trajectories ask nothing of the engine, and how many may ask for it at once.
         """
-        return await self._until_dropped(self._wait_for_capacity(sent, capacity))
-
-    async def _wait_for_capacity(self, sent: int, capacity: int) -> int:
-        while sent - self.limiter.idle_trajectories >= capacity:
-            await self.limiter.idle_changed.wait()
-        return self.limiter.idle_trajectories
+        return await self._until_dropped(self.limiter.wait_for_capacity(sent, most))
 
     async def _until_dropped(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a part of the current attempt's work. Raises RuntimeError: the attempt has
@@ -373,7 +372,7 @@ class RolloutReplica(UsageProbe, PlacedActor):
             while self.work or self.engine.has_unfinished_requests():
                 await asyncio.sleep(POLL_S)
         # The caller counts from zero again.
-        self.limiter = ConcurrencyLimiter(self.cfg.agent.max_concurrency)
+        self.limiter = ConcurrencyLimiter(self.cfg.agent.max_concurrency, self.engine)
         self._raise_if_engine_died()
 
     @functools.cached_property

@@ -104,12 +104,14 @@ class RolloutGroup:
         purpose: str,
         sampling: Sampling,
         on_group: OnGroup | None = None,
+        on_begin: Callable[[Prompt], None] | None = None,
     ) -> tuple[list[Sample], float]:
         """Generate and score the samples of these prompts.
 
         Args:
             purpose: for messages and the timeline, as "step 3" or "evaluation of v2".
             on_group: receives each prompt's samples as soon as they are complete.
+            on_begin: receives each prompt when it goes to a replica; with `on_group`.
 
         Returns:
             All samples, in the order of `prompts`, and the seconds that they took.
@@ -120,7 +122,7 @@ class RolloutGroup:
                 that of all steps that a prompt may take.
             Exception: what a replica raised that is still there.
         """
-        request = GenerationCall(purpose, sampling, on_group)
+        request = GenerationCall(purpose, sampling, on_group, on_begin)
         steps = 1
         if sampling is self.train_sampling:
             steps = max(1, self.cfg.pipeline.staleness)

@@ -52,11 +52,14 @@ class ReplicaLoad:
         returned: that have come back.
         idle: that asked nothing of its engine when it last reported
             (`RolloutReplica.wait_for_capacity`).
+        capacity: that may ask for its engine at once, by the same report; None: it has not
+            reported yet.
     """
 
     sent: int = 0
     returned: int = 0
     idle: int = 0
+    capacity: int | None = None
 
     @property
     def generating(self) -> int:

@@ -3,6 +3,7 @@ as a scored sample."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ from one_step_off.config.user_code import (
     log_traceback,
     quote_response,
 )
-from one_step_off.data.samples import AGENT_ERROR, Prompt, Sample, make_plain
+from one_step_off.data.samples import AGENT_ERROR, TIME_PARTS, Prompt, Sample, make_plain
 from one_step_off.rewards.reward import Reward, RewardError, RewardItem, Score
 from one_step_off.rewards.verifiers import REWARD_FUNCTIONS
 from one_step_off.rollout.concurrency import ConcurrencyLimiter, TrajectorySlot
@@ -85,6 +86,8 @@ class TrajectoryRun:
         timeout_s = source.timeout_s or self.cfg.agent.timeout_s
         limit_s = 2 * (timeout_s + self.cfg.agent.tool_timeout_s)
         self.slot = TrajectorySlot(replica.limiter, limit_s)
+        self.begin_s = time.monotonic()
+        self.seconds = dict.fromkeys(TIME_PARTS, 0.0)
         self.next_turn = 0
         self.turns: list[Generated] = []
         self.reward_fault: dict[str, str] = {}  # of the last reward; see `_fault_of`
@@ -106,9 +109,15 @@ class TrajectoryRun:
             raise self.slot.call_errors[0]
         if isinstance(outcome, ConfigError):
             raise outcome
-        if isinstance(outcome, list):
-            return outcome
-        return [self.failed_sample(outcome)]
+        samples = outcome if isinstance(outcome, list) else [self.failed_sample(outcome)]
+        samples[0].seconds = self._all_seconds()
+        return samples
+
+    def _all_seconds(self) -> dict[str, float]:
+        """`Sample.seconds`: what is neither of engine nor of reward function is the loop's own."""
+        seconds = self.seconds | {"queue": self.seconds["queue"] + self.slot.queue_s}
+        whole = time.monotonic() - self.begin_s
+        return seconds | {"tool": max(0.0, whole - sum(seconds.values()))}
 
     async def _run_loop(self) -> list[Sample]:
         loops = self.replica.loops
@@ -174,14 +183,25 @@ class TrajectoryRun:
             request: tuple[Any, ...] = (ids, max_tokens, seed, sampling)
             if self.prompt.images:
                 request = (*request, self.prompt.images)
+            begin = time.monotonic()
             generated = await self.replica._generate(*request)
+            self._count_turn(generated, time.monotonic() - begin)
             self.turns.append(generated)
             return generated
+
+    def _count_turn(self, generated: Generated, engine_s: float) -> None:
+        """Note where the time of a request went, `engine_s` in all."""
+        waited_s = generated.queue_s + generated.prefill_s
+        self.seconds["queue"] += generated.queue_s
+        self.seconds["prefill"] += generated.prefill_s
+        self.seconds["decode"] += max(0.0, engine_s - waited_s)
 
     async def _score(self, response: str) -> Reward | None:
         """The `score` that the agent loop receives."""
         async with self.slot.call(uses_engine=False):
+            begin = time.monotonic()
             score = await self.replica.rewards.score(self._reward_item(response))
+            self.seconds["reward"] += time.monotonic() - begin
             fault = self._fault_of(score)
         if isinstance(score, RewardError):
             self.reward_error = self.reward_error or fault

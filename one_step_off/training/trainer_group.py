@@ -39,7 +39,7 @@ from one_step_off.training.written_files import FileFacts
 
 T = TypeVar("T")
 
-UNREAD_FIELDS = ("response", "extra")
+UNREAD_FIELDS = ("response", "seconds", "extra")
 """The fields of a Sample that no rank reads."""
 
 WHOLE_BATCH = "whole"

@@ -52,6 +52,7 @@ def sync_metrics(
     metrics |= _slowest_of_each_phase(RECEIVER_PHASES, workers)
     is_full = math.isnan(changed_words)
     metrics |= _wire_metrics(sent, workers, is_full)
+    metrics |= _pressure_metrics(received)
     paused = [worker["paused"] for worker in workers if "paused" in worker]
     if paused:
         metrics["sync/paused_s"] = max(paused)
@@ -119,6 +120,20 @@ def _slowest_of_each_phase(phases: tuple[str, ...], reports: list[Report]) -> di
     for phase in phases:
         metrics[f"sync/{phase}_s"] = max(report.get(phase, 0.0) for report in reports)
     return metrics
+
+
+def _pressure_metrics(received: dict[int, list[Report]]) -> dict[str, float]:
+    """What the replicas have seen of their engines since the last sync: rollout/open_requests and
+    rollout/preemptions of all together, rollout/kv_usage_max of the fullest."""
+    # All workers of a replica report the same.
+    seen = [workers[0]["pressure"] for workers in received.values() if "pressure" in workers[0]]
+    if not seen:
+        return {}
+    return {
+        "rollout/open_requests": sum(one["open_requests"] for one in seen),
+        "rollout/kv_usage_max": max(one["kv_usage_max"] for one in seen),
+        "rollout/preemptions": sum(one["preemptions"] for one in seen),
+    }
 
 
 def _wire_metrics(sent: list[Report], workers: list[Report], is_full: bool) -> dict[str, float]:

@@ -11,7 +11,7 @@ import pytest
 
 from agent_loop.tool_loop import ToolLoop
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import Sample
+from one_step_off.data.samples import TIME_PARTS, Sample
 from one_step_off.data.word_problems import make
 from one_step_off.models import tiny_qwen
 from tests.conftest import tiny_config
@@ -73,6 +73,7 @@ def config_of_two_loops(model: str, folder: Path, engine: str, replicas: int) ->
 def assert_metrics_of_two_loops(rows: list[dict[str, Any]]) -> None:
     """Both loops took part in each step, and each step trained."""
     assert len(rows) == 3
+    assert all(0 < row["rollout/open_requests"] <= 10 for row in rows[1:])
     for row in rows:
         # Three turns, except where a turn was cut at 12 tokens.
         assert 1.5 < row["agent/turns/mean"] <= 3.0
@@ -82,6 +83,8 @@ def assert_metrics_of_two_loops(rows: list[dict[str, Any]]) -> None:
         assert row["actor/grad_norm"] > 0
         assert row["staleness/max"] == min(1, row["step"])
         assert row["canary/logprob_diff_max"] < 1e-4
+        # Of five at once the others wait; a Python process is a tool; the reward has its workers.
+        assert all(row[f"samples/{part}_s"] > 0 for part in TIME_PARTS)
 
 
 def assert_only_generated_tokens_train(sample: Sample) -> None:

@@ -172,10 +172,10 @@ class SlowReplica:
         self.calls = 0
         self.cancelled = 0
 
-    async def poll_capacity(self, sent: int, capacity: int) -> int:
-        while sent - self.idle >= capacity:
+    async def poll_capacity(self, sent: int, most: int) -> tuple[int, int]:
+        while sent - self.idle >= most:
             await asyncio.sleep(0.001)
-        return self.idle
+        return self.idle, most
 
     async def generate_one(self) -> None:
         async with self.slots:

@@ -59,7 +59,10 @@ class AgentConfig:
         2000, "longest tool output, in characters; the rest is cut off", low=1
     )
     max_concurrency: int = config_key(
-        1024, "trajectories, and open episodes of agents, at the same time in each replica", low=1
+        1024,
+        "trajectories, and open episodes of agents, at the same time in each replica at most, for "
+        "tools and environments; how many of them generate follows the engine's KV cache",
+        low=1,
     )
     endpoint: bool = config_key(
         False,

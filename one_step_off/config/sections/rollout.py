@@ -145,12 +145,6 @@ class RolloutConfig:
         "how prompts are assigned to replicas; auto: static with seeded samples, else least_loaded",
         choices="auto static least_loaded",
     )
-    oversample: Optional[float] = config_key(
-        None,
-        "with in_flight=recompute or keep: batches of prompts in progress beside the one that "
-        "trains; null: as many as pipeline.staleness allows",
-        low=1.0,
-    )
     heartbeat_s: float = config_key(
         5.0, "heartbeat interval of the replicas, in seconds", above=0.0
     )

@@ -18,7 +18,7 @@ from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.config.schema import Config
 from one_step_off.data.images import Images
 from one_step_off.data.samples import PolicyVersion
-from one_step_off.engines.engine import GenerationRequest
+from one_step_off.engines.engine import EngineLoad, GenerationRequest
 
 MAX_SEQUENCES = 256
 """Requests in one call of `generate`, where the cache has room for them."""
@@ -131,6 +131,14 @@ class TransformersEngine:
         cache_bytes = _cache_limit(self.cfg, model)
         self.worker = WholeModelWorker(model, cache_bytes)
         self.thread.use(model, cache_bytes // _cached_bytes_per_token(model))
+
+    @property
+    def load(self) -> EngineLoad:
+        """See `Engine`. Its cache holds what it has begun to the end."""
+        if self.thread is None:
+            return EngineLoad()
+        running = self.thread.running
+        return EngineLoad(running, max(0, len(self.thread.unfinished) - running))
 
     def processes(self) -> Sequence[psutil.Process]:
         """It has none."""

@@ -9,6 +9,7 @@ then computed again.
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -55,6 +56,7 @@ class RunningRequest:
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[PolicyVersion] = []
+        self.added_s = self.begun_s = self.first_token_s = time.monotonic()
 
     @property
     def is_open(self) -> bool:
@@ -73,6 +75,8 @@ class RunningRequest:
 
     def append(self, token: int, log_prob: float, version: PolicyVersion) -> None:
         """Take the next token; the last one answers the request."""
+        if not self.tokens:
+            self.first_token_s = time.monotonic()
         self.tokens.append(token)
         self.log_probs.append(log_prob)
         self.versions.append(version)
@@ -96,6 +100,8 @@ class RunningRequest:
             np.array([version for _, version in self.versions], np.int32),
             attempts.pop(),
             reason,
+            queue_s=self.begun_s - self.added_s,
+            prefill_s=self.first_token_s - self.begun_s,
         )
         with suppress(InvalidStateError):
             self.answer.set_result(generated)
@@ -116,6 +122,7 @@ class GenerationThread:
         self.requests: list[RunningRequest] = []  # by arrival
         self.held: list[RunningRequest] = []  # came after a pause that waits
         self.unfinished: set[RunningRequest] = set()  # read by others
+        self.running = 0  # rows of the current call; read by others
         self.paused = True
         self.draining: Future[None] | None = None  # of a pause that waits
         self.version: PolicyVersion = (0, 0)
@@ -296,6 +303,10 @@ class GenerationThread:
         if not self._may_generate():
             return
         batch = Batch(rows)
+        self.running = len(rows)
+        for row in rows:
+            if not row.tokens:
+                row.begun_s = time.monotonic()
         config = GenerationConfig(
             max_new_tokens=max(row.missing_tokens for row in rows),
             do_sample=False,  # the processor has chosen already
@@ -309,6 +320,7 @@ class GenerationThread:
             logits_processor=[_Sampler(self, batch)],
             stopping_criteria=[_EndOfCall(self, batch)],
         )
+        self.running = 0
         self._drop_answered()
 
     def choose_tokens(self, batch: "Batch", logits: Tensor) -> Tensor:

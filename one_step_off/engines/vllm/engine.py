@@ -13,7 +13,7 @@ from one_step_off.config.lora_checks import sends_adapters
 from one_step_off.config.schema import Config
 from one_step_off.data.images import Images, open_image
 from one_step_off.data.samples import PolicyVersion
-from one_step_off.engines.engine import GenerationRequest
+from one_step_off.engines.engine import EngineLoad, GenerationRequest
 from one_step_off.engines.vllm import checks
 from one_step_off.engines.vllm.core_process import start_engine, start_fork_server
 from one_step_off.engines.vllm.engine_args import engine_args
@@ -50,6 +50,7 @@ class VllmEngine:
         self.seed = seed
         self.log = log
         self.llm: Any = None
+        self.reports: Any = None  # `LoadReports`
         self.max_sequences = 0
         self.start_note = ""
         self.started_requests = 0
@@ -92,6 +93,9 @@ class VllmEngine:
             self.start_note = "; ".join(filter(None, notes))
         if self.cfg.rollout.speculation != "none":
             await self.call_workers("let_guesses_reach_the_end")
+        from one_step_off.engines.vllm.engine_stats import LoadReports
+
+        self.reports = LoadReports(self.llm)
         self.max_sequences = self.llm.vllm_config.scheduler_config.max_num_seqs
         self.own_processes = engine_processes()
 
@@ -104,6 +108,11 @@ class VllmEngine:
         if plan is not None:
             apply_plan(plan, engine_config, gpu_bytes)
             self.start_note = str(plan)
+
+    @property
+    def load(self) -> EngineLoad:
+        """See `Engine`."""
+        return self.reports.load if self.reports else EngineLoad()
 
     def agent_serving(self, tokenizer: Any) -> Any:
         """See `ServesAgents`."""
@@ -333,6 +342,7 @@ def generated_tokens(output: Any) -> Generated:
     Raises:
         RuntimeError: a token has no version, or there is not one log-prob per token.
     """
+    from one_step_off.engines.vllm.engine_stats import WAITS
     from one_step_off.engines.vllm.schedulers import column_of
 
     completion = output.outputs[0]
@@ -348,5 +358,14 @@ def generated_tokens(output: Any) -> Generated:
     if counts is not None:
         accepted = sum(size * times for size, times in enumerate(counts.histogram))
         guesses = (counts.num_draft_tokens, accepted)
-    reason = str(completion.finish_reason)
-    return Generated(tokens, log_probs, versions, attempt, reason, guesses=guesses)
+    queue_s, prefill_s = (output.kv_transfer_params or {}).get(WAITS, (0.0, 0.0))
+    return Generated(
+        tokens,
+        log_probs,
+        versions,
+        attempt,
+        str(completion.finish_reason),
+        queue_s=queue_s,
+        prefill_s=prefill_s,
+        guesses=guesses,
+    )

@@ -1,10 +1,11 @@
 """The scheduler of vLLM's engine in a run: vLLM's own, with less work per token. It decides what
 vLLM's decides.
 
+- `ReportingScheduler` (engine_stats.py): how full the engine is, and how long requests wait.
 - `LogProbColumns`: the log-probs of a response leave the engine's process once, as one column.
 - `BlockEdges`: the books of the KV cache's blocks are opened where a block begins or ends.
-- `ReplicaScheduler`: both, and a short way for rows that get one more token and nothing else, when
-  a step is scheduled and when its tokens arrive.
+- `ReplicaScheduler`: all of these, and a short way for rows that get one more token and nothing
+  else, when a step is scheduled and when its tokens arrive.
 - `PrefixesPerVersion`: each version of the weights has prefix caches of its own
   (`weight_sync.in_flight=keep`). vLLM clears its prefix cache only together with the KV caches of
   unfinished requests, and `keep` keeps those. So a prefix is known by the version that computed it,
@@ -17,6 +18,7 @@ A GPU takes less time for a step of 512 sequences of a small model than vLLM's P
 from __future__ import annotations
 
 import copy
+import time
 from array import array
 from collections import defaultdict
 from typing import Any
@@ -35,6 +37,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds
 
 from one_step_off.engines.vllm.engine_args import RETURN_EXPERTS, TRY_SPECULATION
+from one_step_off.engines.vllm.engine_stats import WAITS, ReportingScheduler, waits_of
 from one_step_off.engines.vllm.speculation import SpeculationTrials
 
 logger = init_logger("vllm.one_step_off")  # below "vllm", so that its messages are shown
@@ -51,10 +54,10 @@ def column_of(output: Any) -> np.ndarray | None:
     return None if column is None else np.frombuffer(column, np.float32)
 
 
-class LogProbColumns(Scheduler):
+class LogProbColumns(ReportingScheduler):
     """Keeps the log-probs of the requests that ask for a column (`COLUMN`), and gives the last
-    output all of them. Token ids leave at once, as ever: the client gives each the weight version
-    under which it arrives.
+    output all of them, and how long the request waited. Token ids leave at once, as ever: the
+    client gives each the weight version under which it arrives.
 
     vLLM cuts, packs and unpacks three small arrays for each new token, and its client appends the
     values to six lists.
@@ -78,30 +81,35 @@ class LogProbColumns(Scheduler):
             return super().update_from_output(scheduler_output, model_runner_output)
         # The scheduler forgets a request in the step in which it ends.
         requests: dict[str, Any] = self.requests
-        columns = {
-            name: requests[name].log_prob_column
+        known = {
+            name: requests[name]
             for name in scheduler_output.num_scheduled_tokens
             if name in requests
         }
-        if None not in columns.values():
+        if all(request.log_prob_column is not None for request in known.values()):
             model_runner_output.logprobs = None  # no row needs a slice of them
         outputs_by_client = super().update_from_output(scheduler_output, model_runner_output)
         model_runner_output.logprobs = log_probs
         values = log_probs.logprobs[:, 0].tolist()
         rows = model_runner_output.req_id_to_index
+        now = time.monotonic()
         starts = log_probs.cu_num_generated_tokens  # where rows have several tokens, else None
         for outputs in outputs_by_client.values():
             for output in outputs.outputs:
-                column = columns.get(output.request_id)
-                if column is None:
+                request = known.get(output.request_id)
+                if request is None or request.log_prob_column is None:
                     continue
+                column = request.log_prob_column
+                if not column:
+                    request.first_token_s = now
                 row = rows[output.request_id]
                 start = row if starts is None else starts[row]
                 column.extend(values[start : start + len(output.new_token_ids)])
                 output.new_logprobs = None
                 if output.finish_reason is not None:
                     more = output.kv_transfer_params or {}
-                    output.kv_transfer_params = more | {COLUMN: column.tobytes()}
+                    ours = {COLUMN: column.tobytes(), WAITS: waits_of(request)}
+                    output.kv_transfer_params = more | ours
         return outputs_by_client
 
 

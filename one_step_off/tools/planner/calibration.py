@@ -35,7 +35,6 @@ STEPS = 10
 CALIBRATION_KEYS = (
     "pipeline.staleness=0",
     "weight_sync.in_flight=wait",
-    "rollout.oversample=null",
     "trainer.total_epochs=null",
     "trainer.save_hf_model=false",
     "trainer.save_freq=-1",

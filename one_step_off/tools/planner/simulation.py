@@ -140,13 +140,13 @@ class SimulatedReplica:
             extra={"tokens": length},
         )
 
-    async def _wait_for_capacity(self, sent: int, most: int) -> int:
+    async def _wait_for_capacity(self, sent: int, most: int) -> tuple[int, int]:
         """Wait until fewer than `most` of the `sent` sequences are unfinished; returns how many
-        have ended."""
+        have ended, and `most`."""
         while sent - self._ended >= most:
             await self._is_running.wait()
             await self._ends.wait()
-        return self._ended
+        return self._ended, most
 
     @property
     def _ended(self) -> int:

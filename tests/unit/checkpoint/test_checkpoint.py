@@ -98,6 +98,7 @@ def test_the_names_in_a_file_of_samples_stay(tmp_path):
         "prompt_id",
         "response",
         "reward",
+        "seconds",
     ]
 
 

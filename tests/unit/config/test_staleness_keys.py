@@ -25,18 +25,6 @@ from tests.conftest import tiny_config
             "weight_sync.in_flight=keep: .*set that to 1 or more",
         ),
         (
-            {"pipeline.staleness": 3, "rollout.oversample": 1.5},
-            "rollout.oversample=1.5: needs weight_sync.in_flight=recompute or keep",
-        ),
-        (
-            {
-                "pipeline.staleness": 2,
-                "weight_sync.in_flight": "recompute",
-                "rollout.oversample": 2.5,
-            },
-            "rollout.oversample=2.5: more than pipeline.staleness=2 allows; use 2 at most",
-        ),
-        (
             {
                 "pipeline.staleness": 4,
                 "trainer.test_freq": 6,
@@ -90,5 +78,4 @@ def test_a_pool_gets_weights_at_each_step():
     cfg.pipeline.staleness = 4
     cfg.weight_sync.in_flight = "recompute"
     assert sync_period(cfg) == 1
-    cfg.rollout.oversample = 1.25
-    assert prompts_allowed(cfg, 2) == 272, "(2 + 1 + 1.25) * 64"
+    assert prompts_allowed(cfg, 2) == 448, "(2 + 1 + 4) * 64"

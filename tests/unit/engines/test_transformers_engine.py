@@ -13,7 +13,7 @@ import torch
 from one_step_off.cluster.errors import SyncError
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
-from one_step_off.engines.engine import GenerationRequest
+from one_step_off.engines.engine import EngineLoad, GenerationRequest
 from one_step_off.engines.transformers.engine import TransformersEngine
 from tests.conftest import tiny_config
 from tests.unit.engines.running_engine import (
@@ -150,8 +150,11 @@ def test_a_pause_that_waits_finishes_the_requests_that_are_here(config):
             await asyncio.sleep(0.05)
             assert not late.done()
             assert engine.has_unfinished_requests()
+            assert engine.load == EngineLoad(running=0, waiting=1)
             await engine.resume((VERSION[0], 6))
             assert set((await late).versions.tolist()) == {6}
+            assert (await late).queue_s >= 0.05 > (await early).queue_s, "it waited for the sync"
+            assert (await late).prefill_s > 0
 
     run(main)
 

@@ -91,6 +91,11 @@ def test_a_teacher_is_shown():
     assert "distill" not in step_line(row(0), 3)
 
 
+def test_lost_work_is_at_the_end_of_a_steps_line():
+    assert step_line(row(0) | {"rollout/preemptions": 12.0}, 3).endswith("  preempted 12")
+    assert "preempted" not in step_line(row(0) | {"rollout/preemptions": 0.0}, 3)
+
+
 class Clock:
     """Seconds that pass when a test says so."""
 

@@ -67,6 +67,25 @@ def test_the_figures_are_those_of_the_summary(tmp_path):
     assert "The run has not ended" not in text
 
 
+def test_the_time_of_samples_is_stacked(tmp_path):
+    make_run(tmp_path)
+    report.write(tmp_path)
+    assert "Where the time of a sample goes" not in open_page(tmp_path).text
+    times = {"samples/queue_s": 0.5, "samples/decode_s": 1.5, "samples/tool_s": 0.0}
+    make_run(tmp_path, **times)
+    report.write(tmp_path)
+    page = open_page(tmp_path)
+    assert page.messages == []
+    assert "Where the time of a sample goes" in page.text
+    heights = {}
+    for part in ("queue", "decode", "reward"):
+        found = re.findall(f'height="([^"]+)"[^>]*data-part="{part}"', page.dom)
+        heights[part] = list(map(float, found))
+    assert len(heights["queue"]) == len(heights["decode"]) == 12
+    assert heights["decode"][0] == pytest.approx(3 * heights["queue"][0])
+    assert heights["reward"] == []
+
+
 def test_parts_of_rewards_have_curves_and_are_shown_with_the_samples(tmp_path):
     parts = {f"part{i}": 0.1 * i for i in range(8)}
     make_run(tmp_path, **{f"reward/{name}/mean": mean for name, mean in parts.items()})

@@ -66,6 +66,15 @@ CALLS = [
         ("scheduler_output", "model_runner_output"),
     ),
     (SCHEDULER, "Scheduler.add_request", ("request",)),
+    (SCHEDULER, "Scheduler.schedule", ("throttle_prefills",)),
+    (SCHEDULER, "Scheduler._preempt_request", ("request", "timestamp", "drop_stale_output")),
+    (SCHEDULER, "Scheduler.reset_prefix_cache", ("reset_running_requests",)),
+    (SCHEDULER, "Scheduler.get_request_counts", ()),
+    (
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor.update_scheduler_stats",
+        ("scheduler_stats",),
+    ),
     (
         MANAGER,
         "KVCacheManager.allocate_slots",
@@ -146,6 +155,18 @@ def test_a_function_takes_these_arguments(module: str, name: str, given: tuple) 
 @pytest.mark.parametrize(("module", "name"), sorted(imported_names("vllm")))
 def test_an_imported_name_exists(module: str, name: str) -> None:
     assert is_defined(module, name), f"{module} has no {name}"
+
+
+def test_a_report_of_the_scheduler_reaches_the_client() -> None:
+    """`engine_stats` relies on it, though vLLM's statistics are off."""
+    update = ast.unparse(definition(SCHEDULER, "Scheduler.update_from_output"))
+    assert "self.make_stats(" in update and "eco.scheduler_stats = stats" in update
+    handler = ast.unparse(definition(ENGINE, "AsyncLLM._run_output_handler"))
+    assert "output_processor.update_scheduler_stats(outputs.scheduler_stats)" in handler
+    stats = "vllm.v1.metrics.stats"
+    told = {"num_running_reqs", "num_waiting_reqs", "kv_cache_usage", "prefix_cache_stats"}
+    assert told <= set(fields(stats, "SchedulerStats"))
+    assert "preempted_requests" in fields(stats, "PrefixCacheStats")
 
 
 def test_the_frame_that_waits_for_an_engine_has_its_processes() -> None:

@@ -92,7 +92,7 @@ class FakeRollout:
     async def watch(self):
         await asyncio.sleep(3600)
 
-    async def generate(self, prompts, purpose, sampling, on_group=None):
+    async def generate(self, prompts, purpose, sampling, on_group=None, on_begin=None):
         world = self.world
         version = world.engine_version
         assert version is not None, "generated before any weights came"

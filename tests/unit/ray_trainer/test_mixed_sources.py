@@ -21,6 +21,7 @@ from one_step_off.data.mixture import DrawRules, MixedStream, PromptSource
 from one_step_off.data.samples import Prompt, PromptId, Sample
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Resumed, RunGroups
+from one_step_off.rollout import pooled_batches
 from one_step_off.rollout.replica_supervisor import NoReplica
 from tests.unit.ray_trainer.stand_ins import FakeActor, FakeRollout, FakeSync, World, read_rows
 from tests.unit.rollout.test_prompt_pool import make_sample as versioned_sample
@@ -52,7 +53,7 @@ def set_rewards(samples: list[Sample]) -> None:
 class ScoredRollout(FakeRollout):
     """Whole batches with rewards."""
 
-    async def generate(self, prompts, purpose, sampling, on_group=None):
+    async def generate(self, prompts, purpose, sampling, on_group=None, on_begin=None):
         samples, seconds = await super().generate(prompts, purpose, sampling)
         set_rewards(samples)
         return samples, seconds
@@ -67,9 +68,11 @@ class SlowGroups(FakeRollout):
         super().__init__(world)
         self.complete_at = complete_at
 
-    async def generate(self, prompts, purpose, sampling, on_group=None):
+    async def generate(self, prompts, purpose, sampling, on_group=None, on_begin=None):
         new = [prompt for prompt in prompts if prompt.id not in self.complete_at]
         self.complete_at |= {prompt.id: self.world.version for prompt in new}
+        for prompt in prompts:
+            on_begin(prompt)
         for prompt in new[:1]:
             if random.Random(str(prompt.id)).random() < 0.7:
                 self.complete_at[prompt.id] = min(self.world.version + 2, STEPS - 1)
@@ -135,7 +138,6 @@ def build(
     if kind == "pool":
         cfg.pipeline.staleness = 3  # no prompt comes to its last step, which a resume delays
         cfg.weight_sync.in_flight = "recompute"
-        cfg.rollout.oversample = 2.0
     cfg.algorithm.max_gen_batches = 3 if kind == "dynamic" else 1
     roles: Any = RunGroups(SlowActor(world), rollout, FakeSync(world))
     tracker = Tracker(str(folder), STEPS, out=io.StringIO())
@@ -187,7 +189,9 @@ def rollout_of(kind: str, world: World, complete_at: dict[PromptId, int]) -> Any
         ("pool", 3),
     ],
 )
-def test_every_checkpoint_resumes_with_the_same_prompts(tmp_path, kind, staleness):
+def test_every_checkpoint_resumes_with_the_same_prompts(tmp_path, kind, staleness, monkeypatch):
+    # A batch fewer in progress than the staleness allows, so that no prompt comes to its last step.
+    monkeypatch.setattr(pooled_batches, "prompts_allowed", lambda cfg, version: 3 * (version + 3))
     world = World(random.Random(0))
     complete_at: dict[PromptId, int] = {}
     whole = build(tmp_path / "whole", kind, staleness, world, rollout_of(kind, world, complete_at))

@@ -43,6 +43,7 @@ class InterruptedRollout(FakeRollout):
     Attributes:
         alike: whether all samples of a prompt score alike.
         generated: the prompts so far.
+        room: for how many prompts at once there is room; the others begin later.
     """
 
     alike = staticmethod(lambda prompt: False)
@@ -50,14 +51,20 @@ class InterruptedRollout(FakeRollout):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.generated: list[Prompt] = []
+        self.room = asyncio.Semaphore(10**6)
 
-    async def generate(self, prompts, purpose, sampling, on_group=None):
+    async def generate(self, prompts, purpose, sampling, on_group=None, on_begin=None):
         if on_group is None:
             return await super().generate(prompts, purpose, sampling)
         world = self.world
         self.generated += prompts
 
         async def generate_group(prompt: Prompt) -> list[Sample]:
+            async with self.room:
+                on_begin(prompt)
+                return await begun_group(prompt)
+
+        async def begun_group(prompt: Prompt) -> list[Sample]:
             versions = []
             for _ in range(world.delays.randrange(1, 6)):
                 versions.append(world.engine_version)
@@ -112,7 +119,6 @@ def build(
     folder: Path,
     world: World,
     steps: int,
-    oversample: float | None = 1.0,
     staleness: int = 2,
     stream: PromptStream | None = None,
     checkpointer: Any = None,
@@ -122,7 +128,6 @@ def build(
     cfg = Config()
     cfg.pipeline.staleness = staleness
     cfg.weight_sync.in_flight = "recompute"
-    cfg.rollout.oversample = oversample
     cfg.data.train_batch_size = 3
     roles: Any = RunGroups(FakeActor(world), InterruptedRollout(world), FakeSync(world))
     tracker = Tracker(str(folder), steps, out=io.StringIO())
@@ -137,25 +142,24 @@ def trained_prompts(world: World) -> list[tuple[int, int]]:
 @settings(max_examples=100, deadline=None)
 @given(
     st.integers(1, 9),
-    st.none() | st.floats(1.0, 4.0),
+    st.sampled_from([1, 2, 4, 8, 100]),
     st.integers(1, 4),
     st.integers(1, 3),
     st.booleans(),
     st.integers(0, 10**6),
 )
 def test_any_mix_of_slow_and_fast_prompts(
-    tmp_path_factory, steps, oversample, staleness, max_gen_batches, overlapped, seed
+    tmp_path_factory, steps, room, staleness, max_gen_batches, overlapped, seed
 ):
     """It never has more prompts in progress than it may, it ends, and it trains on each once.
-    Syncs come before training or beside it."""
+    Syncs come before training or beside it, and there is room for many prompts at once or few."""
     world = World(random.Random(seed))
-    if oversample is not None:
-        oversample = min(oversample, staleness)
-    pipeline = build(tmp_path_factory.mktemp("run"), world, steps, oversample, staleness)
+    pipeline = build(tmp_path_factory.mktemp("run"), world, steps, staleness)
     pipeline.cfg.algorithm.max_gen_batches = max_gen_batches
     pipeline.sync_overlap.is_auto = False
     pipeline.sync_overlap.overlapped = overlapped
     rollout: Any = pipeline.roles.rollout
+    rollout.room = asyncio.Semaphore(room)
     rollout.alike = lambda prompt: prompt.id[1] % 3 == 0
     batches: Any = pipeline.batches
     launch = batches.launch
@@ -187,23 +191,24 @@ def test_any_mix_of_slow_and_fast_prompts(
 def test_a_slow_group_is_overtaken_interrupted_and_trained_on_later(tmp_path):
     """One prompt takes several steps; the trainer waits for it only when it is due."""
     world = World(random.Random(0), longest=0.02)
-    pipeline = build(tmp_path, world, 6, oversample=2.0)
+    pipeline = build(tmp_path, world, 6)
     pipeline.val = None
     rollout: Any = pipeline.roles.rollout
     generate_fast = rollout.generate
     slowest = make_stream(6).next_batch()[0].id
 
-    async def generate_slowly(prompt, on_group) -> None:
+    async def generate_slowly(prompt, on_group, on_begin) -> None:
+        on_begin(prompt)
         versions = []
         while world.version < 2 or len(versions) < 3:
             versions.append(world.engine_version)
             await asyncio.sleep(0.005)
         on_group([make_sample(prompt, i, versions) for i in range(2)])
 
-    async def generate(prompts, purpose, sampling, on_group=None):
+    async def generate(prompts, purpose, sampling, on_group=None, on_begin=None):
         fast = [prompt for prompt in prompts if prompt.id != slowest]
-        work: list[Any] = [generate_fast(fast, purpose, sampling, on_group)]
-        work += [generate_slowly(p, on_group) for p in prompts if p.id == slowest]
+        work: list[Any] = [generate_fast(fast, purpose, sampling, on_group, on_begin)]
+        work += [generate_slowly(p, on_group, on_begin) for p in prompts if p.id == slowest]
         await asyncio.gather(*work)
         return [], 0.0
 
@@ -222,8 +227,9 @@ def test_a_token_that_is_older_than_allowed_stops_the_run(tmp_path):
     pipeline = build(tmp_path, world, 5)
     pipeline.val = None
 
-    async def generate(prompts, purpose, sampling, on_group):
+    async def generate(prompts, purpose, sampling, on_group, on_begin):
         for prompt in prompts:
+            on_begin(prompt)
             on_group([make_sample(prompt, i, [0]) for i in range(2)])
         return [], 0.0
 
@@ -237,7 +243,7 @@ def test_idle_replicas_are_counted_once(tmp_path):
     """All prompts of the run begin before the first step. When they are complete the replicas have
     nothing to do, and each sync finds them idle."""
     world = World(random.Random(0))
-    pipeline = build(tmp_path, world, 10, oversample=None, staleness=9)
+    pipeline = build(tmp_path, world, 10, staleness=9)
     pipeline.val = None
     actor: Any = pipeline.roles.actor
     update = actor.update
@@ -270,7 +276,7 @@ def test_a_resumed_run_loses_and_repeats_nothing(tmp_path, stop_after, max_gen_b
     steps = 8
     world = World(random.Random(stop_after))
     checkpointer = MemoryCheckpointer(in_use=False)
-    first = build(tmp_path / "a", world, steps, None, 3, checkpointer=checkpointer)
+    first = build(tmp_path / "a", world, steps, 3, checkpointer=checkpointer)
     stop_when_trained(first, stop_after)
     first_rollout: Any = first.roles.rollout
     first.cfg.algorithm.max_gen_batches = max_gen_batches
@@ -290,7 +296,7 @@ def test_a_resumed_run_loses_and_repeats_nothing(tmp_path, stop_after, max_gen_b
     again.version = saved["step"]
     again.attempt = 1
     second = build(
-        tmp_path / "b", again, steps, None, 3, stream, MemoryCheckpointer(True), restored(saved), 1
+        tmp_path / "b", again, steps, 3, stream, MemoryCheckpointer(True), restored(saved), 1
     )
     second.cfg.algorithm.max_gen_batches = max_gen_batches
     second_rollout: Any = second.roles.rollout
@@ -324,7 +330,7 @@ def test_weights_that_were_rolled_back_are_not_of_a_runs_past(tmp_path):
     steps = 8
     checkpointer = MemoryCheckpointer(in_use=False)
     world = World(random.Random(1))
-    first = build(tmp_path / "a", world, steps, None, 3, checkpointer=checkpointer)
+    first = build(tmp_path / "a", world, steps, 3, checkpointer=checkpointer)
     stop_when_trained(first, 2)
     with pytest.raises(Stopped):
         asyncio.run(first.fit())
@@ -335,7 +341,7 @@ def test_weights_that_were_rolled_back_are_not_of_a_runs_past(tmp_path):
     again = World(random.Random(9))
     again.version = saved["step"]
     again.attempt = 1
-    second = build(tmp_path / "b", again, steps, None, 3, stream, None, restored(saved), 1)
+    second = build(tmp_path / "b", again, steps, 3, stream, None, restored(saved), 1)
     with pytest.raises(StalenessError, match=f"attempt 0, version {saved['step'] + 1}"):
         asyncio.run(second.fit())
 
@@ -346,14 +352,14 @@ def test_complete_groups_are_saved_when_the_last_replica_fails(tmp_path):
     steps = 8
     world = World(random.Random(0))
     checkpointer = MemoryCheckpointer(in_use=True)
-    pipeline = build(tmp_path, world, steps, oversample=2.0, checkpointer=checkpointer)
+    pipeline = build(tmp_path, world, steps, checkpointer=checkpointer)
     pipeline.val = None
     roles: Any = pipeline.roles
     update = roles.actor.update
     calls = []
     fails = asyncio.Event()
 
-    async def generate(prompts, purpose, sampling, on_group):
+    async def generate(prompts, purpose, sampling, on_group, on_begin):
         calls.append(purpose)
         is_last = len(calls) == 2
         complete = prompts[:-1] if is_last else prompts
@@ -391,10 +397,10 @@ def test_complete_groups_are_saved_when_the_last_replica_fails(tmp_path):
 
 def test_a_trainer_that_waits_for_samples_learns_that_the_last_replica_failed_in_a_sync(tmp_path):
     world = World(random.Random(0))
-    pipeline = build(tmp_path, world, 6)
+    pipeline = build(tmp_path, world, 6, staleness=1)
     pipeline.val = None
 
-    async def generate(prompts, purpose, sampling, on_group):
+    async def generate(prompts, purpose, sampling, on_group, on_begin):
         if world.version == 0:
             for prompt in prompts:
                 on_group([make_sample(prompt, i, [world.engine_version]) for i in range(2)])

@@ -77,7 +77,7 @@ def test_a_try_that_is_being_scored_keeps_no_other_one_waiting():
     assert len(first_tries) == len(second_tries) == 8
     begin = min(first_tries)
     assert max(first_tries) - begin < 0.3 <= min(second_tries) - begin
-    assert replica.limiter._value == 1
+    assert (replica.limiter.open, replica.limiter.begun) == (0, 0)
 
 
 class ScoresRepeatedly(AgentLoop):
@@ -109,25 +109,43 @@ def test_no_result_of_scoring_changes_the_number_of_slots():
     samples = asyncio.run(replica.rollout([make_prompt(row) for row in range(12)], UNSEEDED))
     assert [sample.extra["agent"]["turns"] for sample in samples] == [4.0] * 12
     assert engine.most_running == 3
-    assert replica.limiter._value == 3
+    assert (replica.limiter.open, replica.limiter.begun) == (0, 0)
     assert replica.limiter.idle_trajectories == 12
 
 
-def test_a_slot_that_is_waited_for_when_the_trajectory_ends_is_not_kept():
+def test_a_place_that_is_waited_for_when_the_trajectory_ends_is_not_kept():
+    """A loop that is given up may go on, since it is not awaited."""
+
     async def main():
         limiter = ConcurrencyLimiter(1)
         first = TrajectorySlot(limiter, 1.0)
         second = TrajectorySlot(limiter, 1.0)
-        await first.acquire()
-        waiting = asyncio.create_task(second.acquire())
+        call = first.call(uses_engine=True)
+        await call.__aenter__()
+        waiting = asyncio.create_task(second.call(uses_engine=True).__aenter__())
         await asyncio.sleep(0)
         second.release(ended=True)
+        await call.__aexit__(None, None, None)
         first.release()
         await waiting
-        assert limiter._value == 1
+        assert (limiter.open, limiter.begun) == (0, 0)
         assert limiter.idle_trajectories == 2
-        await asyncio.gather(first.acquire(), first.acquire())
-        assert limiter._value == 0
+
+    asyncio.run(main())
+
+
+def test_turns_at_the_same_time_are_requests_of_one_trajectory():
+    async def main():
+        limiter = ConcurrencyLimiter(1)
+        slot = TrajectorySlot(limiter, 1.0)
+        calls = [slot.call(uses_engine=True) for _ in range(3)]
+        await asyncio.gather(*(call.__aenter__() for call in calls))
+        assert (limiter.open, limiter.begun) == (3, 1)
+        slot.release()  # one of them is scored meanwhile
+        for call in calls:
+            assert limiter.idle_trajectories == 0
+            await call.__aexit__(None, None, None)
+        assert (limiter.open, limiter.begun, limiter.idle_trajectories) == (0, 0, 1)
 
     asyncio.run(main())
 
@@ -164,15 +182,15 @@ def test_a_replica_reports_when_it_has_capacity(loop):
     replica = replica_of(cfg, [FakeScorer(0.3)], plain_tokenizer())
 
     async def main():
-        assert await asyncio.wait_for(replica.wait_for_capacity(3, 4), 5) == 0
+        assert await asyncio.wait_for(replica.wait_for_capacity(3, 4), 5) == (0, 4)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(replica.wait_for_capacity(4, 4), 0.05)
         begin = time.perf_counter()
         capacity = asyncio.create_task(replica.wait_for_capacity(4, 4))
         work = asyncio.create_task(replica.rollout([make_prompt()], Sampling(2, 1.0, None)))
-        assert await asyncio.wait_for(capacity, 5) >= 1
+        assert await asyncio.wait_for(capacity, 5) >= (1, 4)
         assert time.perf_counter() - begin < 0.2
         await work
-        assert await replica.wait_for_capacity(4, 3) == 2
+        assert await replica.wait_for_capacity(4, 3) == (2, 3)
 
     asyncio.run(main())

@@ -38,7 +38,7 @@ class MortalReplica:
         self.rollout = ActorMethod(self.generate)
         self.ping = ActorMethod(self.answer)
         self.alive = ActorMethod(self.answer)
-        self.wait_for_capacity = ActorMethod(0)
+        self.wait_for_capacity = ActorMethod((0, 1024))
         self.start = ActorMethod((8, []))
         self.stop = ActorMethod(None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from agent_loop.base import AgentLoop, Generated, Trajectory
 from one_step_off.checkpoint.files import read_samples, write_samples
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import Sample
+from one_step_off.data.samples import TIME_PARTS, Sample
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.sampling import Sampling
@@ -49,6 +50,61 @@ def test_a_sample_gets_the_scorers_answer(response, reward, extra):
     sample = sample_of(replica_of(tokenizer=plain_tokenizer(response)))
     assert sample.reward == reward
     assert sample.extra == extra
+
+
+class TwoTurnsAndATool(AgentLoop):
+    """Waits 0.2 s for a tool between its turns."""
+
+    async def run(self, prompt, generate, score, limits):
+        trajectory = Trajectory(prompt.ids, limits)
+        await trajectory.generate(generate)
+        trajectory.observe("tool", np.arange(2))
+        await asyncio.sleep(0.2)
+        await trajectory.generate(generate)
+        return trajectory
+
+
+def test_the_times_of_a_trajectory_are_those_of_its_parts():
+    """Two trajectories, of which one waits for the other's turn. All their time is somewhere."""
+    cfg = Config()
+    cfg.agent.loop = f"{__name__}:TwoTurnsAndATool"
+
+    async def generate(*request: Any) -> Generated:
+        await asyncio.sleep(0.4)
+        generated = await generate_two_tokens(*request)
+        return replace(generated, queue_s=0.05, prefill_s=0.1)
+
+    replica = replica_of(cfg, [FakeScorer(0.3)], plain_tokenizer(), generate)
+    replica.limiter.limit = 1
+    begin = time.monotonic()
+    samples = asyncio.run(replica.rollout([make_prompt(0)], Sampling(2, 1.0, None)))
+    whole = time.monotonic() - begin
+    parts = [sample.seconds for sample in samples]
+    for seconds in parts:
+        assert tuple(seconds) == TIME_PARTS
+        assert seconds["prefill"] == pytest.approx(0.2)
+        assert seconds["decode"] >= 0.5 - 0.01
+        assert seconds["tool"] >= 0.2 - 0.01
+        assert seconds["reward"] >= 0.3 - 0.01
+        assert sum(seconds.values()) <= whole
+    assert parts[0]["queue"] >= 0.1
+    assert parts[1]["queue"] >= 0.1 + 0.4 - 0.01, "it began after the other's first turn"
+    slowest = max(sum(seconds.values()) for seconds in parts)
+    assert slowest == pytest.approx(whole, abs=0.2)
+
+
+def test_an_episode_of_a_loop_that_failed_has_its_times():
+    cfg = Config()
+    cfg.reward.on_error = "zero"
+    sample = sample_of(replica_of(cfg), agent_loop=f"{__name__}:Fails")
+    assert sample.seconds["tool"] >= 0.05 - 0.01
+    assert sum(sample.seconds.values()) < 5
+
+
+class Fails(AgentLoop):
+    async def run(self, prompt, generate, score, limits):
+        await asyncio.sleep(0.05)
+        raise ValueError("of the loop")
 
 
 class UsesScore(AgentLoop):

@@ -97,7 +97,7 @@ def sample_of(replica: RolloutReplica, sampling: Sampling = TWO_SAMPLES, index: 
     try:
         return asyncio.run(main())
     finally:
-        assert replica.limiter._value == replica.cfg.agent.max_concurrency
+        assert (replica.limiter.open, replica.limiter.begun) == (0, 0)
         assert replica.limiter.idle_trajectories == 1
 
 

@@ -161,7 +161,10 @@ def test_the_loops_of_the_data_are_made_before_the_engine(start_with):
     def make_engine(_):
         loaded_before_engine.extend(replica.loops.loaded)
         scheduler = SimpleNamespace(max_num_seqs=7)
-        return SimpleNamespace(vllm_config=SimpleNamespace(scheduler_config=scheduler))
+        return SimpleNamespace(
+            vllm_config=SimpleNamespace(scheduler_config=scheduler),
+            output_processor=SimpleNamespace(update_scheduler_stats=None),
+        )
 
     max_sequences, _ = start_with(replica, make_engine)
     assert max_sequences == 7

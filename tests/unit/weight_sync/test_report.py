@@ -59,6 +59,20 @@ def test_a_bucket_counts_as_long_as_at_the_faster_end():
     assert metrics["sync/wire_ratio"] == pytest.approx(2.0)
 
 
+def test_the_pressure_is_that_of_all_replicas_each_once():
+    """Every worker of a replica reports the same."""
+    one = {"open_requests": 10.0, "kv_usage_max": 0.5, "preemptions": 0.0}
+    two = {"open_requests": 30.0, "kv_usage_max": 0.9, "preemptions": 4.0}
+    received = {
+        0: [received_report([0.1], pressure=one), received_report([0.1], pressure=one)],
+        1: [received_report([0.1], pressure=two)],
+    }
+    metrics = sync_metrics([sent_report([0.1])], received, 2.0, FULL_BYTES)
+    assert metrics["rollout/open_requests"] == 40.0
+    assert metrics["rollout/kv_usage_max"] == 0.9
+    assert metrics["rollout/preemptions"] == 4.0
+
+
 def test_a_delta_is_not_compared_with_the_bare_link():
     sent = [sent_report([0.1], bytes=10.0, changed=50.0)]
     metrics = sync_metrics(sent, {0: [received_report([0.1])]}, 2.0, FULL_BYTES)

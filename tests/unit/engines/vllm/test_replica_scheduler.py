@@ -12,7 +12,10 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from one_step_off.engines.engine import EngineLoad
+from one_step_off.engines.vllm import engine_stats
 from one_step_off.engines.vllm.engine_args import RETURN_EXPERTS
+from one_step_off.engines.vllm.engine_stats import LoadReports
 from one_step_off.engines.vllm.schedulers import (
     AsyncPrefixesPerVersion,
     AsyncReplicaScheduler,
@@ -114,6 +117,72 @@ def test_the_books_of_hybrid_models_are_vllms(models, is_async):
     scheduler = make_scheduler(replica_scheduler, models(), scene)
     assert not scheduler.has_plain_rows
     assert type(scheduler.kv_cache_manager) is KVCacheManager
+
+
+class ReadsReports(Drive):
+    """Keeps what the client of a replica learns of its engine.
+
+    Attributes:
+        loads: after each step, with the share of the cache by the scheduler's own books.
+        waits: of each request that has ended: seconds in the queue, and until its first token.
+    """
+
+    def __init__(self, scheduler: Any, scene: Scene) -> None:
+        super().__init__(scheduler, scene)
+        self.reports = LoadReports(SimpleNamespace(output_processor=self.processor))
+        self.loads: list[tuple[EngineLoad, float]] = []
+        self.waits: list[list[float]] = []
+
+    def finish(self, scheduled: Any, output: Any) -> None:
+        own_update = self.scheduler.update_from_output
+
+        def update(*args: Any) -> dict[int, Any]:
+            outputs_by_client = own_update(*args)
+            for outputs in outputs_by_client.values():
+                received = self.decoder.decode(self.encoder.encode(outputs))
+                self.processor.update_scheduler_stats(received.scheduler_stats)
+            self.loads.append((self.reports.load, self.scheduler.kv_cache_manager.usage))
+            return outputs_by_client
+
+        self.scheduler.update_from_output = update
+        try:
+            super().finish(scheduled, output)
+        finally:
+            self.scheduler.update_from_output = own_update
+
+    def read(self, answer: Any) -> None:
+        super().read(answer)
+        if answer.finished and answer.kv_transfer_params:
+            self.waits.append(answer.kv_transfer_params[engine_stats.WAITS])
+
+
+@pytest.mark.parametrize("has_stats", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_client_learns_how_full_the_engine_is(models, is_async, has_stats, monkeypatch):
+    """Preemptions of a full cache count, and those of a sync that clears it do not."""
+    monkeypatch.setattr(engine_stats, "LOOK_S", 0.0)
+    scene = Scene(is_async, blocks=40, requests=80, seed=1, has_stats=has_stats)
+    drive = ReadsReports(make_scheduler(replica_scheduler, models(), scene), scene)
+    record = drive.run()
+    loads = [load for load, _ in drive.loads]
+    assert all(load.kv_usage == usage for load, usage in drive.loads)
+    assert max(load.kv_usage for load in loads) > 0.8
+    assert max(load.running for load in loads) <= 8
+    assert max(load.waiting for load in loads) > 0
+    counts = [load.preemptions for load in loads]
+    assert counts == sorted(counts)
+    assert 5 < counts[-1] < record.preemptions, "some of a sync"
+    assert len(drive.waits) > 20
+    assert all(queue_s >= 0 and prefill_s >= 0 for queue_s, prefill_s in drive.waits)
+    assert max(map(sum, drive.waits)) > 0
+
+
+def test_reports_are_few(models, monkeypatch):
+    monkeypatch.setattr(engine_stats, "LOOK_S", 3600.0)
+    scene = Scene(requests=40)
+    drive = ReadsReports(make_scheduler(replica_scheduler, models(), scene), scene)
+    drive.run()
+    assert len({load for load, _ in drive.loads}) == 1
 
 
 def test_a_name_that_is_used_again_begins_anew(models):
