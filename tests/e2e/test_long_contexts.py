@@ -13,14 +13,18 @@ from tests.e2e.run_folder import read_rows, used_prompts
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 3
-TOLERANCE = 1e-3  # of sums in another order, which each update carries on
+TOLERANCE = 1e-4  # of sums in another order, which each update carries on
 CANARY_TOLERANCE = 1e-5
 COMPARED = ("actor/", "critic/", "ratio/", "reward/", "response_length/", "logprob_diff/")
 
 
 def figures(row: dict[str, Any]) -> dict[str, float]:
-    """Those of the trainer and of the samples, without clocks."""
-    return {n: v for n, v in row.items() if n.startswith(COMPARED) and not n.endswith("_s")}
+    """Those of the trainer and of the samples, without clocks and what is not known."""
+    return {
+        name: value
+        for name, value in row.items()
+        if name.startswith(COMPARED) and not name.endswith("_s") and value is not None
+    }
 
 
 def test_a_run_with_divided_sequences_has_the_figures_of_one_rank(tmp_path, models):
