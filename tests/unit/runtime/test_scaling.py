@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from one_step_off.runtime import scaling
 from one_step_off.runtime.run_folder import LOCK_FILE
 from one_step_off.runtime.scaling import ReplicaScaler, ScaleRequest, read_answers
 from one_step_off.tools import scale
+from tests.chaos.scaling import ScaleChanges
 from tests.unit.rollout.test_replica_supervisor import PROMPTS, MortalReplica, group_of
 from tests.unit.stand_ins import ActorMethod, RecordedEvents
 
@@ -394,3 +396,22 @@ def test_two_hundred_joins_and_leaves_between_kills_lose_and_repeat_nothing(
     assert restarts > 5
     assert serving >= 1
     assert batches > 50
+
+
+def test_the_chaos_program_asks_by_the_real_command(run_config):
+    folder = Path(run_config.trainer.output_dir)
+    run: Any = SimpleNamespace(folder=folder)
+    changes = ScaleChanges(run, seed=3, count=3)
+
+    async def main() -> None:
+        scaler = ReplicaScaler(run_config, RecordedEvents(), resumed=False)
+        with scaler.watching(Engines(replicas=2)):
+            changes.start()
+            while not changes.are_done and not changes.wrong:
+                await asyncio.sleep(0.05)
+            await asyncio.to_thread(changes.stop)
+
+    asyncio.run(main())
+    assert changes.wrong == []
+    assert changes.done[0] == 3
+    assert sum(answer.state == "done" for answer in read_answers(folder)) == 3
