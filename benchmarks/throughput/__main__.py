@@ -15,7 +15,8 @@ minutes on two cores; with `--arms disaggregated auto` twice as long.
 A case is one combination of the flags --models, --lengths, --batches and --splits. A flag that is
 not given keeps what the config has. Each arm of a case is a whole run of `one_step_off.main_ppo`
 without evaluation, on all cores (or GPUs) that this process may use. The arms differ only in
-placement.pools (colocated arm), pipeline.staleness and weight_sync.overlap. Each repeat runs every
+placement.pools (colocated arm), pipeline.staleness and weight_sync.overlap; the arms ngram and fp8
+also in rollout.speculation and rollout.quantization. Each repeat runs every
 arm once and starts with another arm. docs/measured/throughput.md explains how to read the result.
 
 Writes result.json, result.md, throughput_CASE.png and headline.png into DIR, and the run folders.
@@ -97,8 +98,8 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
         "--arms",
         nargs="+",
         choices=tuple(ARMS),
-        help="default: all but auto and shared; with a single GPU colocated and shared; "
-        "with --headline auto",
+        help="default: colocated, disaggregated, plain and overlapped; with a single GPU colocated "
+        "and shared; with --headline auto",
     )
     _add_headline_flags(parser)
     add_run_flags(parser, "steps of each run; default: the config's trainer.total_steps")

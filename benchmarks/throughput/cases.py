@@ -25,6 +25,8 @@ ONE_STEP_OFF = "one step off"
 OVERLAPPED = "one step off, overlapped sync"
 AUTO = "one step off, overlap auto"
 SHARED = "one step off, shared device"
+SPECULATION = "one step off, n-gram speculation"
+FP8 = "one step off, FP8 engine"
 ARMS = {
     "colocated": COLOCATED,
     "disaggregated": DISAGGREGATED,
@@ -32,6 +34,8 @@ ARMS = {
     "overlapped": OVERLAPPED,
     "auto": AUTO,
     "shared": SHARED,
+    "ngram": SPECULATION,
+    "fp8": FP8,
 }
 """Values of the flag `--arms` -> names of the arms in tables."""
 
@@ -45,7 +49,8 @@ def arms_of(cfg: Config) -> dict[str, list[str]]:
 
     All arms use the same devices. The colocated arm has all roles in one pool. The pool has as many
     GPUs (on a CPU: processes) as the config's pools have together. In the shared arm rollout and
-    trainer have half of one device each: the single GPU, or on a CPU all of its cores.
+    trainer have half of one device each: the single GPU, or on a CPU all of its cores. The arms of
+    speculation and of FP8, which needs model.dtype=bfloat16, are as the one with overlap auto.
     """
     single_device = devices_of_run(cfg) == 1
     roles = ", ".join(f"{role}: all" for role in cfg.placement.roles)
@@ -61,13 +66,16 @@ def arms_of(cfg: Config) -> dict[str, list[str]]:
         return colocated | shared
     if resolved_device(cfg) == "cuda":
         shared = {}
+    auto = ["pipeline.staleness=1", "weight_sync.overlap=auto"]
     return (
         colocated
         | {
             DISAGGREGATED: ["pipeline.staleness=0"],
             ONE_STEP_OFF: ["pipeline.staleness=1", "weight_sync.overlap=false"],
             OVERLAPPED: ["pipeline.staleness=1", "weight_sync.overlap=true"],
-            AUTO: ["pipeline.staleness=1", "weight_sync.overlap=auto"],
+            AUTO: auto,
+            SPECULATION: [*auto, "rollout.speculation=ngram"],
+            FP8: [*auto, "rollout.quantization=fp8_per_channel"],
         }
         | shared
     )

@@ -12,9 +12,11 @@ from benchmarks.throughput.cases import (
     AUTO,
     COLOCATED,
     DISAGGREGATED,
+    FP8,
     ONE_STEP_OFF,
     OVERLAPPED,
     SHARED,
+    SPECULATION,
 )
 
 Row = dict[str, Any]
@@ -40,7 +42,7 @@ COLUMNS = (
 SECONDS = (*TIMES, "exposed sync")
 RATES = ("samples/s", "tokens/s")
 IDLE_SHARES = ("rollout idle", "trainer idle")
-ONE_STEP_OFF_ARMS = (ONE_STEP_OFF, OVERLAPPED, AUTO, SHARED)
+ONE_STEP_OFF_ARMS = (ONE_STEP_OFF, OVERLAPPED, AUTO, SHARED, SPECULATION, FP8)
 
 
 def needed_columns(row: Row) -> Row:
