@@ -41,6 +41,11 @@ def check_divided_model(hf_config: Any, cfg: Config, role: str) -> None:
         raise ConfigError(
             f"{key}: {path!r} has layers whose state runs along the whole sequence; set it to 1"
         )
+    if role == "actor" and cfg.rollout.replay_routing:
+        raise ConfigError(
+            f"{key}: has not been tried with rollout.replay_routing=true; set that to false, or "
+            "this to 1"
+        )
     heads = hf_config.get_text_config().num_attention_heads
     if heads % size:
         raise ConfigError(
