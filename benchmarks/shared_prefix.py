@@ -69,7 +69,7 @@ def measure(worker: Any, batch: Batch, repeats: int) -> dict[str, Any]:
 
     rule = worker.batch_share.sharing
     rows = worker._rows(batch, list(range(len(batch.samples))))
-    always = replace(rule, least_gain=-np.inf, least_saving=-np.inf)
+    always = replace(rule, least_gain=-1.0, least_saving=-np.inf)
     seconds: dict[str, dict[str, list[float]]] = {}
     for repeat in range(repeats + 1):
         arms = [("plain", None), ("shared", always)]

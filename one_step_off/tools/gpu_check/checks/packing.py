@@ -78,7 +78,7 @@ def _work(context: Context, layout: str) -> dict[str, Any]:
     rule = worker.batch_share.sharing  # None: the kernel's trial has failed, and the log says so
     worker.batch_share.sharing = None
     if rule is not None and layout == "shared":
-        worker.batch_share.sharing = replace(rule, least_saving=-np.inf, least_gain=-np.inf)
+        worker.batch_share.sharing = replace(rule, least_saving=-np.inf, least_gain=-1.0)
     batch = _batch(cfg)
     shares = worker.log_prob(batch)
     metrics = worker.update(batch)
