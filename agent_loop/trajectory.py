@@ -33,7 +33,8 @@ class Generated:
             last token. A trajectory keeps of each turn those of the tokens that no turn before has
             read.
         guesses: with `rollout.speculation` how many tokens were guessed and how many of them
-            accepted.
+            accepted; None where the engine has not counted: for an answer that ended at a stop
+            text.
         queue_s: how long the request waited in the engine, in seconds; 0 where it does not say.
         prefill_s: from then until the first token; 0 where it does not say.
     """

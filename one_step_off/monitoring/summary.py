@@ -7,13 +7,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.data.episodes import agent_counts, group_by_episode, one_per_episode
-from one_step_off.data.samples import (
-    AGENT_ERROR,
-    FAULT_METRICS,
-    TIME_PARTS,
-    Sample,
-    generated_tokens,
-)
+from one_step_off.data.samples import AGENT_ERROR, FAULT_METRICS, TIME_PARTS, Sample
 
 Row = dict[str, Any]
 MEDIAN_PREFIXES = (
@@ -48,17 +42,17 @@ def sample_stats(samples: list[Sample]) -> dict[str, float]:
 
 def guess_stats(samples: list[Sample]) -> dict[str, float]:
     """With `rollout.speculation`: which share of the guesses was accepted, 0 without any; and how
-    many tokens a sequence got per step of its engine. {} without `rollout.speculation`."""
-    guessing = [sample for sample in samples if "guesses" in sample.extra]
-    if not guessing:
+    many tokens a sequence got per step of its engine. {} without `rollout.speculation`, or where
+    no response was counted."""
+    counts = [sample.extra["guesses"] for sample in samples if "guesses" in sample.extra]
+    if not counts:
         return {}
-    guessed, accepted = np.sum([sample.extra["guesses"] for sample in guessing], 0)
-    tokens, _, _ = generated_tokens(guessing)
+    guessed, accepted, tokens = np.sum(counts, 0)
     # Of the accepted tokens of a last step some come after the end.
-    steps = max(tokens.sum() - accepted, len(guessing))
+    steps = max(tokens - accepted, len(counts))
     return {
         "rollout/accepted_share": float(accepted / max(guessed, 1)),
-        "rollout/accepted_length": float(tokens.sum() / steps),
+        "rollout/accepted_length": float(tokens / steps),
     }
 
 

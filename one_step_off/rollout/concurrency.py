@@ -61,7 +61,7 @@ class ConcurrencyLimiter:
         self._returning: deque[asyncio.Future[None]] = deque()
         self._beginning: deque[asyncio.Future[None]] = deque()
         self._capacity_questions = 0
-        self._seen_preemptions = engine.load.preemptions if engine else 0
+        self._seen_preemptions: int | None = None  # an engine has no load before its start
         self._window = self._new_window()
 
     # --- requests ---------------------------------------------------------------------------------
@@ -113,6 +113,8 @@ class ConcurrencyLimiter:
         if self.engine is None or not self.engine.max_sequences:
             return
         load = self.engine.load
+        if self._seen_preemptions is None:
+            self._seen_preemptions = load.preemptions
         preempted = load.preemptions - self._seen_preemptions
         self._seen_preemptions = load.preemptions
         self._window["preemptions"] += preempted
@@ -145,11 +147,15 @@ class ConcurrencyLimiter:
         allow. Returns how many ask nothing of it, and how many may."""
         self._capacity_questions += 1
         try:
-            while sent - self.idle_trajectories >= min(most, self.limit):
+            while sent - self.idle_trajectories >= self._capacity(most):
                 await self.idle_changed.wait()
         finally:
             self._capacity_questions -= 1
-        return self.idle_trajectories, int(min(most, self.limit))
+        return self.idle_trajectories, self._capacity(most)
+
+    def _capacity(self, most: int) -> int:
+        # A whole number: with a part of a place the router would ask again and again for it.
+        return int(min(most, self.limit))
 
     def count_idle(self, change: int) -> None:
         """So many trajectories more ask nothing of the engine."""

@@ -140,16 +140,17 @@ class TrajectoryRun:
                 sample.extra["reward_parts"] = reward.parts
             if self.is_greedy:
                 sample.extra["greedy"] = True
-            sample.extra |= fault | self._guesses()
+            sample.extra |= fault
             if not self.is_trained:  # experts are many bytes, for trainers alone
                 sample.prompt_experts = sample.response_experts = None
             make_plain(sample)
+        samples[0].extra |= self._guesses()  # those of all turns, once
         return samples
 
     def _guesses(self) -> dict[str, list[int]]:
-        """How many tokens the engine has guessed and accepted, for the sample's `extra`; {} where
-        it guesses none."""
-        counts = [turn.guesses for turn in self.turns if turn.guesses is not None]
+        """What the engine has guessed in this trajectory, for the `extra` of a sample; {} where it
+        has counted no turn."""
+        counts = [(*turn.guesses, len(turn.ids)) for turn in self.turns if turn.guesses is not None]
         return {"guesses": [sum(column) for column in zip(*counts, strict=True)]} if counts else {}
 
     async def _reward_of(

@@ -36,6 +36,10 @@ def _check_speculation(cfg: Config) -> None:
     speculation = cfg.rollout.speculation
     if speculation == "none":
         return
+    # transformers: slow to import.
+    from transformers import AutoConfig
+
+    from one_step_off.models.hf_model import has_state_layers
     from one_step_off.models.vision import policy_vision_config
 
     if speculation == "suffix" and not is_installed("arctic_inference"):
@@ -51,6 +55,15 @@ def _check_speculation(cfg: Config) -> None:
             speculation,
             "vLLM forbids no tokens where it guesses, and a policy that reads images must not "
             "generate the tokens of images; set it to none",
+        )
+    hf_config = AutoConfig.from_pretrained(
+        cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
+    )
+    if has_state_layers(hf_config):
+        raise value_error(
+            "rollout.speculation",
+            speculation,
+            f"{cfg.model.path} has layers with a state, which was not tried; set it to none",
         )
 
 

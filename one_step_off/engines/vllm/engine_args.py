@@ -104,9 +104,6 @@ def _speculation_args(cfg: Config, device: str, args: dict[str, Any]) -> dict[st
     config: dict[str, Any] = {
         "method": method,
         "num_speculative_tokens": tokens,
-        # Guesses by batch size. With such a schedule vLLM pads no row: padding would draw random
-        # numbers of a seeded sample where other rows want it.
-        "num_speculative_tokens_per_batch_size": [(1, sequences, tokens)],
     }
     fields = {"per_request_spec_decode_metrics": "summary", "speculative_config": config}
     if method != "suffix":
@@ -114,6 +111,9 @@ def _speculation_args(cfg: Config, device: str, args: dict[str, Any]) -> dict[st
     if is_seeded(rollout, device):
         # Random numbers of a sample would depend on the responses that ended before.
         config["suffix_decoding_max_cached_requests"] = 0
+        # Guesses by batch size. With such a schedule vLLM pads no row: padding would draw random
+        # numbers of a seeded sample where other rows want it.
+        config["num_speculative_tokens_per_batch_size"] = [(1, sequences, tokens)]
         return fields
     if method != "suffix" and sequences > 1:
         # vLLM captures CUDA graphs for both widths, and the scheduler chooses.

@@ -19,6 +19,7 @@ from typing import Any
 
 from one_step_off.cluster.device_turns import device_turn
 from one_step_off.config.placement import shares_device
+from one_step_off.config.quantization import has_quantized_weights
 from one_step_off.config.schema import Config
 
 BLOCK_TOKENS = 64
@@ -113,11 +114,14 @@ def plan_kv_cache(cfg: Config, engine_config: Any, gpu_bytes: int) -> KvCachePla
     """
     if cfg.rollout.engine_kwargs.keys() & SIZE_KEYS:
         return None
-    parameters = count_parameters(cfg)
+    parameters, in_tables = count_parameters(cfg)
     model = engine_config.model_config
     parallel = engine_config.parallel_config
     share = int(engine_config.cache_config.gpu_memory_utilization * gpu_bytes)
     weights = parameters * model.dtype.itemsize // parallel.tensor_parallel_size
+    if has_quantized_weights(cfg):  # all but embedding and head have a byte
+        quantized = parameters - in_tables
+        weights -= quantized * (model.dtype.itemsize - 1) // parallel.tensor_parallel_size
     reserved = max(int(RESERVED_SHARE * share), MIN_RESERVED_BYTES)
     sequences = engine_config.scheduler_config.max_num_seqs
     needed = None
@@ -134,17 +138,20 @@ def plan_kv_cache(cfg: Config, engine_config: Any, gpu_bytes: int) -> KvCachePla
     return KvCachePlan(needed, available, weights, reserved, sequences, model.max_model_len)
 
 
-def count_parameters(cfg: Config) -> int:
-    """The parameters of the policy's model, tied ones once; 0: they are not known, since the
-    model's code is its own or fails."""
+def count_parameters(cfg: Config) -> tuple[int, int]:
+    """The parameters of the policy's model, tied ones once, and those of them in embedding and
+    head; (0, 0): they are not known, since the model's code is its own or fails."""
     if cfg.model.trust_remote_code:
-        return 0
+        return 0, 0
     from one_step_off.models.hf_model import empty_model  # transformers: slow to import
 
     try:
-        return empty_model(cfg, "actor", None, None).num_parameters()
+        model = empty_model(cfg, "actor", None, None)
+        tables = (model.get_input_embeddings(), model.get_output_embeddings())
+        weights = {table.weight for table in tables if table is not None}  # a tied one is one
+        return model.num_parameters(), sum(weight.numel() for weight in weights)
     except Exception:  # transformers may raise anything; the trainer reports what does not fit
-        return 0
+        return 0, 0
 
 
 def has_plain_cache(engine_config: Any) -> bool:
