@@ -383,14 +383,14 @@ def test_rows_say_what_guesses_gave(tmp_path):
     for step in range(2):
         samples = [sample(0.0, 10, step, row=step, index=index) for index in range(4)]
         for index, accepted in enumerate([0, 5, 10, 0]):
-            samples[index].extra["guesses"] = [10 * (index > 0), accepted]
+            samples[index].extra["guesses"] = [10 * (index > 0), accepted, 10]
         tracker.step(Batch(step, samples, (0, step)), step, times())
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert row["rollout/accepted_share"] == 0.5
     assert row["rollout/accepted_length"] == 40 / 25
     assert tracker.summary()["rollout/accepted_length"] == 1.6
     silent = sample(0.0, 10)
-    silent.extra["guesses"] = [0, 0]
+    silent.extra["guesses"] = [0, 0, 10]
     stats = sample_stats([silent])
     assert (stats["rollout/accepted_share"], stats["rollout/accepted_length"]) == (0.0, 1.0)
     assert "rollout/accepted_share" not in sample_stats([sample(0.0, 10)])

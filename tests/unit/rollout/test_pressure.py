@@ -311,3 +311,32 @@ def test_what_a_replica_reports_at_a_sync():
     assert 0.9 < report["kv_usage_max"] < 1.1
     assert report["preemptions"] == engine.load.preemptions > 10
     assert limiter.report() == {"open_requests": 0.0, "kv_usage_max": 0.0, "preemptions": 0.0}
+
+
+def test_a_part_of_a_place_is_no_capacity():
+    """The router would ask again at once, and get the same answer."""
+
+    async def ask() -> None:
+        limiter = ConcurrencyLimiter(100)
+        limiter.limit = 5.5
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(limiter.wait_for_capacity(sent=5, most=100), 0.05)
+        assert await limiter.wait_for_capacity(sent=4, most=100) == (0, 5)
+
+    asyncio.run(ask())
+
+
+def test_an_engine_has_no_load_before_its_start():
+    engine = PreemptingEngine(1000, 8)
+    engine.load = EngineLoad(preemptions=7)  # of an attempt before
+    engine.max_sequences = 0
+    del engine.load
+    limiter = ConcurrencyLimiter(100, engine)
+    engine.load, engine.max_sequences = EngineLoad(preemptions=7), 8
+
+    async def use() -> None:
+        await limiter.enter(begins=True)
+        limiter.leave()
+
+    asyncio.run(use())
+    assert limiter.report()["preemptions"] == 0

@@ -316,7 +316,7 @@ def test_the_guesses_of_all_turns_are_counted(tmp_path):
 
     replica._generate = generate
     sample = sample_of(replica)
-    assert sample.extra["guesses"] == [8, 2]
+    assert sample.extra["guesses"] == [8, 2, len(sample.response_ids)]
     write_samples([sample], tmp_path)
     (copy,) = read_samples(tmp_path)
     assert copy.extra == sample.extra

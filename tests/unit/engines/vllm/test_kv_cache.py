@@ -15,6 +15,7 @@ from one_step_off.engines.vllm.engine_args import MAX_SEQUENCES, engine_args
 from one_step_off.engines.vllm.kv_cache import (
     GIB,
     apply_plan,
+    count_parameters,
     has_plain_cache,
     plan_kv_cache,
     sequences_bytes,
@@ -67,6 +68,19 @@ def test_all_sequences_fit_whole_and_the_tiny_model_has_thousands_of_blocks(tiny
         assert of_sequence == math.ceil(plan.longest / block_tokens)
         assert blocks - 1 >= plan.sequences * of_sequence, "vLLM keeps a block for itself"
         assert blocks < 20_000, "a pause walks through all of them"
+
+
+def test_quantized_layers_have_a_byte_for_each_parameter(tiny: Config) -> None:
+    tiny.model.dtype = "bfloat16"
+    plain = plan_kv_cache(tiny, engine_config(tiny), GPU_BYTES)
+    made = engine_config(tiny)
+    tiny.rollout.quantization = "fp8_per_channel"  # of which vLLM's CPU build makes no GPU's config
+    quantized = plan_kv_cache(tiny, made, GPU_BYTES)
+    parameters, in_tables = count_parameters(tiny)
+    assert plain is not None and quantized is not None
+    assert plain.weights == 2 * parameters
+    assert quantized.weights == parameters + in_tables
+    assert 0 < in_tables < parameters
 
 
 def test_the_engine_asks_for_no_more_memory_at_its_start_than_it_needs(tiny: Config) -> None:

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from one_step_off.engines.vllm import cpu_models, speculation
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
+from one_step_off.engines.vllm import checks, cpu_models, speculation
 from one_step_off.engines.vllm.schedulers import replica_scheduler
 from one_step_off.engines.vllm.speculation import (
     BLOCK_STEPS,
@@ -20,6 +22,7 @@ from one_step_off.engines.vllm.speculation import (
     SpeculationTrials,
 )
 from tests.unit.engines.vllm.scheduler_drive import Drive, Scene, make_scheduler
+from tests.unit.models.families import CONFIGS
 
 TOKENS = 3
 ROWS = 100
@@ -194,3 +197,15 @@ def test_the_first_runner_has_the_limit_of_a_draft_model():
     other = SimpleNamespace()
     cpu_models.let_guesses_reach_the_end(other)
     assert not vars(other)
+
+
+def test_layers_with_a_state_are_refused(tmp_path):
+    config = CONFIGS["qwen3_5_text"]()
+    config.architectures = ["Qwen3_5ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    cfg = Config()
+    cfg.model.path = str(tmp_path)
+    checks.check_policy(cfg)
+    cfg.rollout.speculation = "ngram"
+    with pytest.raises(ConfigError, match="rollout.speculation=ngram: .* layers with a state"):
+        checks.check_policy(cfg)
