@@ -17,6 +17,11 @@ from one_step_off.algorithms.shared_prefixes import Prefixes, SharingRule, famil
 MicroBatchPlan = list[list[list[int]]]
 """plan[rank][micro-batch] = indices of sequences."""
 
+KEYS_PER_TOKEN = 8
+"""Each sequence of a row with a shared prefix has keys and values of the prefix of its own, which
+attention keeps. A micro-batch has at most so many for each token of its budget: short responses to
+a long prompt would otherwise need more memory than the plain form."""
+
 
 def _divide_up(count: int, size: int) -> int:
     """count / size, rounded up."""
@@ -139,12 +144,18 @@ def _row_tokens(row: np.ndarray, prefix: int, tokens: list[int]) -> int:
     return sum(tokens[i] for i in row) - (len(row) - 1) * prefix
 
 
+def _row_size(row: np.ndarray, prefix: int, tokens: list[int]) -> int:
+    """What a row takes of a micro-batch: its tokens, or more where it has very many keys."""
+    keys = sum(tokens[i] for i in row) + prefix
+    return max(_row_tokens(row, prefix, tokens), -(-keys // KEYS_PER_TOKEN))
+
+
 def _cut_rows(
     share: list[np.ndarray], tokens: list[int], rows: Prefixes, budget: int, packed: bool
 ) -> list[list[int]]:
     """As `_cut`, of a share's rows. A shared row is never padded: where others are, shared rows
     have micro-batches of their own."""
-    costs = [_row_tokens(row, int(rows[row[0], 1]), tokens) for row in share]
+    costs = [_row_size(row, int(rows[row[0], 1]), tokens) for row in share]
     numbers = list(range(len(share)))
     is_shared = [bool(rows[row[0], 1]) for row in share]
     if packed:
@@ -201,7 +212,8 @@ def rows_that_pay(
 
     A row is computed by one rank. With long rows the ranks may have unequal work, so the rows are
     tried whole, cut into halves, quarters and so on; the choice is what leaves the slowest rank the
-    least work.
+    least work. A sequence that is too long for a row is alone, so that its family is cut for the
+    others alone.
 
     Args:
         lengths: tokens of each sequence.
@@ -213,7 +225,10 @@ def rows_that_pay(
     chosen = np.column_stack([np.arange(len(tokens)), np.zeros(len(tokens), np.int64)])
     if not prefixes[:, 1].any():
         return chosen
-    _, families, members = np.unique(prefixes[:, 0], return_inverse=True, return_counts=True)
+    of_family = prefixes[:, 0]
+    alone = of_family.max() + 1 + np.arange(len(tokens))
+    of_family = np.where(tokens <= rule.row_tokens, of_family, alone)
+    _, families, members = np.unique(of_family, return_inverse=True, return_counts=True)
     most = int(members.max())
     if shares == 1:
         return _cut_families(tokens, families, prefixes[:, 1], rule, most)
@@ -232,7 +247,8 @@ def rows_that_pay(
 def _cut_families(
     tokens: np.ndarray, families: np.ndarray, prefixes: np.ndarray, rule: SharingRule, most: int
 ) -> Prefixes:
-    """Rows of up to `most` sequences and `rule.row_tokens` tokens; plain where one does not pay.
+    """Rows of up to `most` sequences, and of a size (`_row_size`) of up to `rule.row_tokens`; plain
+    where one does not pay.
 
     Args:
         tokens, families, prefixes: of each sequence; families are numbered from 0.
@@ -248,6 +264,8 @@ def _cut_families(
         row_prefixes = np.zeros(len(tokens), np.int64)
         row_prefixes[row] = prefixes
         size = row_prefixes + np.bincount(row, tokens - prefixes, len(tokens))
+        keys = row_prefixes + np.bincount(row, tokens, len(tokens))
+        size = np.maximum(size, keys / KEYS_PER_TOKEN)
         is_cut = (size > rule.row_tokens)[row] & (parts < members)[families]
         if not is_cut.any():
             break
@@ -360,13 +378,16 @@ def collate(
             `packed` is.
 
     Raises:
-        ValueError: the first token of a sequence is wanted.
+        ValueError: the first token of a sequence is wanted; or a row with a shared prefix would be
+            divided, as `multiple` above 1 says.
     """
     sequences = sequences or [np.zeros(2, dtype=np.int64)]
     wanted = wanted or [np.zeros(0, dtype=np.int64)]
     if any(len(positions) and positions[0] < 1 for positions in wanted):
         raise ValueError("the first token of a sequence has no log-prob: nothing stands before it")
     if rows is not None and rows[:, 1].any():
+        if multiple > 1:
+            raise ValueError("ranks that divide rows share no prefixes")
         return _collate_shared(sequences, wanted, rows)
     position_ids = None
     cu_seqlens = None

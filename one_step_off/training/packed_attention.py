@@ -39,6 +39,7 @@ from one_step_off.config.sections.roles import BackendConfig
 from one_step_off.models.hf_model import STATE_LAYERS, empty_model, has_state_layers
 from one_step_off.models.vision import is_vision_config
 from one_step_off.training import recurrent_layers
+from one_step_off.training.token_outputs import gathered_rows
 
 PACKED = "one_step_off_packed"
 CAUSAL = "one_step_off_causal"
@@ -449,29 +450,11 @@ def packed_attention(
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     boundaries = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     if key_index is not None:
-        key, value = _Gather.apply(key, key_index), _Gather.apply(value, key_index)
+        key, value = gathered_rows(key, key_index), gathered_rows(value, key_index)
         boundaries = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     left = -1 if sliding_window is None else sliding_window - 1
     attend = _attend_flash_attn if packed_kernel == FLASH_ATTN else _attend_torch
     return attend(query, key, value, boundaries, scaling, left)[None], None
-
-
-class _Gather(torch.autograd.Function):
-    """The rows of a tensor [T, heads, width] at some indices [keys]. The gradient of a row that is
-    there for several sequences is summed in float32: bfloat16 would round after each."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.shape, ctx.dtype = rows.shape, rows.dtype
-        return rows.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (index,) = ctx.saved_tensors
-        exact = torch.promote_types(ctx.dtype, torch.float32)
-        summed = gradients[0].new_zeros(ctx.shape, dtype=exact)
-        return summed.index_add_(0, index, gradients[0].to(exact)).to(ctx.dtype), None
 
 
 def _attend_torch(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from one_step_off.algorithms import batching
 from one_step_off.algorithms.shared_prefixes import SharingRule
@@ -110,14 +110,22 @@ def _params_of_layers(model: PreTrainedModel) -> float:
     return total
 
 
-def works(role: str, device: torch.device, choice: AttentionChoice) -> bool:
+def works(
+    role: str, device: torch.device, choice: AttentionChoice, hf_config: PretrainedConfig
+) -> bool:
     """Whether the role's kernel computes shared prefixes rightly on this device, which is tried for
-    kernels of GPUs: a version that aligned causal attention at the first query and key would be
-    silently wrong. If not, one line of the log says so."""
+    kernels of GPUs: a version that aligned causal attention, or a window, at the first query and
+    key would be silently wrong. If not, one line of the log says so. `hf_config`: of the role's
+    model, whose heads are tried."""
     if choice.kernel in ("", PER_SEQUENCE):
         return True
+    windows = [None, _TRIED_ROW[0] // 2]
+    if not getattr(hf_config.get_text_config(), "sliding_window", None):
+        windows = [None]
     try:
-        difference = _difference_from_exact(device, choice.kernel)
+        difference = max(
+            _difference_from_exact(device, choice.kernel, hf_config, window) for window in windows
+        )
     except Exception as e:  # kernels of other packages
         reason = f"{type(e).__name__}: {e}"
     else:
@@ -133,22 +141,27 @@ def works(role: str, device: torch.device, choice: AttentionChoice) -> bool:
     return False
 
 
-def _difference_from_exact(device: torch.device, kernel: str) -> float:
+def _difference_from_exact(
+    device: torch.device, kernel: str, hf_config: PretrainedConfig, window: int | None
+) -> float:
     """The largest relative difference of outputs and gradients of a random row with a shared
-    prefix, in bfloat16 by the kernel, from those in float32 on the host."""
+    prefix, in bfloat16 by the kernel, from those in float32 on the host. `window`: in tokens."""
+    text_config = hf_config.get_text_config()
+    heads = text_config.num_attention_heads
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    width = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     prefix, *rests = _TRIED_ROW
     sequences = [np.zeros(prefix + rest, np.int64) for rest in rests]
     nothing = [np.zeros(0, np.int64)] * len(rests)
     rows = np.array([[0, prefix]] * len(rests))
     layout = batching.collate(sequences, nothing, packed=True, rows=rows)
     generator = torch.Generator().manual_seed(0)
-    shapes = ((4, 64), (2, 64), (2, 64), (4, 64))  # query, key, value, and the output's gradient
-    tensors = [
-        torch.randn(1, heads, sum(_TRIED_ROW), width, generator=generator).bfloat16()
-        for heads, width in shapes
+    tensors = [  # query, key, value, and the output's gradient
+        torch.randn(1, count, sum(_TRIED_ROW), width, generator=generator).bfloat16()
+        for count in (heads, kv_heads, kv_heads, heads)
     ]
-    exact = _outputs_and_gradients(layout, [t.float() for t in tensors], PER_SEQUENCE)
-    found = _outputs_and_gradients(layout, [t.to(device) for t in tensors], kernel)
+    exact = _outputs_and_gradients(layout, [t.float() for t in tensors], PER_SEQUENCE, window)
+    found = _outputs_and_gradients(layout, [t.to(device) for t in tensors], kernel, window)
     differences = []
     for ours, theirs in zip(found, exact, strict=True):
         differences.append(float((ours.float().cpu() - theirs).norm() / theirs.norm()))
@@ -156,7 +169,7 @@ def _difference_from_exact(device: torch.device, kernel: str) -> float:
 
 
 def _outputs_and_gradients(
-    layout: batching.MicroBatch, tensors: list[Tensor], kernel: str
+    layout: batching.MicroBatch, tensors: list[Tensor], kernel: str, window: int | None
 ) -> list[Tensor]:
     """The attention's output, and the gradients of query, key and value."""
     *inputs, slope = tensors
@@ -169,6 +182,6 @@ def _outputs_and_gradients(
     arguments = boundary_arguments(layout, cu_seqlens, kernel, to_device=to_device)
     with torch.enable_grad():
         layer: Any = torch.nn.Identity()
-        output, _ = packed_attention(layer, *inputs, None, **arguments)
+        output, _ = packed_attention(layer, *inputs, None, sliding_window=window, **arguments)
         gradients = torch.autograd.grad(output, inputs, slope.transpose(1, 2))
     return [output.detach(), *gradients]

@@ -265,6 +265,29 @@ def _of_any_length(arguments: tuple[Any, ...]) -> list[Any]:
     return marked
 
 
+class _Gather(torch.autograd.Function):
+    """See `gathered_rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.dtype = rows.shape, rows.dtype
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (index,) = ctx.saved_tensors
+        exact = torch.promote_types(ctx.dtype, torch.float32)
+        summed = gradients[0].new_zeros(ctx.shape, dtype=exact)
+        return summed.index_add_(0, index, gradients[0].to(exact)).to(ctx.dtype), None
+
+
+def gathered_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """The rows of a tensor [T, ...] at some indices [n]. The gradient of a row that is there for
+    several sequences is summed in float32: bfloat16 would round after each."""
+    return _Gather.apply(rows, index)
+
+
 def in_chunks(
     project: Callable[..., TokenOutputs],
     hidden: Tensor,
@@ -293,7 +316,7 @@ def in_chunks(
     if not wanted:
         logit_index = logit_index.new_zeros(1)
         tokens = tokens.new_zeros(1, *tokens.shape[1:])
-    hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, logit_index)
+    hidden = gathered_rows(hidden.reshape(-1, hidden.shape[-1]), logit_index)
     if torch.is_grad_enabled() and len(tokens) > chunk:
         project = functools.partial(
             checkpoint, project, use_reentrant=False, preserve_rng_state=False

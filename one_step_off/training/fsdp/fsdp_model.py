@@ -150,7 +150,8 @@ def build(
             lora.inject(source.model, cfg.model)
             _check_adapters(source, cfg)
         choice[0] = packed_attention.choose(cfg, role, device)
-        choice[1] = prefix_sharing.works(role, device, choice[0])
+        own_config = empty_model(cfg, role, None, None).config
+        choice[1] = prefix_sharing.works(role, device, choice[0], own_config)
     # The others wait here, so that rank 0 is the first to report what is wrong with the model.
     dist.broadcast_object_list(choice, src=0)
     attention: AttentionChoice = choice[0]

@@ -195,3 +195,35 @@ def test_a_family_is_cut_for_ranks_that_would_have_nothing_to_do(ranks, rows_of)
     rule = replace(ALWAYS, row_tokens=10_000)
     rows = batching.rows_that_pay(lengths, prefixes, rule, ranks)
     assert [len(own) for own, _ in families_of(rows)] == rows_of
+
+
+def test_one_long_sequence_leaves_the_rest_of_its_family_shared():
+    lengths = [1500] * 7 + [17_000]
+    prefixes = np.array([[0, 1000]] * 8)
+    rule = replace(ALWAYS, row_tokens=16_384)
+    rows = batching.rows_that_pay(lengths, prefixes, rule, 1)
+    assert tokens_saved(rows) == 6 * 1000
+    assert rows[7, 1] == 0
+
+
+@pytest.mark.parametrize(("prefix", "rest", "count"), [(8192, 64, 64), (15_000, 100, 8)])
+def test_a_micro_batch_has_a_bounded_number_of_keys(prefix, rest, count):
+    """Each response has keys of the prefix of its own."""
+    budget = 16_384
+    lengths = [prefix + rest] * count
+    prefixes = np.array([[0, prefix]] * count)
+    rows = batching.rows_that_pay(lengths, prefixes, replace(ALWAYS, row_tokens=budget), 1)
+    assert tokens_saved(rows) > 0
+    (micro_batches,) = batching.plan_micro_batches(lengths, 1, budget, True, rows=rows)
+    for micro_batch in micro_batches:
+        parts = families_of(rows[micro_batch])
+        keys = sum(len(own) * (prefix + rest) + (prefix if len(own) > 1 else 0) for own, _ in parts)
+        assert keys <= batching.KEYS_PER_TOKEN * budget
+
+
+def test_rows_that_ranks_divide_share_nothing():
+    sequences = [np.arange(5), np.arange(6)]
+    with pytest.raises(ValueError, match="divide"):
+        batching.collate(
+            sequences, [np.array([4]), np.array([5])], True, 2, rows=np.array([[0, 3]] * 2)
+        )

@@ -29,6 +29,7 @@ from one_step_off.training.packed_attention import (
     AttentionChoice,
     boundary_arguments,
 )
+from one_step_off.training.token_outputs import gathered_rows
 from tests.unit.training.fsdp_helpers import (
     MODELS,
     SIZES,
@@ -237,7 +238,7 @@ def visible_keys(layout, window):
 
 def varlen_stand_in(aligned="right"):
     """As the kernels of GPUs are documented: the last query sees the last key. aligned="left": the
-    first one sees the first, as in old versions."""
+    first one sees the first, as in old versions; "window": so does its window alone."""
 
     def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
         assert max_q == cu_q.diff().max()
@@ -251,10 +252,10 @@ def varlen_stand_in(aligned="right"):
             v.split(cu_k.diff().tolist()),
             strict=True,
         ):
-            shift = len(own_k) - len(own_q) if aligned == "right" else 0
+            shift = len(own_k) - len(own_q) if aligned != "left" else 0
             seen = torch.ones(len(own_q), len(own_k), dtype=torch.bool).tril(shift)
             if window_size[0] >= 0:
-                seen = seen.triu(shift - window_size[0])
+                seen = seen.triu((shift if aligned == "right" else 0) - window_size[0])
             keys = own_k.repeat_interleave(groups, 1).transpose(0, 1)
             values = own_v.repeat_interleave(groups, 1).transpose(0, 1)
             scores = (own_q.transpose(0, 1) @ keys.transpose(1, 2)) * (scale or q.shape[2] ** -0.5)
@@ -326,15 +327,14 @@ def test_a_row_with_shared_prefixes_is_its_sequences_one_by_one(family, attentio
 def test_the_gradient_of_a_shared_key_is_summed_in_float32():
     rows = torch.randn(2, 1, 4, dtype=torch.bfloat16, requires_grad=True)
     index = torch.zeros(1000, dtype=torch.int64)
-    packed_attention._Gather.apply(rows, index).backward(
-        torch.full((1000, 1, 4), 1.0, dtype=torch.bfloat16)
-    )
+    gathered_rows(rows, index).backward(torch.full((1000, 1, 4), 1.0, dtype=torch.bfloat16))
     assert rows.grad[0].tolist() == [[1000.0] * 4]  # in bfloat16 the sum would stay at 256
     assert not rows.grad[1].any()
 
 
 @pytest.mark.parametrize(
-    ("aligned", "works"), [("right", True), ("left", False), ("missing", False)]
+    ("aligned", "works"),
+    [("right", True), ("left", False), ("window", False), ("missing", False)],
 )
 def test_a_kernel_that_aligns_otherwise_computes_every_prompt_again(
     aligned, works, monkeypatch, caplog
@@ -344,12 +344,15 @@ def test_a_kernel_that_aligns_otherwise_computes_every_prompt_again(
     if aligned == "missing":
         monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
     choice = AttentionChoice(PACKED, TORCH_VARLEN)
+    own = transformers.MistralConfig(
+        num_attention_heads=4, num_key_value_heads=2, hidden_size=64, sliding_window=2048
+    )
     with caplog.at_level(logging.WARNING, logger=prefix_sharing.__name__):
-        assert prefix_sharing.works("actor", CPU, choice) == works
+        assert prefix_sharing.works("actor", CPU, choice, own) == works
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == (not works)
     assert all("actor: prompts are computed once per sample" in text for text in messages)
-    assert prefix_sharing.works("actor", CPU, AttentionChoice(CAUSAL))
+    assert prefix_sharing.works("actor", CPU, AttentionChoice(CAUSAL), own)
 
 
 def test_torch_takes_the_arguments():

@@ -58,6 +58,7 @@ def train_rank(rank: int, folder: Path, ranks: int, size: int, settings: dict[st
     cfg = config(path, actor__sequence_parallel_size=size, **(SETTINGS | settings))
     worker = of_fsdp()["actor"](cfg, "actor", rank, ranks, "cpu", 10)
     join(worker, "ranks", folder)
+    assert worker.batch_share.sharing is None, "a divided row has no shared prefixes"
     scored = worker.log_prob_and_squares(make_batch(path))
     metrics = updates(worker, path, 0, STEPS // 2)
     (folder / "checkpoint").mkdir(exist_ok=True)

@@ -49,7 +49,7 @@ def worker_of(start_single, rule, role, cls, path, packing="auto", **changes):
 
 
 def assert_alike_but_for_the_share(shared, plain):
-    assert shared.pop("actor/shared_prefix_share", 1.0) > 0.2
+    assert shared.pop("actor/shared_prefix_share") > 0.2
     assert_same_metrics(shared, plain)
 
 

@@ -48,6 +48,8 @@ def packing(context: Context) -> Figures:
     ]
     if not all(is_alike):
         raise CheckFailed("packed and padded sequences give other results", figures)
+    if not shared["tokens_shared"]:
+        raise CheckFailed("no prompt was shared: the trial of the kernel has failed", figures)
     return figures
 
 

@@ -117,6 +117,13 @@ def test_packed_sequences_that_differ(
         packing.packing(context(tmp_path))
 
 
+def test_a_kernel_that_shares_no_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = packed_results(2, tokens_shared=0.0)
+    monkeypatch.setattr(packing, "run_peers", lambda jobs, limit: results)
+    with pytest.raises(CheckFailed, match="no prompt was shared"):
+        packing.packing(context(tmp_path))
+
+
 class StandInEngine:
     """Scores and tokens, with noise from call to call."""
 
