@@ -10,10 +10,11 @@ import torch
 from one_step_off.cluster.device_turns import device_turn
 from one_step_off.cluster.errors import RoleError
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.placement import data_parallel_size, memory_share
+from one_step_off.config.placement import memory_share
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.roles import TrainedConfig
+from one_step_off.models.divided_sequences import more_ranks_shorten
 
 T = TypeVar("T")
 
@@ -84,11 +85,11 @@ def _memory_advice(cfg: Config, role: str) -> str:
     parts = []
     if isinstance(settings, TrainedConfig) and not settings.activation_checkpointing:
         parts.append(f"set {role}.activation_checkpointing=true")
+    if more_ranks_shorten(cfg, role):
+        parts.append(f"raise {role}.sequence_parallel_size={settings.sequence_parallel_size}")
     parts.append(f"lower {role}.micro_batch_tokens={settings.micro_batch_tokens}")
     parts.append(f"lower actor.log_prob_chunk={cfg.actor.log_prob_chunk}")
     can_offload = isinstance(settings, TrainedConfig) and settings.backend == "fsdp"
     if can_offload and not settings.optimizer_offload:
         parts.append(f"set {role}.optimizer_offload=true")
-    if data_parallel_size(cfg, role) > 1 and settings.backend == "fsdp":
-        parts.append(f"raise {role}.sequence_parallel_size={settings.sequence_parallel_size}")
     return ", ".join(parts)

@@ -13,8 +13,9 @@ The efficiencies below were chosen by the measurements in docs/measured/planner.
 the results with these and with published figures.
 """
 
+import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.lengths import longest_trained
 from one_step_off.config.lora_checks import sends_adapters
 from one_step_off.config.quantization import has_quantized_weights
+from one_step_off.config.roles import TRAINED_ROLES, role_settings
 from one_step_off.config.schema import Config
+from one_step_off.config.text import format_value
 from one_step_off.data.token_work import pass_work
 from one_step_off.engines.vllm.kv_cache import token_bytes
 from one_step_off.models.activation_memory import (
@@ -32,6 +35,7 @@ from one_step_off.models.activation_memory import (
     ActivationMemory,
     activation_memory,
 )
+from one_step_off.models.divided_sequences import why_not_divided
 from one_step_off.monitoring.flops import ModelShape, peak_flops, shape_of
 from one_step_off.tools.planner.work import Work
 
@@ -92,6 +96,9 @@ SYNC_BYTES_PER_S = 40e9
 OPTIMIZER_BYTES = 16
 """Of a parameter in training: fp32 weights, gradients and two moments."""
 
+OFFLOADED_BYTES = 8
+"""As `OPTIMIZER_BYTES`, with the moments in host memory."""
+
 SPARE_BYTES = 25e9
 """For activations, logits, buffers and CUDA itself, on each GPU."""
 
@@ -145,6 +152,7 @@ class PlannedModel:
         kv_heads: those of keys and values.
         embedding_params: of the embedding and of a head that is not tied to it.
         activations: of training; None: not known.
+        is_divisible: ranks may divide its sequences.
     """
 
     source: str
@@ -155,6 +163,7 @@ class PlannedModel:
     kv_heads: int
     embedding_params: int
     activations: ActivationMemory | None
+    is_divisible: bool
 
     def engine_bytes(self, cfg: Config) -> float:
         """Of an engine's weights: two per parameter; one per quantized parameter, which are those
@@ -201,8 +210,17 @@ def planned_model(path: str) -> PlannedModel:
     weights = {table.weight for table in tables if table is not None}  # a tied one is one
     embedding_params = sum(weight.numel() for weight in weights)
     activations = activation_memory(hf_config)
+    is_divisible = not why_not_divided(hf_config)
     return PlannedModel(
-        source, shape, parameters, kv_bytes, heads, kv_heads, embedding_params, activations
+        source,
+        shape,
+        parameters,
+        kv_bytes,
+        heads,
+        kv_heads,
+        embedding_params,
+        activations,
+        is_divisible,
     )
 
 
@@ -276,14 +294,14 @@ class Plan:
         places: sequences for which a replica has memory.
         min_ranks: GPUs that the trainer's state needs at least.
         lines: what was assumed, for people.
-        advice: what to set so that the longest sequence fits.
+        longest: says what to set so that the longest sequence fits; None: nothing is known.
     """
 
     work: Work
     places: int
     min_ranks: int
     lines: list[str]
-    advice: list[str] = field(default_factory=list)
+    longest: "LongestSequence | None" = None
 
 
 def response_lengths(cfg: Config, mean: int | None) -> np.ndarray:
@@ -344,7 +362,7 @@ def by_hardware(
     lines = _lines(cfg, model, gpu, work, places, min_ranks)
     lines.append(_lengths_line(cfg, mean_response))
     longest = LongestSequence(cfg, model, gpu, min_ranks)
-    return Plan(work, places, min_ranks, lines + longest.lines(), longest.advice())
+    return Plan(work, places, min_ranks, lines + longest.lines(), longest)
 
 
 def _sequences_in_memory(
@@ -415,15 +433,17 @@ def _exchanged_bytes(cfg: Config, model: PlannedModel) -> float:
 
 
 def _state_bytes(cfg: Config, model: PlannedModel) -> float:
-    """Weights, gradients and moments of the roles that train, of all ranks together; 0 where they
-    are offloaded."""
-    actor = cfg.actor
-    if actor.param_offload or actor.optimizer_offload:
-        return 0.0
-    bytes_per_parameter = 2 if cfg.model.lora_rank else OPTIMIZER_BYTES
-    state = bytes_per_parameter * model.parameters
-    if "critic" in cfg.placement.roles:
-        state += OPTIMIZER_BYTES * model.parameters
+    """Weights, gradients and moments of the roles that train, of all ranks together, without what
+    is offloaded."""
+    state = 0.0
+    for role in TRAINED_ROLES:
+        settings = role_settings(cfg, role)
+        if role not in cfg.placement.roles or settings.param_offload:
+            continue
+        bytes_per_parameter = OFFLOADED_BYTES if settings.optimizer_offload else OPTIMIZER_BYTES
+        if role == "actor" and cfg.model.lora_rank:
+            bytes_per_parameter = 2
+        state += bytes_per_parameter * model.parameters
     return state
 
 
@@ -442,46 +462,85 @@ class LongestSequence:
     gpu: Gpu
     min_ranks: int
 
-    def _needed(self, size: int, recomputes: bool) -> float:
-        """Bytes of its activations on each of `size` ranks that divide it."""
+    def _tokens(self, size: int) -> int:
+        """Of it on each of `size` ranks that divide it."""
+        return math.ceil(longest_trained(self.cfg) / size)
+
+    def _needed(self, size: int, budget: int, recomputes: bool) -> float:
+        """Bytes of the activations on each of `size` ranks. `budget`: micro_batch_tokens, which
+        shorter sequences fill too."""
         assert self.model.activations is not None
-        tokens = math.ceil(longest_trained(self.cfg) / size)
+        tokens = max(budget, self._tokens(size))
         return self.model.activations.of_update(tokens, self.cfg.actor.log_prob_chunk, recomputes)
 
-    def _room(self, size: int) -> float:
-        """Bytes beside the state, where the trainer has as few ranks as it can."""
-        ranks = size * math.ceil(self.min_ranks / size)
+    def _room(self, ranks: int) -> float:
+        """Bytes beside the state on each GPU of a trainer."""
         return self.gpu.memory_bytes - RESERVED_BYTES - _state_bytes(self.cfg, self.model) / ranks
-
-    def _fits(self, size: int, recomputes: bool) -> bool:
-        return self._needed(size, recomputes) <= self._room(size)
 
     def lines(self) -> list[str]:
         """What was estimated, for people."""
         if self.model.activations is None or self.cfg.actor.backend != "fsdp":
             return []
-        size = self.cfg.actor.sequence_parallel_size
-        needed = self._needed(size, self.cfg.actor.activation_checkpointing) / 1e9
+        actor = self.cfg.actor
+        size = actor.sequence_parallel_size
+        budget = actor.micro_batch_tokens
+        needed = self._needed(size, budget, actor.activation_checkpointing) / 1e9
+        tokens = max(budget, self._tokens(size))
+        ranks = size * math.ceil(self.min_ranks / size)
         on_ranks = "on a rank" if size == 1 else f"on each of its {size} ranks"
         return [
-            f"activations of the longest sequence, {longest_trained(self.cfg):,} tokens: "
-            f"{needed:.3g} GB {on_ranks}, with {self._room(size) / 1e9:.3g} GB for them"
+            f"longest sequence: {longest_trained(self.cfg):,} tokens",
+            f"activations of a micro-batch with it, {tokens:,} tokens {on_ranks}: {needed:.3g} GB, "
+            f"with {self._room(ranks) / 1e9:.3g} GB for them on {ranks} GPUs",
         ]
 
-    def advice(self) -> list[str]:
-        """What to set where it does not fit; nothing where it does."""
+    def advice(self, ranks: list[int]) -> list[str]:
+        """What to set where it does not fit; nothing where it does.
+
+        Args:
+            ranks: of the trainer, of the arrangements that are possible; the fastest one first.
+        """
         actor = self.cfg.actor
-        own = (actor.sequence_parallel_size, actor.activation_checkpointing)
-        if not self.lines() or self._fits(*own):
+        size = actor.sequence_parallel_size
+        needed = functools.partial(self._needed, size, actor.micro_batch_tokens)
+        if not self.lines() or needed(actor.activation_checkpointing) <= self._room(ranks[0]):
             return []
-        sizes = [n for n in range(own[0], self.model.heads + 1) if self.model.heads % n == 0]
-        for size in sizes:
-            if self._fits(size, recomputes=True):
-                keys = ["actor.activation_checkpointing=true"] if not own[1] else []
-                if size > own[0]:
-                    keys.append(f"actor.sequence_parallel_size={size}")
-                return [f"set {' '.join(keys)}: so the longest sequence fits"]
+        for count in ranks:
+            keys = self._fitting_keys(count)
+            if keys:
+                text = f"set {' '.join(keys)}: so the longest sequence fits"
+                return [f"{text} on {count} GPUs of the trainer"]
         return ["the longest sequence fits on no number of ranks: lower data.max_response_length"]
+
+    def _fitting_keys(self, ranks: int) -> list[str]:
+        """What to set so that it fits on a trainer with `ranks` GPUs, the fewest that divide a
+        sequence first; [] where nothing helps."""
+        actor = self.cfg.actor
+        heads = self.model.heads if self.model.is_divisible else 1
+        common = math.gcd(heads, ranks)
+        room = self._room(ranks)
+        sizes = [n for n in range(actor.sequence_parallel_size, common + 1) if common % n == 0]
+        for size in sizes:
+            for budget in self._budgets(size):
+                if self._needed(size, budget, recomputes=True) <= room:
+                    values = {
+                        "activation_checkpointing": True,
+                        "sequence_parallel_size": size,
+                        "micro_batch_tokens": budget,
+                    }
+                    return [
+                        f"actor.{name}={format_value(value)}"
+                        for name, value in values.items()
+                        if value != getattr(actor, name)
+                    ]
+        return []
+
+    def _budgets(self, size: int) -> list[int]:
+        """micro_batch_tokens, and its halves down to a rank's part of the longest sequence."""
+        budgets = [self.cfg.actor.micro_batch_tokens]
+        while budgets[-1] > self._tokens(size):
+            budgets.append(max(budgets[-1] // 2, self._tokens(size)))
+        return budgets
 
 
 def _lines(

@@ -35,7 +35,14 @@ from one_step_off.tools.planner.calibration import (
     lines_of_times,
     run_calibration,
 )
-from one_step_off.tools.planner.hardware import GPUS, Plan, by_hardware, planned_gpu, planned_model
+from one_step_off.tools.planner.hardware import (
+    GPUS,
+    LongestSequence,
+    Plan,
+    by_hardware,
+    planned_gpu,
+    planned_model,
+)
 from one_step_off.tools.planner.measured_sync import (
     assumptions_of_given_times,
     with_settings_of_plan,
@@ -364,10 +371,16 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def advice(cfg: Config, results: list[Simulated], knows_lengths: bool) -> list[str]:
+def advice(
+    cfg: Config,
+    results: list[Simulated],
+    knows_lengths: bool,
+    longest: LongestSequence | None = None,
+) -> list[str]:
     """What to set for the fastest arrangement, and what to change next: a line each.
-    `knows_lengths`: the user has given the mean length of a response."""
-    best = min(results, key=lambda result: float(result.shown_step))
+    `knows_lengths`: the user has given the mean length of a response. `longest`: see `Plan`."""
+    ranked = sorted(results, key=lambda result: float(result.shown_step))
+    best = ranked[0]
     arrangement = best.arrangement
     roles = cfg.placement.roles
     staleness = f"pipeline.staleness={arrangement.staleness}"
@@ -385,6 +398,8 @@ def advice(cfg: Config, results: list[Simulated], knows_lengths: bool) -> list[s
             f"the {waiting} waits for {idle[waiting]:.0%} of a step: more GPUs for the {slower} "
             "shorten it, or fewer for the other cost nothing"
         )
+    if longest is not None:
+        lines += longest.advice([result.arrangement.ranks for result in ranked])
     if not knows_lengths:
         lines.append("give --response-tokens: the mean length of a response decides most of this")
     lines.append(
@@ -554,6 +569,7 @@ def main(argv: list[str]) -> int:
     if lending:
         print(lending)
     if args.hardware:
-        for line in plan.advice + advice(cfg, results, args.response_tokens is not None):
+        knows_lengths = args.response_tokens is not None
+        for line in advice(cfg, results, knows_lengths, plan.longest):
             print(f"next: {line}")
     return 0

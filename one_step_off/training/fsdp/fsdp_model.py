@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from transformers import PreTrainedModel
 from one_step_off.algorithms.shared_prefixes import SharingRule
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.lengths import longest_trained
-from one_step_off.config.placement import memory_share
+from one_step_off.config.placement import devices_per_node, memory_share
 from one_step_off.config.roles import role_model_path, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.roles import TrainedConfig
@@ -299,14 +300,29 @@ def layer_inputs_go_to_host(
     if dist.get_rank() == 0:
         logging.getLogger(__name__).warning(
             "%s: the inputs of %d layers, %.1f GB for %d tokens on a rank, go to host memory until "
-            "the backward pass: by estimate they do not fit beside %.1f GB",
+            "the backward pass: by estimate they do not fit beside %.1f GB; %s",
             role,
             memory.layers,
             inputs / 1e9,
             tokens,
             rest / 1e9,
+            _host_text(cfg, role, inputs),
         )
     return True
+
+
+def _host_text(cfg: Config, role: str, inputs: float) -> str:
+    """Whether the `inputs` of each rank, in bytes, fit into the memory of this host."""
+    ranks = max(devices_per_node(cfg, cfg.placement.roles[role]))
+    available = psutil.virtual_memory().available
+    text = f"its {ranks} ranks need {ranks * inputs / 1e9:.1f} GB of the "
+    text += f"{available / 1e9:.1f} GB that the host has free"
+    if ranks * inputs <= available:
+        return text
+    return (
+        f"{text}, which is too little: the host may end the run; lower {role}.micro_batch_tokens "
+        f"and the longest sequence, or raise {role}.sequence_parallel_size"
+    )
 
 
 def _state_bytes(model: PreTrainedModel, settings: TrainedConfig) -> float:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -53,7 +55,7 @@ def test_an_update_with_offloaded_inputs_is_the_same(
         np.testing.assert_array_equal(tensor, weights[1][name])
 
 
-def test_it_is_chosen_by_the_memory(model_folders, start_single, caplog):
+def test_it_is_chosen_by_the_memory(model_folders, start_single, caplog, monkeypatch):
     path = model_folders["tied"]
     cfg = config(path, **RECOMPUTED)
     start_single(cfg, cls=PolicyWorker)  # for the process group
@@ -73,4 +75,14 @@ def test_it_is_chosen_by_the_memory(model_folders, start_single, caplog):
         assert offloads(10.0 + besides, **tokens)
     assert "actor: the inputs of 2 layers, 2.0 GB for 16000000 tokens" in caplog.text
     assert not offloads(1.0, actor__activation_checkpointing=False, **tokens)
+
+    # The ranks of a node share its memory.
+    for gigabytes, is_enough in ((6.2, True), (6.0, False)):
+        caplog.clear()
+        host = SimpleNamespace(available=gigabytes * 1e9)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda host=host: host)
+        with caplog.at_level(logging.WARNING):
+            assert offloads(1.0, placement__pools={"rollout": [1, 1], "actor": [2, 3]}, **tokens)
+        assert f"its 3 ranks need 6.1 GB of the {gigabytes} GB that the host has" in caplog.text
+        assert ("which is too little" in caplog.text) != is_enough
     assert not offloads(float("inf"), **tokens)

@@ -13,6 +13,7 @@ from one_step_off.cluster.errors import RoleError
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.training import device_memory
+from tests.unit.models.families import CONFIGS
 
 GIB = 1 << 30
 HALVES = "placement.pools={rollout: [0.5], actor: [0.5]}"
@@ -65,9 +66,28 @@ def test_a_lack_of_memory_names_what_changes_it() -> None:
         asyncio.run(whole)
     assert "placement.pools" not in str(raised.value)
     assert "sequence_parallel_size" not in str(raised.value)
-    two = load_config(["placement.pools={rollout: [1], actor: [2]}"])
-    with pytest.raises(RoleError, match="raise actor.sequence_parallel_size=1"):
-        asyncio.run(device_memory.with_memory_advice(two, "actor", fail(lack)))
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "helps"),
+    [
+        ("qwen3", [], True),
+        ("qwen3", ["actor.micro_batch_tokens=5000"], False),  # the sequences have 4,608 tokens
+        ("qwen3", ["actor.sequence_parallel_size=2"], False),  # of two heads
+        ("qwen3", ["placement.pools={rollout: [1], actor: [3]}"], False),
+        ("qwen3", ["actor.packing=off"], False),
+        ("qwen3_5_text", [], False),  # has layers with a state
+    ],
+)
+def test_more_ranks_for_a_sequence_are_named_where_they_help(tmp_path, family, keys, helps) -> None:
+    CONFIGS[family]().save_pretrained(tmp_path)
+    given = [f"model.path={tmp_path}", "placement.pools={rollout: [1], actor: [2]}"]
+    given += ["data.max_response_length=4096", "actor.micro_batch_tokens=1024", *keys]
+    work = fail("step 3, actor 0, update: OutOfMemoryError: CUDA out of memory.")
+    with pytest.raises(RoleError, match="lower actor.micro_batch_tokens=") as raised:
+        asyncio.run(device_memory.with_memory_advice(load_config(given), "actor", work))
+    assert ("raise actor.sequence_parallel_size=1" in str(raised.value)) == helps
+    assert ("sequence_parallel_size" in str(raised.value)) == helps
 
 
 def test_other_failures_stay_as_they_are() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -25,6 +26,7 @@ from tests.unit.training.fsdp_helpers import (
 from tests.unit.training.rank_helpers import join, leave, of_fsdp, without_times
 from tests.unit.training.test_expert_parallel import assert_near
 from tests.unit.training.test_model_families import sent_by, stored_in
+from tests.unit.training.test_replayed_routing import give_experts, others
 
 STEPS = 4
 SETTINGS = {
@@ -75,6 +77,11 @@ TIED_LORA = {
     "model__lora_alpha": 4,
     "model__lora_target_modules": "q_proj,v_proj",
 }
+WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 # name: family, changes of its config, ranks, ranks of a sequence, settings.
 CASES = {
     "two ranks": ("tied", {}, 2, 2, OBJECTIVES["everything"]),
@@ -97,6 +104,7 @@ CASES = {
     ),
     "compiled": ("tied", {}, 2, 2, {"actor__torch_compile": True}),
     "lora": ("untied", {}, 2, 2, TIED_LORA),
+    "windows": ("untied", WINDOWS, 2, 2, {}),
 }
 FAST = ("two ranks", "two groups")
 
@@ -134,6 +142,108 @@ def test_ranks_that_divide_sequences_learn_what_one_process_learns(case, tmp_pat
     assert_near(trained, sent_by(worker), 1e-5)
 
 
+def critics_figures(worker: Any, path: str) -> tuple[Any, Any]:
+    batch = make_batch(path)
+    rng = np.random.default_rng(0)
+    lengths = [len(sample.response_ids) for sample in batch.samples]
+    batch.values = [rng.normal(0, 1, length).astype(np.float32) for length in lengths]
+    batch.returns = [rng.normal(0, 1, length).astype(np.float32) for length in lengths]
+    return worker.values(batch), without_times(worker.update(batch))
+
+
+def canary(worker: Any, path: str) -> tuple[Any, Any]:
+    sequences = [sample.response_ids for sample in make_batch(path).samples]
+    return dict(enumerate(worker.score(sequences))), {}
+
+
+def likeliest(worker: Any, path: str) -> tuple[Any, Any]:
+    """A column of two dimensions, as that of the teacher's likeliest tokens."""
+    return worker.score_responses(make_batch(path)), {}
+
+
+def replayed(worker: Any, path: str) -> tuple[Any, Any]:
+    batch = make_batch(path)
+    give_experts(batch, path, others)
+    return worker.log_prob(batch), without_times(worker.update(batch))
+
+
+# name: role, model, what it computes, settings.
+ROLES = {
+    "critic": ("critic", "tied", critics_figures, {}),
+    "canary": ("ref", "tied", canary, {}),
+    "teacher": ("teacher", "tied", likeliest, {"teacher__top_k": 3}),
+    "replay": ("actor", "qwen3_moe", replayed, {"rollout__replay_routing": True}),
+}
+
+
+def figures_of_role(
+    name: str, folder: Path, rank: int, ranks: int, meeting: Path
+) -> tuple[Any, Any]:
+    role, model, compute, settings = ROLES[name]
+    path = str(folder / model)
+    cfg = config(
+        path, actor__sequence_parallel_size=ranks, actor__micro_batch_tokens=31, **settings
+    )
+    cfg.teacher.path = path
+    worker = of_fsdp()[role](cfg, role, rank, ranks, "cpu", 10)
+    join(worker, name, meeting)
+    figures = compute(worker, path)
+    leave(of_fsdp)
+    return figures
+
+
+def kept_bytes(folder: Path, rank: int, ranks: int, meeting: Path) -> int:
+    """What this rank keeps for the backward pass of one sequence of 48 tokens."""
+    cfg = config(str(folder / "tied"), actor__sequence_parallel_size=ranks, actor__packing="on")
+    worker = of_fsdp()["ref"](cfg, "ref", rank, ranks, "cpu", 10)
+    join(worker, "kept", meeting)
+    worker.model.requires_grad_(True)
+    layout = worker._lay_out([np.arange(48)], [np.arange(1, 48)])
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        whole = tensor if tensor._base is None else tensor._base
+        if not isinstance(whole, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        worker._forward(layout, 1.0, "none")
+    leave(of_fsdp)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def all_roles(rank: int, folder: Path, ranks: int, meeting: Path) -> None:
+    torch.set_num_threads(1)
+    figures: dict[str, Any] = {}
+    for name in ROLES:
+        figures[name] = figures_of_role(name, folder, rank, ranks, meeting)
+    figures["kept"] = kept_bytes(folder, rank, ranks, meeting)
+    torch.save(figures, meeting / f"rank{rank}.pt")
+
+
+@pytest.mark.slow
+def test_every_role_computes_what_one_process_computes(tmp_path):
+    for model in ("tied", "qwen3_moe"):
+        write_model(hf_config_of(model, {}), tmp_path / model)
+    found = []
+    for ranks in (1, 2):
+        meeting = tmp_path / f"of {ranks}"
+        meeting.mkdir()
+        mp.spawn(all_roles, args=(tmp_path, ranks, meeting), nprocs=ranks)
+        found.append(torch.load(meeting / "rank0.pt", weights_only=False))
+    other_rank = torch.load(tmp_path / "of 2" / "rank1.pt", weights_only=False)
+    assert max(found[1]["kept"], other_rank["kept"]) < 0.6 * found[0]["kept"]
+    for name in ROLES:
+        columns, metrics = found[1][name]
+        expected_columns, expected_metrics = found[0][name]
+        assert other_rank[name] == ({}, metrics)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
+        assert columns.keys() == expected_columns.keys()
+        for position, expected in expected_columns.items():
+            np.testing.assert_allclose(columns[position], expected, atol=2e-6, err_msg=name)
+
+
 def test_models_that_cannot_be_divided_are_refused(tmp_path):
     cases = {
         "qwen3": "does not divide the 2 attention heads of .*; use 2",
@@ -146,12 +256,6 @@ def test_models_that_cannot_be_divided_are_refused(tmp_path):
         cfg.placement.pools = {"rollout": [1], "actor": [3], "critic": [1]}
         with pytest.raises(ConfigError, match=f"actor.sequence_parallel_size=3: .*{words}"):
             check_models(cfg, 32)
-    cfg.model.path = str(tmp_path / "qwen3")
-    cfg.actor.sequence_parallel_size = 2
-    cfg.rollout.replay_routing = True
-    with pytest.raises(ConfigError, match="actor.sequence_parallel_size=2: .*replay_routing"):
-        check_sequence_parallel(cfg)
-    cfg.rollout.replay_routing = False
     # The actor's size holds for a critic that sets none.
     cfg.actor.sequence_parallel_size = 2
     cfg.model.path = str(tmp_path / "qwen3")
