@@ -342,7 +342,10 @@ BENCHMARKS = [
         "optimizers",
         *"--repeats 1 --optimizers adamw,muon --model tiny:qwen2 --layers 1".split(),
     ),
-    benchmark("shared_prefix", "--repeats", "1", "--shapes", "64x8", "--n", "4"),
+    benchmark(
+        "shared_prefix",
+        *"--repeats 1 --shapes 64x8 --n 4 --prompts 2 --model tiny --layers 1".split(),
+    ),
     benchmark("lora", "--model", "tiny", "--repeats", "1"),
 ]
 
@@ -428,6 +431,12 @@ WITHOUT = [
         "tests/e2e/test_router_replay.py makes such a model and trains it",
         MAIN,
         keys={"rollout.replay_routing": "true"},
+    ),
+    CommandWithoutCase(
+        "tests/e2e/test_quantized_rollouts.py syncs such an engine; the case of "
+        "benchmarks.mismatch trains with one",
+        MAIN,
+        keys={"rollout.quantization": "fp8_per_channel"},
     ),
     CommandWithoutCase(
         "tests/e2e/test_speculation.py trains with guesses",

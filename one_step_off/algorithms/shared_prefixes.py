@@ -55,9 +55,9 @@ class SharingRule:
 
 
 def find_prefixes(groups: Sequence[Hashable], sequences: Sequence[np.ndarray]) -> Prefixes:
-    """The families of sequences: every sequence is in one. They are chosen so that their prefixes
-    save the most tokens, or nearly, where one sequence is the beginning of another. A sequence has
-    at least one token that is not of the prefix.
+    """The families of sequences: every sequence is in one. Families are runs of neighbours in
+    lexical order, chosen so that their prefixes save the most tokens, or nearly, where one sequence
+    is the beginning of another. A sequence has at least one token that is not of the prefix.
 
     Args:
         groups: of each sequence; a family lies within a group.
@@ -80,8 +80,8 @@ def _best_families(
 ) -> list[tuple[list[int], int]]:
     """The sequences at `indices`, cut into families, with the prefix of each.
 
-    In lexical order the best families are runs of neighbours, and the prefix of a run is the
-    shortest among those of its neighbours.
+    In lexical order the prefix of a run is the shortest among those of its neighbours. Families
+    that are no runs could save more where a long common part lies in the midst of shorter ones.
     """
     # Big-endian bytes sort as the tokens do.
     ordered = sorted(indices, key=lambda i: sequences[i].astype(">u4").tobytes())
