@@ -4,6 +4,7 @@ import functools
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,10 +136,19 @@ def create_pools(
     return pools
 
 
-def reserve_replicas(cfg: Config, device: str, count: int) -> list[ProcessSlot]:
+def reserve_replicas(
+    cfg: Config, device: str, count: int, present: Sequence[ProcessSlot]
+) -> list[ProcessSlot]:
     """Slots for replicas that join, each with a placement group of its own on any node.
 
-    On one machine they share the cores of the replicas of the config, and take none from a trainer.
+    On one machine they get the cores of a replica of the config, those that the fewest have, and
+    take none from a trainer.
+
+    Args:
+        cfg: the whole config.
+        device: "cuda" or "cpu".
+        count: of the slots.
+        present: the slots of the replicas that there are.
 
     Raises:
         ConfigError: so many do not fit; nothing stays reserved.
@@ -158,11 +168,14 @@ def reserve_replicas(cfg: Config, device: str, count: int) -> list[ProcessSlot]:
             raise ConfigError(
                 f"needs {count * width} {resource}s{each}, but the cluster has {free:g} free"
             )
-    cores = process_cores(cfg, device)[pool]
-    return [
-        ProcessSlot(group, 0, 0, tuple(cores[number % len(cores)]), width)
-        for number, group in enumerate(groups)
-    ]
+    choices = [tuple(cores) for cores in process_cores(cfg, device)[pool]]
+    users = Counter(slot.cores for slot in present)
+    slots = []
+    for group in groups:
+        cores = min(choices, key=lambda choice: users[choice])
+        users[cores] += 1
+        slots.append(ProcessSlot(group, 0, 0, cores, width))
+    return slots
 
 
 def _is_elastic(cfg: Config, pool: str) -> bool:
@@ -176,7 +189,9 @@ def _largest_part_first(cfg: Config) -> list[tuple[str, int]]:
 
     def size(part: tuple[str, int]) -> float:
         pool, node = part
-        return 0.0 if _is_elastic(cfg, pool) else cfg.placement.pools[pool][node]
+        # Of such a part only a replica must lie on one node.
+        is_elastic = _is_elastic(cfg, pool)
+        return devices_of_process(cfg, pool) if is_elastic else cfg.placement.pools[pool][node]
 
     parts = []
     for pool, sizes in cfg.placement.pools.items():

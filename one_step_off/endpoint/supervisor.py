@@ -19,6 +19,7 @@ from one_step_off.cluster.remote_calls import (
     name_failures,
     with_time_limit,
 )
+from one_step_off.config.placement import why_not_elastic
 from one_step_off.config.schema import Config
 from one_step_off.endpoint.episodes import SERVICE_PREFIX, make_service_key
 from one_step_off.endpoint.gateway import Gateway
@@ -29,6 +30,8 @@ FILE_NAME = "endpoint.json"
 WATCH_S = 1.0
 STOP_S = 5.0
 ANY_ADDRESSES = ("", "0.0.0.0", "::")
+ROOM_FOR_JOINS = 8
+"""Where replicas may join, the gateway has connections for so many times those of the start."""
 ANSWER_FACTOR = 4
 """A request's answer may take so many times `agent.timeout_s`."""
 
@@ -68,6 +71,8 @@ class GatewaySupervisor:
         self.base_url = f"http://{url_host(reachable)}:{self.port.port}"
         _write_file(self.file, {"base_url": self.base_url, "service_key": service_key})
         answer_s = ANSWER_FACTOR * cfg.agent.timeout_s
+        if not why_not_elastic(cfg):
+            replicas *= ROOM_FOR_JOINS
         limits = limits_for(replicas * cfg.agent.max_concurrency)
         self.gateway = spawn(Gateway, (self.port.path, service_key, answer_s, limits))
         is_local_only = not one_machine and _is_loopback(reachable)

@@ -43,8 +43,12 @@ ALLOWED_TRANSITIONS: dict[ReplicaState, frozenset[ReplicaState]] = {
 
 
 class ReplicaHealth:
-    """The state of one replica, and the times by which it is judged. All times are seconds of one
-    clock."""
+    """The state of one replica over all its restarts, and the times by which it is judged. All
+    times are seconds of one clock.
+
+    Attributes:
+        failed_syncs: weight syncs of all replicas that it failed in a row.
+    """
 
     def __init__(self, heartbeat_timeout_s: float, progress_timeout_s: float) -> None:
         """
@@ -59,6 +63,7 @@ class ReplicaHealth:
         self.last_heartbeat_s = 0.0
         self.last_progress_s = 0.0
         self.finished_requests = -1
+        self.failed_syncs = 0
 
     def transition_to(self, state: ReplicaState) -> None:
         """Change the state. Raises ValueError: `ALLOWED_TRANSITIONS` has no such transition."""

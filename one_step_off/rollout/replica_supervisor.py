@@ -141,6 +141,11 @@ class ReplicaSupervisor:
         return len(self.health) == 1 and (self.shares_pool or self.respawn is None)
 
     @property
+    def excluded(self) -> list[int]:
+        """The members that were given up for good."""
+        return [i for i, task in self.restart_tasks.items() if task.done()]
+
+    @property
     def staying(self) -> list[int]:
         """All members that are not being removed."""
         return [i for i in self.members if i not in self.leaving]
@@ -169,18 +174,21 @@ class ReplicaSupervisor:
             health.reset_timeouts(time.monotonic())
             return
         replica = self.replicas[i]
+        requests, reason = None, ""
         try:
-            finished_requests, running_requests = await self._ping(i)
-            health.heartbeat(time.monotonic(), finished_requests, running_requests)
+            requests = await self._ping(i)
         except PhaseTimeout:
-            health.heartbeat_missed()
+            pass
         except RoleError as e:
-            if replica is self.replicas[i]:  # else another one has taken its place meanwhile
-                self.mark_failed(i, str(e))
+            reason = str(e)
+        if replica is not self.replicas[i]:  # another one has taken its place meanwhile
             return
-        if health.state is ReplicaState.STALE:
-            return
-        reason = health.failure_reason(time.monotonic())
+        if requests is not None:
+            health.heartbeat(time.monotonic(), *requests)
+        elif not reason:
+            health.heartbeat_missed()
+        if not reason and health.state is not ReplicaState.STALE:
+            reason = health.failure_reason(time.monotonic())
         if reason:
             self.mark_failed(i, reason)
 
@@ -385,6 +393,8 @@ class ReplicaSupervisor:
             except TrainerDied:  # no restart of this replica helps; `watch` raises it
                 raise
             except Exception as e:  # whatever it is, the other replicas keep working
+                if not self._is_restarting(i):
+                    raise
                 self.health[i].transition_to(ReplicaState.DEAD)
                 if i in self.leaving:
                     raise
@@ -393,6 +403,11 @@ class ReplicaSupervisor:
                 self.events.log(f"restart of rollout {i} failed: {e}{consequence}")
                 if last:
                     raise
+
+    def _is_restarting(self, i: int) -> bool:
+        """Whether the running task restarts this replica. `exclude` may be called in it, which
+        cancels it, and that is raised only where the task waits the next time."""
+        return self.restart_tasks.get(i) is asyncio.current_task()
 
     async def _start(self, i: int) -> None:
         """Load the engine of a new process, and bring it the last weights. Raises its failure."""
@@ -447,6 +462,8 @@ class ReplicaSupervisor:
         """
         self.leaving.add(i)
         await self._drain(i, limit_s)
+        if i not in self.leaving:  # its restart, if it has one, is that of a replica that stays
+            return False
         restart = self.restart_tasks.get(i)
         if restart is not None:
             # Not canceled: it may be in a sync, whose end the senders must see.

@@ -125,10 +125,14 @@ class PersistentActors:
         self.pool_locks = {pool: asyncio.Lock() for pool in self.pools}
         former = self.rollout
         self.former_rollout = former
-        for slot in self.reserved:
-            remove_placement_group(slot.group)
-        self.reserved.clear()
-        for index in set(self.replica_slots) - set(former.supervisor.staying):
+        self._release_reserved()
+        gone = set(self.replica_slots) - set(former.supervisor.staying)
+        children = former.supervisor.child_processes
+        # They may not have been asked to stop yet.
+        kills = [self._begin_engine_kill(i, children[i]) for i in gone if children[i]]
+        if kills:
+            ray.wait(kills, num_returns=len(kills), timeout=STOP_S)
+        for index in gone:
             self._release_replica(index)
         self.rollout = self._create_rollout_group(former.replicas)
         for index in set(range(len(former.replicas))) - set(former.supervisor.staying):
@@ -246,26 +250,39 @@ class PersistentActors:
     # --- replicas that join and leave -------------------------------------------------------------
 
     def _reserve_more(self, count: int) -> None:
-        """Before any replica is created: `count` slots more than the config has, if they fit."""
-        if count < 1:
-            return
+        """Before any replica is created: up to `count` slots more than the config has, as many as
+        fit."""
+        target = len(self.replica_slots) + count
         try:
-            more = reserve_replicas(self.cfg, self.device, count)
+            while len(self.replica_slots) < target:
+                (slot,) = self._new_slots(1)
+                self.replica_slots[len(self.replica_slots)] = slot
+                self._note_slots()
         except ConfigError as error:
             if self.events is not None:
-                self.events.log(f"{count} rollout replicas less than before: {error}")
-            return
-        for slot in more:
-            self.replica_slots[len(self.replica_slots)] = slot
-        self._note_slots()
+                missing = target - len(self.replica_slots)
+                self.events.log(f"{missing} rollout replicas less than before: {error}")
 
     def _note_slots(self) -> None:
         self.pools[self.rollout_pool] = list(self.replica_slots.values())
 
+    def _new_slots(self, count: int) -> list[ProcessSlot]:
+        present = [*self.pools[self.rollout_pool], *self.reserved]
+        return reserve_replicas(self.cfg, self.device, count, present)
+
     def reserve_replicas(self, count: int) -> None:
-        """Reserve slots for replicas that `join`. It waits for Ray. Raises ConfigError: they do not
-        fit."""
-        self.reserved += reserve_replicas(self.cfg, self.device, count)
+        """Reserve slots for replicas that `join`. It waits for Ray, in a thread that goes on where
+        the attempt ends meanwhile. Raises ConfigError: they do not fit."""
+        reserved = self.reserved
+        slots = self._new_slots(count)
+        reserved += slots
+        if reserved is not self.reserved:  # the attempt has ended, and nothing else frees them
+            _release_all(reserved)
+
+    def _release_reserved(self) -> None:
+        former = self.reserved
+        self.reserved = []
+        _release_all(former)
 
     def join(self) -> int:
         """Start a replica more in the background, in a slot that is reserved. Returns its index."""
@@ -282,9 +299,9 @@ class PersistentActors:
     async def leave(self, index: int, limit_s: float) -> bool:
         """Remove a replica and free its devices; see `ReplicaSupervisor.leave`."""
         supervisor = self.rollout.supervisor
-        children = supervisor.child_processes[index]
         if not await supervisor.leave(index, limit_s):
             return False
+        children = supervisor.child_processes[index]  # a restart may have replaced them meanwhile
         stopped = observed(self.rollout.replicas[index].stop.remote())
         await asyncio.wait([stopped], timeout=STOP_S)
         if not stopped.done() or stopped.exception() is not None:
@@ -293,13 +310,16 @@ class PersistentActors:
         return True
 
     async def _kill_engine(self, index: int, children: list[ProcessId]) -> None:
+        # Its node may be gone, and then its processes are.
+        await asyncio.wait([observed(self._begin_engine_kill(index, children))], timeout=STOP_S)
+
+    def _begin_engine_kill(self, index: int, children: list[ProcessId]) -> Any:
         """Kill the processes below a replica that did not stop: an engine may outlive it, and would
-        keep the device."""
+        keep the device. Returns Ray's answer."""
         slot = self.replica_slots[index]
         strategy = PlacementGroupSchedulingStrategy(slot.group, slot.bundle)
         kill = ray.remote(kill_processes).options(num_cpus=0, scheduling_strategy=strategy)
-        # Its node may be gone, and then its processes are.
-        await asyncio.wait([observed(kill.remote(children))], timeout=STOP_S)
+        return kill.remote(children)
 
     def _release_replica(self, index: int) -> None:
         kill_all([self.rollout.replicas[index]])
@@ -327,12 +347,20 @@ class PersistentActors:
         frozen_ranks = [rank for group in self.frozen_groups.values() for rank in group.ranks]
         kill_all([*self.actors, *frozen_ranks])
         kill_engines_of_run()
+        self._release_reserved()
         placement_groups = {}
         for slots in self.pools.values():
             for slot in slots:
                 placement_groups[id(slot.group)] = slot.group
         for placement_group in placement_groups.values():
             remove_placement_group(placement_group)
+
+
+def _release_all(slots: list[ProcessSlot]) -> None:
+    """Empty this list of slots with a group each. Two threads may do so at once."""
+    with contextlib.suppress(IndexError):
+        while True:
+            remove_placement_group(slots.pop().group)
 
 
 def kill_all(actors: list[Any]) -> None:

@@ -27,6 +27,7 @@ from one_step_off.config.placement import processes_per_node, why_not_elastic
 from one_step_off.config.pool_checks import ROLES
 from one_step_off.config.schema import Config
 from one_step_off.config.text import did_you_mean
+from one_step_off.rollout.health import ReplicaState
 from one_step_off.runtime.run_folder import LOCK_FILE
 
 REQUEST_FILE = "scale.json"
@@ -139,7 +140,7 @@ def withdraw_request(folder: Path, request: ScaleRequest) -> None:
     """Remove the file of a request, unless it is another one's by now."""
     path = folder / REQUEST_FILE
     try:
-        is_own = json.loads(path.read_text()).get("id", "") == request.id
+        is_own = str(json.loads(path.read_text()).get("id", "")) == request.id
     except (OSError, ValueError, AttributeError):
         is_own = False
     if is_own:
@@ -147,11 +148,24 @@ def withdraw_request(folder: Path, request: ScaleRequest) -> None:
 
 
 def read_answers(folder: Path) -> list[Answer]:
-    """All answers so far, without a line that is being written."""
+    """All answers so far, without a line that is being written or was cut off."""
     path = folder / ANSWERS_FILE
-    text = path.read_text() if path.exists() else ""
-    whole_lines = text[: text.rfind("\n") + 1].splitlines()
-    return [Answer(**json.loads(line)) for line in whole_lines]
+    text = path.read_text(errors="replace") if path.exists() else ""
+    answers = []
+    for line in text[: text.rfind("\n") + 1].splitlines():
+        with contextlib.suppress(ValueError, TypeError):
+            answers.append(Answer(**json.loads(line)))
+    return answers
+
+
+def version_of(path: Path) -> tuple[int, int, int] | None:
+    """What differs between two files that are at this path one after the other, also with the same
+    content; None: there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def is_running(folder: Path) -> bool:
@@ -182,6 +196,13 @@ class ReplicaScaler:
         joining: the replicas that were added for it.
     """
 
+    _taken: tuple[int, int, int] | None = None
+    """The version of the file of the latest request: where it cannot be removed, it is not carried
+    out again."""
+
+    _tries = 0
+    """In how many attempts the request was begun."""
+
     def __init__(self, cfg: Config, events: RunEvents, resumed: bool) -> None:
         """Drop what an earlier run in this folder has left. `resumed`: this one continues it."""
         self.cfg = cfg
@@ -192,11 +213,20 @@ class ReplicaScaler:
         self.joining: set[int] = set()
         self._failures: list[str] = []
         with contextlib.suppress(OSError, ValueError, TypeError):  # what cannot be read, or written
-            (self.folder / REQUEST_FILE).unlink(missing_ok=True)
+            self._drop_older_request()
             if resumed:
                 self._note_former_number()
             else:
                 (self.folder / ANSWERS_FILE).unlink(missing_ok=True)
+
+    def _drop_older_request(self) -> None:
+        """Nobody waits for a request to an earlier run. One since the start of this run is carried
+        out as soon as it trains."""
+        request, lock = self.folder / REQUEST_FILE, self.folder / LOCK_FILE
+        if not request.exists():
+            return
+        if not lock.exists() or request.stat().st_mtime_ns < lock.stat().st_mtime_ns:
+            request.unlink(missing_ok=True)
 
     def _note_former_number(self) -> None:
         answers = read_answers(self.folder)
@@ -226,7 +256,9 @@ class ReplicaScaler:
     async def _watch(self, engines: Any) -> None:
         while True:
             try:
-                if self.request is None and (self.folder / REQUEST_FILE).exists():
+                version = version_of(self.folder / REQUEST_FILE)
+                if self.request is None and version not in (None, self._taken):
+                    self._taken = version
                     self._accept(engines)
                 if self.request is not None:
                     await self._carry_out(engines)
@@ -241,10 +273,12 @@ class ReplicaScaler:
         path = self.folder / REQUEST_FILE
         try:
             self.request = ScaleRequest.read(path)
+            if version_of(path) != self._taken:  # it was withdrawn, or is being written
+                self.request = None
+                return
             self._set_target(engines)
         except ConfigError as error:
             if self.request is None:
-                path.unlink(missing_ok=True)
                 self.request = ScaleRequest("", "")
             self._end(engines, REFUSED, str(error))
 
@@ -264,26 +298,30 @@ class ReplicaScaler:
         self.target = target
         self.joining = set()
         self._failures = []
+        self._tries = 0
         self._answer(engines, "begun", f"{asked}: rollout replicas: {present} -> {target}")
 
     async def _carry_out(self, engines: Any) -> None:
         """Bring the replicas to the number that was asked for. After the failure of a trainer the
         next attempt calls it again for an open request."""
         supervisor = engines.rollout.supervisor
+        self._tries += 1
+        await self._remove(engines, supervisor.excluded)
         missing = self.target - number_of(engines)
         if missing > 0:
             try:
                 await asyncio.to_thread(engines.reserve_replicas, missing)
             except ConfigError as error:
                 self.target = number_of(engines)
-                self._end(engines, REFUSED, f"rollout={self.request.rollout}: {error}")
+                # "Refused" says that nothing has changed, which only the first attempt knows.
+                state = REFUSED if self._tries == 1 else FAILED
+                self._end(engines, state, f"rollout={self.request.rollout}: {error}")
                 return
             self.joining.update(engines.join() for _ in range(missing))
         if missing < 0:
             await self._remove(engines, choose_leaving(supervisor, -missing))
+        await self._wait_for_joining(supervisor)
         starts = supervisor.restart_tasks
-        while starting := [starts[i] for i in self.joining if i in starts and not starts[i].done()]:
-            await asyncio.wait(starting)
         failed = {i: starts[i].exception() for i in self.joining if i in starts}
         if any(isinstance(error, TrainerDied) for error in failed.values()):
             await asyncio.sleep(self.cfg.trainer.step_timeout_s)  # the attempt's end cancels this
@@ -296,6 +334,21 @@ class ReplicaScaler:
             self._end(engines, FAILED, f"rollout replicas: {present}; {reasons}")
         else:
             self._end(engines, DONE, f"rollout replicas: {present}")
+
+    async def _wait_for_joining(self, supervisor: Any) -> None:
+        """Wait until those that were added serve, or have failed for good. They serve from the
+        next sync on where the senders keep no weights."""
+        starts = supervisor.restart_tasks
+        while True:
+            joining = self.joining & set(supervisor.members)
+            starting = [starts[i] for i in joining if i in starts and not starts[i].done()]
+            stale = [i for i in joining if supervisor.health[i].state is ReplicaState.STALE]
+            if starting:
+                await asyncio.wait(starting)
+            elif stale:
+                await asyncio.sleep(POLL_S)
+            else:
+                return
 
     async def _remove(self, engines: Any, numbers: list[int]) -> None:
         removals = {i: observed(engines.leave(i, LEAVE_S)) for i in numbers}
@@ -312,24 +365,30 @@ class ReplicaScaler:
         replicas = number_of(engines)
         answer = Answer(time.time(), self.request.id, self.request.rollout, state, replicas, text)
         self.events.log(text)
-        with open(self.folder / ANSWERS_FILE, "a") as file:
-            file.write(json.dumps(asdict(answer)) + "\n")
+        path = self.folder / ANSWERS_FILE
+        former = path.read_bytes() if path.exists() else b""
+        is_cut_off = former[-1:] not in (b"", b"\n")
+        with open(path, "a") as file:
+            file.write("\n" * is_cut_off + json.dumps(asdict(answer)) + "\n")
 
     def _end(self, engines: Any, state: str, text: str) -> None:
         try:
             self._answer(engines, state, text)
         except OSError as error:  # the command ends by its time limit
             self.events.log(f"{self.folder / ANSWERS_FILE}: {error}")
-        with contextlib.suppress(OSError):
-            withdraw_request(self.folder, self.request)
+        path = self.folder / REQUEST_FILE
+        if version_of(path) == self._taken:  # else it is the next request
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         self.request = None
 
 
 def number_of(engines: Any) -> int:
-    """Of the rollout replicas that are there or start; 0: the run has none."""
+    """Of the rollout replicas that serve, start or are restarted; 0: the run has none."""
     if engines is None:
         return 0
-    return len(engines.rollout.supervisor.staying)
+    supervisor = engines.rollout.supervisor
+    return len(set(supervisor.staying) - set(supervisor.excluded))
 
 
 def choose_leaving(supervisor: Any, count: int) -> list[int]:

@@ -42,6 +42,8 @@ class Replicas(Protocol):
 
     replicas: list[Any]
     """Ray actor handles, by replica number."""
+    health: list[Any]
+    """The `ReplicaHealth` of each replica; one that takes the place of another has its own."""
     cfg: Config
     syncing: bool
     """While it is set, new prompts wait."""
@@ -253,21 +255,16 @@ def _root_cause(errors: list[Exception]) -> Exception:
 
 
 class FailedSyncs:
-    """Restarts replicas that failed in a sync, but not for ever.
-
-    Attributes:
-        in_a_row: replica -> syncs of all replicas that it failed in a row.
-    """
+    """Restarts replicas that failed in a sync, but not for ever."""
 
     def __init__(self, actor: Trainers, rollout: Replicas) -> None:
         """`actor`, `rollout`: those that sync."""
         self.actor = actor
         self.rollout = rollout
-        self.in_a_row: dict[int, int] = {}
 
     def passed(self, number: int) -> None:
         """A replica has passed a sync of all replicas."""
-        self.in_a_row.pop(number, None)
+        self.rollout.health[number].failed_syncs = 0
 
     async def handle(
         self, broken: BrokenSync, stamp: PolicyVersion, replicas: dict[int, Any], is_restore: bool
@@ -300,11 +297,10 @@ class FailedSyncs:
     ) -> None:
         """Restart a failed replica, or give it up after MAX_TRIES syncs of all replicas in a
         row."""
-        failures = self.in_a_row.get(number, 0)
+        health = self.rollout.health[number]
         if not is_restore:
-            failures += 1
-        self.in_a_row[number] = failures
-        if failures >= MAX_TRIES:
+            health.failed_syncs += 1
+        if health.failed_syncs >= MAX_TRIES:
             self.rollout.exclude(
                 number,
                 f"it failed in {MAX_TRIES} weight syncs in a row; the last time: {reason}",

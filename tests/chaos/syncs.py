@@ -216,7 +216,8 @@ class Layout:
             await rank.__ray_call__.remote(fresh)
         while any(not task.done() for task in roles.rollout.supervisor.restart_tasks.values()):
             await asyncio.sleep(0.1)
-        roles.sync.failed_syncs.in_a_row.clear()
+        for health in roles.rollout.supervisor.health:
+            health.failed_syncs = 0
         roles.sync.versions = VersionTable()
         if joins:
             roles.sync.connected_replicas = []

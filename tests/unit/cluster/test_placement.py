@@ -148,14 +148,43 @@ def test_replicas_that_join_get_groups_of_their_own_or_nothing_stays_reserved(mo
     cluster = FakeCluster(8, 4)
     create_pools(monkeypatch, cluster, *WIDE_REPLICAS)
     cfg = load_config([*BASE, *WIDE_REPLICAS])
-    slot = placement.reserve_replicas(cfg, "cuda", 1)[0]
+    slot = placement.reserve_replicas(cfg, "cuda", 1, [])[0]
     assert slot.group.bundle_specs == [{"GPU": 2}]
     assert sum(cluster.free_gpus) == 0
     cluster.free_gpus = [1, 3]
     words = "needs 4 GPUs, 2 on one node for each replica, but the cluster has 4 free"
     with pytest.raises(ConfigError, match=words):
-        placement.reserve_replicas(cfg, "cuda", 2)
+        placement.reserve_replicas(cfg, "cuda", 2, [])
     assert cluster.free_gpus == [1, 3]
+
+
+def test_a_wide_replica_gets_a_node_before_smaller_parts_take_some_of_each(monkeypatch):
+    overrides = (
+        "rollout.tensor_parallel_size=8",
+        "placement.pools={rollout: [8], actor: [4], critic: [4]}",
+        "placement.roles={rollout: rollout, actor: actor, critic: critic}",
+        "algorithm.adv_estimator=gae",
+    )
+    cluster = FakeCluster(8, 8)
+    pools = create_pools(monkeypatch, cluster, *overrides)
+    assert cluster.sizes == [8, 4, 4]
+    assert [slot.cluster_node for slot in pools["actor"] + pools["critic"]] == 8 * [1]
+
+
+def test_replicas_that_join_one_after_another_share_cores_with_different_ones(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(placement.ray, "available_resources", lambda: {"CPU": 9.0})
+    monkeypatch.setattr(
+        placement, "placement_group", lambda bundles, strategy: FakeGroup(0, bundles, True)
+    )
+    monkeypatch.setattr(placement, "process_cores", lambda cfg, device: {"rollout": [[0], [1]]})
+    cfg = load_config([*BASE, "placement.pools={rollout: [2], actor: [1]}"])
+    present = [placement.ProcessSlot(Any, 0, 0, (core,)) for core in (0, 1)]
+    for _ in range(2):
+        present += placement.reserve_replicas(cfg, "cpu", 1, present)
+    assert sorted(slot.cores for slot in present) == [(0,), (0,), (1,), (1,)]
+    del present[0]
+    assert placement.reserve_replicas(cfg, "cpu", 1, present)[0].cores == present[1].cores
 
 
 def test_a_cluster_that_is_too_small_is_one_line(monkeypatch):

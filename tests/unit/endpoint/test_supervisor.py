@@ -130,7 +130,13 @@ def test_a_large_run_may_have_more_connections(make, cfg: Config):
     make().port.close()
     cfg.agent.max_concurrency = 16
     make()
-    assert [args[3].connections for args in spawned] == [8 * 1024 * 4, 4096]
+    assert [args[3].connections for args in spawned] == [8 * 8 * 1024 * 4, 8 * 8 * 16 * 4]
+
+
+def test_where_no_replica_can_join_there_are_connections_for_those_of_the_start(make, cfg: Config):
+    cfg.placement.roles = {"rollout": "all", "actor": "all"}
+    make()
+    assert spawned[0][3].connections == 8 * 1024 * 4
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_the_keys(make, cfg: Config):

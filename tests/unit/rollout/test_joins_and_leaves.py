@@ -12,6 +12,7 @@ from one_step_off.cluster.remote_calls import MAX_TRIES
 from one_step_off.rollout import replica_supervisor
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup, reuse_engines
+from one_step_off.weight_sync.sync_calls import FailedSyncs
 from tests.unit.rollout.test_replica_supervisor import MortalReplica, generate, group_of
 from tests.unit.stand_ins import ActorMethod, SlowReplica, mark_healthy
 
@@ -201,6 +202,99 @@ def test_a_replica_stays_if_all_others_fail_for_good_meanwhile(monkeypatch):
         samples, _ = await work
         assert rows_of(samples) == ALL_ROWS
         assert group.serving == 1
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_stays_and_then_dies_is_restarted():
+    """It dies before `leave` has seen that it stays."""
+
+    async def main():
+        replica = MortalReplica()
+        group = group_of([replica, MortalReplica()])
+        supervisor = group.supervisor
+        supervisor.loads[0].sent = 1
+        leaving = asyncio.create_task(supervisor.leave(0, TIME_FOR_ALL))
+        await asyncio.sleep(0)
+        supervisor.exclude(1, "its device is broken")
+        assert supervisor._keep_leaving()
+        killed: list[int] = []
+        supervisor._kill = killed.append
+        slow = MortalReplica()
+        slow.start = ActorMethod((8, []), delay=0.5)
+        supervisor.respawn = lambda i: slow
+        supervisor.mark_failed(0, "killed")
+        assert not await leaving
+        assert killed == []
+        await asyncio.wait([supervisor.restart_tasks[0]])
+        assert supervisor.health[0].state is ReplicaState.HEALTHY
+        assert group.serving == 1
+
+    asyncio.run(main())
+
+
+def test_nothing_is_started_in_place_of_a_replica_that_is_excluded_in_its_restart():
+    async def main():
+        started: list[int] = []
+
+        def respawn(i: int) -> Any:
+            started.append(i)
+            return MortalReplica()
+
+        group = group_of([MortalReplica(), MortalReplica()], respawn=respawn)
+        supervisor = group.supervisor
+
+        async def restore(i: int) -> bool:
+            supervisor.exclude(i, "it failed in 3 weight syncs in a row")
+            return False
+
+        supervisor.restore = restore
+        supervisor.mark_failed(1, "killed")
+        await asyncio.sleep(0.1)
+        assert started == [1]
+        assert supervisor.excluded == [1]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("late", [RuntimeError("killed"), None, "hangs"])
+def test_a_late_answer_of_a_former_process_says_nothing_of_the_present_one(monkeypatch, late):
+    async def main():
+        former = MortalReplica()
+        former.ping = ActorMethod(late or (-5, 1), delay=30 if late == "hangs" else 0.05)
+        monkeypatch.setattr(replica_supervisor, "PING_S", 0.1)
+        group = group_of([former])
+        supervisor = group.supervisor
+        check = asyncio.create_task(supervisor._check_heartbeat(0))
+        await asyncio.sleep(0)
+        supervisor.replicas[0] = MortalReplica()
+        health = supervisor.health[0]
+        health.last_heartbeat_s = -1000.0  # so that it would count as failed
+        await check
+        assert supervisor.restarts == 0
+        assert health.state is ReplicaState.HEALTHY
+        assert health.last_heartbeat_s == -1000.0
+
+    asyncio.run(main())
+
+
+def test_failed_syncs_are_those_of_the_replica_and_not_of_its_place():
+    async def main():
+        group = group_of([MortalReplica(), MortalReplica()])
+        supervisor = group.supervisor
+        failed = FailedSyncs(None, supervisor)
+        for _ in range(MAX_TRIES - 1):
+            failed.restart_replica(1, "gone", "weight sync")
+            await asyncio.wait([supervisor.restart_tasks[1]])
+        assert await supervisor.leave(1, TIME_FOR_ALL)
+        assert await join(group, MortalReplica()) == 1
+        failed.restart_replica(1, "gone", "weight sync", is_restore=True)
+        failed.restart_replica(1, "gone", "weight sync")
+        assert supervisor.excluded == []
+        await asyncio.wait([supervisor.restart_tasks[1]])
+        for _ in range(MAX_TRIES - 1):
+            failed.restart_replica(1, "gone", "weight sync")
+        assert supervisor.excluded == [1]
 
     asyncio.run(main())
 

@@ -35,7 +35,9 @@ class Cluster:
         monkeypatch.setattr(persistent_actors, "remove_placement_group", self.reserved.remove)
         monkeypatch.setattr(persistent_actors, "kill_all", self.killed.extend)
 
-    def reserve(self, cfg: Any, device: str, count: int) -> list[ProcessSlot]:
+    def reserve(
+        self, cfg: Any, device: str, count: int, present: list[ProcessSlot]
+    ) -> list[ProcessSlot]:
         if count > self.free:
             raise ConfigError(f"needs {count} CPUs, but the cluster has {self.free} free")
         self.free -= count
@@ -130,7 +132,80 @@ def test_the_next_attempt_frees_what_was_leaving_or_about_to_join(monkeypatch):
     assert cluster.killed == engines.rollout.replicas[:2]
 
 
-@pytest.mark.parametrize(("more", "count"), [(-1, 2), (0, 2), (2, 4), (7, 2)])
+def test_a_restart_of_a_replica_that_leaves_may_replace_the_processes_to_kill(monkeypatch):
+    monkeypatch.setattr(persistent_actors, "STOP_S", 0.05)
+    killed = []
+
+    async def kill_engine(self: Any, index: int, children: Any) -> None:
+        killed.append(children)
+
+    monkeypatch.setattr(PersistentActors, "_kill_engine", kill_engine)
+
+    async def main():
+        engines = Engines(Cluster(monkeypatch))
+        supervisor = engines.rollout.supervisor
+        starting = MortalReplica()
+        starting.start = ActorMethod((8, [(4712, 2.0)]), delay=0.05)
+        starting.stop = ActorMethod(None, delay=30)
+        supervisor.respawn = lambda i: starting
+        supervisor.child_processes[1] = [(4711, 1.0)]
+        supervisor.mark_failed(1, "killed")
+        await asyncio.sleep(0.01)  # now it starts
+        assert await engines.leave(1, 5.0)
+
+    asyncio.run(main())
+    assert killed == [[(4712, 2.0)]]
+
+
+def test_the_next_attempt_kills_the_engine_of_a_replica_that_was_leaving(monkeypatch):
+    cluster = Cluster(monkeypatch)
+    killed = []
+
+    def begin_engine_kill(self: Any, index: int, children: Any) -> str:
+        assert len(cluster.reserved) == 2, "without its group the call would never run"
+        killed.append((index, children))
+        return "answer"
+
+    monkeypatch.setattr(PersistentActors, "_begin_engine_kill", begin_engine_kill)
+    waited = []
+    monkeypatch.setattr(
+        persistent_actors.ray, "wait", lambda answers, **options: waited.extend(answers)
+    )
+    engines = Engines(cluster)
+    engines.rollout.supervisor.child_processes[:] = [[(4711, 1.0)], [(4712, 1.0)]]
+    engines.rollout.supervisor.leaving.add(1)
+    engines.begin_attempt(1)
+    assert killed == [(1, [(4712, 1.0)])]
+    assert waited == ["answer"]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_groups_that_are_reserved_when_the_attempt_ends_are_freed(monkeypatch, ended):
+    """Ray is asked in a thread, which goes on. Some are reserved already."""
+    cluster = Cluster(monkeypatch)
+    monkeypatch.setattr(persistent_actors, "kill_engines_of_run", lambda: None)
+    engines = Engines(cluster)
+    engines.endpoint = None
+    engines.frozen_groups = {}
+    engines.actors = []
+    engines.reserve_replicas(1)
+    reserve = cluster.reserve
+
+    def reserve_late(*args: Any) -> list[ProcessSlot]:
+        slots = reserve(*args)
+        if ended:
+            asyncio.run(engines.end())
+        else:
+            engines.begin_attempt(1)
+        return slots
+
+    monkeypatch.setattr(persistent_actors, "reserve_replicas", reserve_late)
+    engines.reserve_replicas(2)
+    assert engines.reserved == []
+    assert cluster.reserved == (set() if ended else {"group 0", "group 1"})
+
+
+@pytest.mark.parametrize(("more", "count"), [(-1, 2), (0, 2), (2, 4), (7, 5)])
 def test_new_engines_are_as_many_as_were_asked_for_or_those_of_the_config(monkeypatch, more, count):
     """After the failure of a node there may be no room for more."""
     cluster = Cluster(monkeypatch, free=3)
@@ -141,5 +216,5 @@ def test_new_engines_are_as_many_as_were_asked_for_or_those_of_the_config(monkey
     assert slots_of(engines) == cluster.reserved
     if more == 7:
         events: Any = engines.events
-        line = "7 rollout replicas less than before: needs 7 CPUs, but the cluster has 3 free"
+        line = "4 rollout replicas less than before: needs 1 CPUs, but the cluster has 0 free"
         assert events.lines == [line]

@@ -7,6 +7,7 @@ import asyncio
 import fcntl
 import itertools
 import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -293,7 +294,9 @@ def test_a_disk_that_takes_no_answer_ends_nothing(run_config):
 def test_a_run_that_is_started_again_has_the_number_of_the_config_and_says_so(run_config):
     run_commands(run_config, Engines(), "rollout=+1")
     folder = Path(run_config.trainer.output_dir)
-    (folder / scaling.REQUEST_FILE).write_text(json.dumps({"rollout": "+5", "id": "old"}))
+    request = folder / scaling.REQUEST_FILE
+    request.write_text(json.dumps({"rollout": "+5", "id": "old"}))
+    os.utime(request, (1.0, 1.0))
     events = RecordedEvents()
     scaler = ReplicaScaler(run_config, events, resumed=True)
     assert scaler.target is None
@@ -304,6 +307,133 @@ def test_a_run_that_is_started_again_has_the_number_of_the_config_and_says_so(ru
     assert open_requests(run_config) == [], "nobody waits for it any more"
     ReplicaScaler(run_config, events, resumed=False)
     assert not (folder / scaling.ANSWERS_FILE).exists()
+
+
+def test_a_request_to_a_run_that_is_starting_is_carried_out(run_config):
+    async def main() -> int:
+        waiting = asyncio.create_task(command(run_config, "rollout=+1"))
+        while not open_requests(run_config):
+            await asyncio.sleep(0.01)
+        scaler = ReplicaScaler(run_config, RecordedEvents(), resumed=False)
+        with scaler.watching(Engines()):
+            return await waiting
+
+    assert asyncio.run(main()) == 0
+
+
+@pytest.mark.parametrize("id", ["5", "null", '"4f"', None])
+def test_a_request_is_carried_out_once_whatever_its_id_and_though_it_cannot_be_removed(
+    run_config, monkeypatch, id
+):
+    monkeypatch.setattr(Path, "unlink", lambda *args, **options: None)
+    fields = '"rollout": "+1"' + (f', "id": {id}' if id else "")
+    engines = Engines(free=9)
+
+    async def main() -> None:
+        scaler = ReplicaScaler(run_config, RecordedEvents(), resumed=False)
+        path = scaler.folder / scaling.REQUEST_FILE
+        with scaler.watching(engines):
+            for _ in range(2):
+                path.write_text(f"{{{fields}}}")
+                await asyncio.sleep(0.3)
+
+    asyncio.run(main())
+    assert scaling.number_of(engines) == 3
+
+
+@pytest.mark.parametrize("id", ["5", "null"])
+def test_the_command_withdraws_a_request_whatever_its_id(run_config, id):
+    path = Path(run_config.trainer.output_dir) / scaling.REQUEST_FILE
+    path.write_text(f'{{"rollout": "+1", "id": {id}}}')
+    scaling.withdraw_request(path.parent, ScaleRequest.read(path))
+    assert not path.exists()
+
+
+def test_a_second_request_without_an_id_is_answered_too(run_config):
+    async def main() -> None:
+        scaler = ReplicaScaler(run_config, RecordedEvents(), resumed=False)
+        path = scaler.folder / scaling.REQUEST_FILE
+        with scaler.watching(Engines(start_s=0.2)):
+            path.write_text('{"rollout": 2}')
+            while scaler.request is None:
+                await asyncio.sleep(0.01)
+            path.write_text('{"rollout": 3}')
+            while path.exists():
+                await asyncio.sleep(0.01)
+        answers = read_answers(scaler.folder)
+        assert [answer.replicas for answer in answers if answer.state == "done"] == [2, 3]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("line", ['{"time": 1.0, "id\n', '{"time": 1.0}\n', '{"time": 1.0, "id'])
+def test_a_line_that_was_cut_off_hides_no_answer(run_config, line):
+    folder = Path(run_config.trainer.output_dir)
+    (folder / scaling.ANSWERS_FILE).write_text(line)
+
+    async def main() -> int:
+        scaler = ReplicaScaler(run_config, RecordedEvents(), resumed=True)
+        with scaler.watching(Engines()):
+            return await command(run_config, "rollout=+1")
+
+    assert asyncio.run(main()) == 0
+    assert [answer.state for answer in read_answers(folder)] == ["begun", "done"]
+
+
+def test_a_replica_that_was_excluded_does_not_count_and_another_takes_its_place(run_config, capsys):
+    engines = Engines(replicas=3, free=0)
+
+    async def main() -> int:
+        scaler = ReplicaScaler(run_config, RecordedEvents(), resumed=False)
+        engines.rollout.supervisor.exclude(1, "its device is broken")
+        with scaler.watching(engines):
+            return await command(run_config, "rollout=3")
+
+    assert asyncio.run(main()) == 0
+    assert engines.rollout.serving == 3
+    assert "rollout=3: rollout replicas: 2 -> 3" in capsys.readouterr().out
+
+
+def test_where_no_weights_are_kept_the_command_waits_for_the_next_sync(run_config):
+    engines = Engines()
+    supervisor = engines.rollout.supervisor
+
+    async def restore(i: int) -> bool:
+        return True
+
+    supervisor.restore = restore
+
+    async def main() -> int:
+        scaler = ReplicaScaler(run_config, RecordedEvents(), resumed=False)
+        with scaler.watching(engines):
+            waiting = asyncio.create_task(command(run_config, "rollout=+1"))
+            while engines.rollout.active != [0, 1]:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.5)
+            assert not waiting.done()
+            supervisor.mark_synced(1, engines.rollout.replicas[1])
+            return await waiting
+
+    assert asyncio.run(main()) == 0
+
+
+def test_what_the_next_attempt_has_no_room_for_has_failed(run_config, capsys):
+    """It cannot be refused any more: "refused" says that nothing has changed."""
+
+    async def main() -> int:
+        scaler = ReplicaScaler(run_config, RecordedEvents(), resumed=False)
+        with scaler.watching(Engines(start_s=30.0)):
+            asked = asyncio.create_task(command(run_config, "rollout=+2"))
+            while scaler.target is None:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+        with scaler.watching(Engines(replicas=2, free=0)):
+            code = await asked
+        assert scaler.target == 2
+        return code
+
+    assert asyncio.run(main()) == 1
+    assert "needs 1 CPUs, but the cluster has 0 free" in capsys.readouterr().out
 
 
 class KilledReplica(MortalReplica):
