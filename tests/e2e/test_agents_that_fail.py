@@ -34,6 +34,7 @@ def train(folder: Path, *changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
+@pytest.mark.slow
 def test_an_episode_without_room_for_a_second_answer_ends_by_length(tmp_path):
     """The agent's second request was refused before, it exited with 1, and its episode was scored
     by the function."""

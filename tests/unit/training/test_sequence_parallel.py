@@ -106,7 +106,7 @@ CASES = {
     "lora": ("untied", {}, 2, 2, TIED_LORA),
     "windows": ("untied", WINDOWS, 2, 2, {}),
 }
-FAST = ("two ranks", "two groups")
+FAST = ("two ranks",)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,8 @@ async def break_every_sync_of(team: Team, replica: int) -> None:
     await team.rollout.replicas[replica].set_fault.remote(fault)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_only_replica_is_left_out_after_it_failed_in_three_syncs(cluster, tmp_path):
     async def main():
         async with connected_team(1, 1) as team:
