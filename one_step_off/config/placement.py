@@ -56,7 +56,7 @@ def rollout_and_actor_share(cfg: Config) -> bool:
 
 
 def why_not_elastic(cfg: Config) -> str:
-    """Why the number of replicas cannot change while the run goes on; "" if it can."""
+    """Why the number of replicas cannot change during a run; "" if it can."""
     pool = cfg.placement.roles.get("rollout")
     if pool is None:
         return "the run has no rollout replicas"

@@ -217,7 +217,7 @@ def _longer_text(cfg: Config) -> str:
     if not saved:
         return "no checkpoint; set trainer.save_freq to be able to make a run longer"
     key = "trainer.total_steps" if cfg.trainer.total_steps else "trainer.total_epochs"
-    return f"the same command with a larger {key} goes on from {saved[-1]}"
+    return f"the same command with a larger {key} continues from {saved[-1]}"
 
 
 def _view_command(cfg: Config) -> str:

@@ -271,8 +271,8 @@ class PersistentActors:
         return reserve_replicas(self.cfg, self.device, count, present)
 
     def reserve_replicas(self, count: int) -> None:
-        """Reserve slots for replicas that `join`. It waits for Ray, in a thread that goes on where
-        the attempt ends meanwhile. Raises ConfigError: they do not fit."""
+        """Reserve slots for replicas that `join`. It waits for Ray, in a thread that outlives an
+        attempt that ends meanwhile. Raises ConfigError: they do not fit."""
         reserved = self.reserved
         slots = self._new_slots(count)
         reserved += slots

@@ -220,8 +220,8 @@ class ReplicaScaler:
                 (self.folder / ANSWERS_FILE).unlink(missing_ok=True)
 
     def _drop_older_request(self) -> None:
-        """Nobody waits for a request to an earlier run. One since the start of this run is carried
-        out as soon as it trains."""
+        """No command waits for a request to an earlier run. One since the start of this run is
+        carried out as soon as it trains."""
         request, lock = self.folder / REQUEST_FILE, self.folder / LOCK_FILE
         if not request.exists():
             return

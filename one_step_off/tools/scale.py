@@ -79,4 +79,6 @@ def _why_not(folder: Path, answers: list[Answer], runs: bool, limit_s: float) ->
         return "the run has ended before it was done"
     if not answers:
         return f"the run has not begun it within {limit_s:g} s; it is withdrawn"
-    return f"it is not done after {limit_s:g} s; the run goes on with it, see {folder}/scale.jsonl"
+    return (
+        f"it is not done after {limit_s:g} s; the run continues with it, see {folder}/scale.jsonl"
+    )

@@ -46,7 +46,7 @@ class StopRules:
         return StopRules(tokenizer, known_tokens, tuple(texts), skips)
 
     def finish_reason(self, tokens: Sequence[int], max_tokens: int) -> str:
-        """Whether the answer ends with its last token: "stop" or "length"; "": it goes on.
+        """Whether the answer ends with its last token: "stop" or "length"; "": it continues.
 
         Args:
             tokens: of the answer so far.

@@ -119,7 +119,7 @@ def test_the_end(tmp_path):
     (tmp_path / "my run/checkpoints/step_000040").mkdir(parents=True)
     cfg.trainer.total_steps = 40
     assert dict(end_facts(SUMMARY, cfg))["longer run"] == (
-        "the same command with a larger trainer.total_steps goes on from "
+        "the same command with a larger trainer.total_steps continues from "
         f"{tmp_path}/my run/checkpoints/step_000040"
     )
     distilled = SUMMARY | {"distill/kl/first": 0.5, "distill/kl/last": 0.25}
