@@ -276,10 +276,10 @@ class LightReplica(FaultInjector):
             sample.extra["pid"] = os.getpid()
         return samples
 
-    async def wait_for_capacity(self, sent: int, capacity: int) -> int:
+    async def wait_for_capacity(self, sent: int, capacity: int) -> tuple[int, int]:
         while sent - self.idle_trajectories >= capacity:
             await asyncio.sleep(0.01)
-        return self.idle_trajectories
+        return self.idle_trajectories, capacity
 
     async def stop(self) -> None:
         """Nothing to end."""
