@@ -40,7 +40,7 @@ def _check_speculation(cfg: Config) -> None:
     from transformers import AutoConfig
 
     from one_step_off.models.hf_model import has_state_layers
-    from one_step_off.models.vision import policy_vision_config
+    from one_step_off.models.vision import is_vision_config
 
     if speculation == "suffix" and not is_installed("arctic_inference"):
         raise value_error(
@@ -49,16 +49,16 @@ def _check_speculation(cfg: Config) -> None:
             "needs the package arctic-inference, which is not installed; run pip install "
             "--no-deps arctic-inference, or use ngram",
         )
-    if policy_vision_config(cfg) is not None:
+    hf_config = AutoConfig.from_pretrained(
+        cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
+    )
+    if is_vision_config(hf_config):
         raise value_error(
             "rollout.speculation",
             speculation,
             "vLLM forbids no tokens where it guesses, and a policy that reads images must not "
             "generate the tokens of images; set it to none",
         )
-    hf_config = AutoConfig.from_pretrained(
-        cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
-    )
     if has_state_layers(hf_config):
         raise value_error(
             "rollout.speculation",
