@@ -49,10 +49,14 @@ def config(folder: Path, **changes: object) -> Config:
     return cfg
 
 
-def log_steps(cfg: Config, steps: range, lines: list[str]) -> None:
-    # TensorBoard reads event files by their names: seconds, then a counter that sorts as text (10
-    # before 9). Runs of one folder are never started within one second, but tests are.
+def wait_for_a_new_second() -> None:
+    """TensorBoard reads event files by their names: seconds, then a counter that sorts as text (10
+    before 9). Runs of one folder are never started within one second, but tests are."""
     time.sleep(1 - time.time() % 1)
+
+
+def log_steps(cfg: Config, steps: range, lines: list[str]) -> None:
+    wait_for_a_new_second()
     run_loggers = open_loggers(
         cfg, steps[0], PROMPTS.get, lines.append, start_remote_loggers(cfg, steps[0] > 0)
     )
@@ -141,6 +145,7 @@ def test_the_evaluation_of_the_checkpoints_weights_stays(tmp_path):
     cfg = config(tmp_path)
     log_steps(cfg, range(2), [])
     for first in (0, 2):
+        wait_for_a_new_second()
         tracker = Tracker(str(tmp_path), 4, out=io.StringIO())
         tracker.loggers = open_loggers(cfg, first, PROMPTS.get, print, {})
         tracker.start(
