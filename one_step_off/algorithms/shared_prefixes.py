@@ -35,7 +35,6 @@ class SharingRule:
     Attributes:
         token: of a token that passes through the layers, without attention.
         pair: of a pair of tokens, of which the later one attends to the earlier one.
-        segment: of one more sequence, with an attention of its own.
         least_saving: by a row below which it stays plain.
         least_gain: share of its cost alone that a sequence must save.
         row_tokens: the most tokens of a shared row.
@@ -43,7 +42,6 @@ class SharingRule:
 
     token: float
     pair: float
-    segment: float
     least_saving: float
     least_gain: float
     row_tokens: int
@@ -55,7 +53,7 @@ class SharingRule:
         """
         own = lengths - common
         pairs = np.where(common > 0, own * lengths, lengths**2 / 2)
-        return self.token * own + self.pair * pairs + self.segment
+        return self.token * own + self.pair * pairs
 
 
 def find_prefixes(groups: Sequence[Hashable], sequences: Sequence[np.ndarray]) -> Prefixes:

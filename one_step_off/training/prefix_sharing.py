@@ -35,19 +35,17 @@ class Rates:
 
     Attributes:
         attention: of a FLOP of the attention.
-        segment: of one more segment, in each layer.
         least_saving, least_gain: see `SharingRule`; the former in all layers.
     """
 
     attention: float
-    segment: float
     least_saving: float
     least_gain: float
 
 
 RATES = {
-    "cpu": Rates(attention=3.0, segment=4e6, least_saving=5e9, least_gain=0.1),
-    "cuda": Rates(attention=2.0, segment=1e8, least_saving=1e10, least_gain=0.1),
+    "cpu": Rates(attention=3.0, least_saving=5e9, least_gain=0.1),
+    "cuda": Rates(attention=2.0, least_saving=1e10, least_gain=0.1),
 }
 """Those of CPUs are of one core in float32. Those of GPUs are estimates: matrix products of an H200
 do 5e14 FLOPs in a second, and a kernel takes some microseconds for a short sequence."""
@@ -92,7 +90,6 @@ def rule_of(
     return SharingRule(
         token=2 * _params_of_layers(model),
         pair=4 * layers * heads * width * rates.attention,
-        segment=layers * rates.segment,
         least_saving=rates.least_saving,
         least_gain=rates.least_gain,
         row_tokens=role_config.micro_batch_tokens,
