@@ -275,10 +275,14 @@ def _cut_into_rows(
     size = np.maximum(keys - np.bincount(row_of, common), keys / KEYS_PER_TOKEN)
     is_cut = (counts > 1) & ((size > rule.row_tokens) | (counts > most))
     common = common.copy()
-    for begin, count in zip(begins[is_cut], counts[is_cut], strict=True):
-        own = slice(begin, begin + count)
-        cuts = _cheapest_cuts(lengths[own], common[own], rule.row_tokens, most)
-        common[begin + np.array(cuts)] = 0
+    if is_cut.any():
+        columns = np.arange(counts[is_cut].max())
+        is_there = columns < counts[is_cut, None]
+        places = np.where(is_there, begins[is_cut, None] + columns, 0)
+        begins_part = _cheapest_cuts(
+            lengths[places] * is_there, common[places] * is_there, rule.row_tokens, most
+        )
+        common[places[begins_part & is_there]] = 0
     row_of = np.cumsum(common == 0) - 1
     saved = np.bincount(row_of, rule.cost(lengths) - rule.cost(lengths, common))
     return np.where(saved[row_of] >= rule.least_saving, common, 0)
@@ -286,28 +290,37 @@ def _cut_into_rows(
 
 def _cheapest_cuts(
     lengths: np.ndarray, common: np.ndarray, row_tokens: int, most: int
-) -> list[int]:
-    """Where a row should be cut so that its parts fit and have the fewest tokens: the first
-    sequence of each part. Each sequence alone fits."""
-    count = len(lengths)
-    keys = np.concatenate([[0], np.cumsum(lengths)])
-    saved = np.concatenate([[0], np.cumsum(common)])
-    lost = np.zeros(count + 1, np.int64)  # tokens that the parts of the first sequences repeat
-    begin_of_last = np.zeros(count + 1, np.int64)
+) -> np.ndarray:
+    """Where rows should be cut so that the parts fit and have the fewest tokens. Each sequence
+    alone fits.
+
+    Args:
+        lengths, common: int64 [rows, n]; shorter rows end with zeros.
+
+    Returns:
+        bool [rows, n], the first sequence of each part.
+    """
+    rows, count = lengths.shape
+    every_row = np.arange(rows)
+    keys = np.pad(np.cumsum(lengths, 1), ((0, 0), (1, 0)))
+    saved = np.pad(np.cumsum(common, 1), ((0, 0), (1, 0)))
+    lost = np.zeros((rows, count + 1))  # tokens that the parts of the first sequences repeat
+    begin_of_last = np.zeros((rows, count + 1), np.int64)
     for end in range(1, count + 1):
-        begins = np.arange(max(0, end - most), end)
-        part_keys = keys[end] - keys[begins]
-        tokens = part_keys - (saved[end] - saved[begins + 1])
+        first = max(0, end - most)
+        part_keys = keys[:, [end]] - keys[:, first:end]
+        tokens = part_keys - (saved[:, [end]] - saved[:, first + 1 : end + 1])
         fits = np.maximum(tokens, part_keys / KEYS_PER_TOKEN) <= row_tokens
-        begins = begins[fits]
-        totals = lost[begins] + common[begins]
-        best = int(np.argmin(totals))  # of equal ones the longest part
-        lost[end] = totals[best]
-        begin_of_last[end] = begins[best]
-    cuts = [int(begin_of_last[count])]
-    while cuts[-1]:
-        cuts.append(int(begin_of_last[cuts[-1]]))
-    return cuts
+        totals = np.where(fits, lost[:, first:end] + common[:, first:end], np.inf)
+        best = np.argmin(totals, 1)  # of equal ones the longest part
+        lost[:, end] = totals[every_row, best]
+        begin_of_last[:, end] = first + best
+    begins_part = np.zeros((rows, count), bool)
+    begin = np.full(rows, count)
+    while begin.any():
+        begin = begin_of_last[every_row, begin]
+        begins_part[every_row, begin] = True
+    return begins_part
 
 
 def _work_of_slowest(tokens: np.ndarray, rows: Prefixes, rule: SharingRule, shares: int) -> float:

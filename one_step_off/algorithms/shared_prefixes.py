@@ -35,6 +35,8 @@ class SharingRule:
     Attributes:
         token: of a token that passes through the layers, without attention.
         pair: of a pair of tokens, of which the later one attends to the earlier one.
+        masked: share of the masked pairs of a sequence that continues another one, later tokens
+            among its own, that its attention computes, too.
         least_saving: by a row below which it stays plain.
         least_gain: share of its cost alone that a sequence must save.
         row_tokens: the most tokens of a shared row.
@@ -42,17 +44,16 @@ class SharingRule:
 
     token: float
     pair: float
+    masked: float
     least_saving: float
     least_gain: float
     row_tokens: int
 
     def cost(self, lengths: np.ndarray, common: np.ndarray | int = 0) -> np.ndarray:
-        """Of each of some sequences, without the tokens in `common`, which it attends to.
-
-        Attention with a mask computes the pairs that it masks; alone a sequence needs no mask.
-        """
+        """Of each of some sequences, without the tokens in `common`, which it attends to."""
         own = lengths - common
-        pairs = np.where(common > 0, own * lengths, lengths**2 / 2)
+        pairs = own * lengths - own**2 / 2
+        pairs += np.where(common > 0, self.masked * own**2 / 2, 0)
         return self.token * own + self.pair * pairs
 
 

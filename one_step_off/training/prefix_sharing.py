@@ -35,20 +35,23 @@ class Rates:
 
     Attributes:
         attention: of a FLOP of the attention.
+        masked: see `SharingRule`.
         least_saving, least_gain: see `SharingRule`; the former in all layers.
     """
 
     attention: float
+    masked: float
     least_saving: float
     least_gain: float
 
 
 RATES = {
-    "cpu": Rates(attention=3.0, least_saving=5e9, least_gain=0.1),
-    "cuda": Rates(attention=2.0, least_saving=1e10, least_gain=0.1),
+    "cpu": Rates(attention=3.0, masked=1.0, least_saving=5e9, least_gain=0.1),
+    "cuda": Rates(attention=2.0, masked=0.0, least_saving=1e10, least_gain=0.1),
 }
-"""Those of CPUs are of one core in float32. Those of GPUs are estimates: matrix products of an H200
-do 5e14 FLOPs in a second, and a kernel takes some microseconds for a short sequence."""
+"""Those of CPUs are of one core in float32; its attention with a mask computes all pairs. Those of
+GPUs are estimates: matrix products of an H200 do 5e14 FLOPs in a second, and kernels leave out
+blocks that are masked."""
 
 _TRIED_ROW = np.array([[0, 0, 73], [1, 70, 111], [2, 100, 120]])
 """Of the sequences with which a kernel is tried their places, the tokens that they have in common
@@ -90,6 +93,7 @@ def rule_of(
     return SharingRule(
         token=2 * _params_of_layers(model),
         pair=4 * layers * heads * width * rates.attention,
+        masked=rates.masked,
         least_saving=rates.least_saving,
         least_gain=rates.least_gain,
         row_tokens=role_config.micro_batch_tokens,

@@ -281,7 +281,7 @@ def test_prefixes_are_found_once_and_again_when_samples_are_taken_out(monkeypatc
     """They travel with each slice, and divide the batch otherwise than without sharing."""
     monkeypatch.setattr("ray.put", pickle.dumps)
     rng = np.random.default_rng(0)
-    rule = SharingRule(1.0, 0.0, least_saving=0.0, least_gain=0.0, row_tokens=1000)
+    rule = SharingRule(1.0, 0.0, 0.0, least_saving=0.0, least_gain=0.0, row_tokens=1000)
     batch = Batch(0, [sample for row in range(4) for sample in samples_of(row, 10, 3)], (0, 0))
     for sample in batch.samples:
         sample.response_ids = rng.integers(0, 99, 6).astype(np.int32)

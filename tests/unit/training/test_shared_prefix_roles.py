@@ -33,7 +33,7 @@ from tests.unit.training.rank_helpers import join
 from tests.unit.training.test_batch_slices import pickled_slices
 from tests.unit.training.test_packed_roles import assert_same_arrays, assert_same_metrics
 
-ALWAYS = SharingRule(1.0, 0.0, least_saving=0.0, least_gain=0.0, row_tokens=60)
+ALWAYS = SharingRule(1.0, 0.0, 0.0, least_saving=0.0, least_gain=0.0, row_tokens=60)
 PACKINGS = ("auto", "on")
 
 
