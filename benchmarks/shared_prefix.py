@@ -4,7 +4,8 @@
         [--prompts 1] [--n 8] [--shapes 512x128,256x64,128x256,256x256x64] [--segments 3]
 
 One rank of the FSDP2 back end in this process, on a GPU where there is one, else on one core of a
-CPU. A shape is the tokens of the prompt x those of each response, all random; or of the prompt x
+CPU, by whose own seconds it measures: other programs change them less than those of the clock. A
+shape is the tokens of the prompt x those of each response, all random; or of the prompt x
 those that the segments of an episode have in common after it x those of each segment. The arms
 alternate: every sample alone; for episodes, shared on one level, the prompt or what is more, each
 episode's; shared, as a tree; whatever the cost rule says. `--model 135m` has the shape of
@@ -96,15 +97,16 @@ def measure(worker: Any, batch: Batch, repeats: int, is_tree: bool) -> dict[str,
     if is_tree:
         one_level = on_one_level(prefixes, len(batch.samples[0].prompt_ids))
         arms.append(("one_level", always, one_level))
+    clock = time.perf_counter if worker.device.type == "cuda" else time.process_time
     seconds: dict[str, dict[str, list[float]]] = {}
     for repeat in range(repeats + 1):
         for arm, rule_of_arm, prefixes_of_arm in arms if repeat % 2 else arms[::-1]:
             worker.batch_share.sharing = rule_of_arm
             batch.prefixes = prefixes_of_arm
             for call in ("update", "log_prob"):
-                begin = time.perf_counter()
+                begin = clock()
                 getattr(worker, call)(batch)
-                spent = time.perf_counter() - begin
+                spent = clock() - begin
                 if repeat:  # the first warms up
                     seconds.setdefault(call, {}).setdefault(arm, []).append(spent)
     worker.batch_share.sharing = rule
