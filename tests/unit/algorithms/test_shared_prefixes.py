@@ -145,6 +145,18 @@ def tree(*rests: int | tuple[int, list[int]], prefix: int) -> tuple[list[int], n
     return lengths, np.column_stack([np.arange(len(common)), common])
 
 
+def test_the_cost_counts_the_pairs_that_are_computed():
+    """Of a token with those before it and half of its own; where a mask is computed, too, of each
+    own token with all."""
+    lengths, common = np.array([10, 10, 7]), np.array([0, 4, 6])
+    pairs = [[sum(p + 0.5 for p in range(c, n)) for c, n in zip(common, lengths, strict=True)]]
+    pairs.append([50.0, 6 * 10.0, 7.0])
+    for masked, own in enumerate(pairs):
+        rule = replace(ALWAYS, token=100.0, pair=3.0, masked=float(masked))
+        wanted = 100.0 * (lengths - common) + 3.0 * np.array(own)
+        np.testing.assert_array_equal(rule.cost(lengths, common), wanted)
+
+
 def test_a_row_is_shared_only_where_it_saves_enough():
     rule = SharingRule(2.0, 0.01, 1.0, least_saving=100.0, least_gain=0.1, row_tokens=10_000)
 
