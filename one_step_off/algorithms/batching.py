@@ -278,11 +278,11 @@ def _cut_into_rows(
     if is_cut.any():
         columns = np.arange(counts[is_cut].max())
         is_there = columns < counts[is_cut, None]
+        # Beyond a row the first sequence stands in, which has none before it.
         places = np.where(is_there, begins[is_cut, None] + columns, 0)
-        begins_part = _cheapest_cuts(
-            lengths[places] * is_there, common[places] * is_there, rule.row_tokens, most
-        )
-        common[places[begins_part & is_there]] = 0
+        own_lengths = lengths[places] * is_there
+        begins_part = _cheapest_cuts(own_lengths, common[places], rule.row_tokens, most)
+        common[places[begins_part]] = 0
     row_of = np.cumsum(common == 0) - 1
     saved = np.bincount(row_of, rule.cost(lengths) - rule.cost(lengths, common))
     return np.where(saved[row_of] >= rule.least_saving, common, 0)
