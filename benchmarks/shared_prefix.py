@@ -1,11 +1,14 @@
-"""What computing the common prompt of a group's samples once gains.
+"""What computing the common first tokens of a group's samples once gains.
 
     python -m benchmarks.shared_prefix --out DIR [--model tiny:qwen2] [--layers 30] [--repeats 5]
-        [--prompts 1] [--n 8] [--shapes 512x128,256x64,128x256]
+        [--prompts 1] [--n 8] [--shapes 512x128,256x64,128x256,256x256x64] [--segments 3]
 
 One rank of the FSDP2 back end in this process, on a GPU where there is one, else on one core of a
-CPU. A shape is the tokens of the prompt x those of each response, all random. The arms alternate:
-every sample alone; shared, whatever the cost rule says. `--model 135m` has the shape of
+CPU, by whose own seconds it measures: other programs change them less than those of the clock. A
+shape is the tokens of the prompt x those of each response, all random; or of the prompt x
+those that the segments of an episode have in common after it x those of each segment. The arms
+alternate: every sample alone; for episodes, shared on one level, the prompt or what is more, each
+episode's; shared, as a tree; whatever the cost rule says. `--model 135m` has the shape of
 SmolLM2-135M with random weights. Writes result.json and result.md into DIR.
 """
 
@@ -40,54 +43,77 @@ def model_folder(model: str, layers: int, out: Path) -> str:
     return tiny_qwen.ensure(model) if model.startswith("tiny:") else model
 
 
-def grouped_batch(prompts: int, n: int, prompt_tokens: int, tokens: int) -> Batch:
-    """A batch in which the samples of a prompt have its tokens in common."""
+def grouped_batch(prompts: int, n: int, shape: list[int], segments: int) -> Batch:
+    """A batch in which the samples of a prompt have its tokens in common, and the segments of an
+    episode those of its first turns, which the first of them trains."""
+    prompt_tokens, *episode, tokens = shape
+    episode_tokens = sum(episode)
     rng = np.random.default_rng(0)
+
+    def random_tokens(count: int) -> np.ndarray:
+        return rng.integers(0, TOKEN_IDS, count).astype(np.int32)
+
     samples = []
     for row in range(prompts):
-        prompt_ids = rng.integers(0, TOKEN_IDS, prompt_tokens).astype(np.int32)
+        prompt_ids = random_tokens(prompt_tokens)
         for index in range(n):
-            sample = Sample(
-                (0, row),
-                index,
-                prompt_ids,
-                rng.integers(0, TOKEN_IDS, tokens).astype(np.int32),
-                np.full(tokens, LOG_PROB, np.float32),
-                np.ones(tokens, bool),
-                np.zeros(tokens, np.int32),
-            )
-            samples.append(sample)
+            first_turns = random_tokens(episode_tokens)
+            for segment in range(segments if episode else 1):
+                total = episode_tokens + tokens
+                sample = Sample(
+                    (0, row),
+                    index,
+                    prompt_ids,
+                    np.concatenate([first_turns, random_tokens(tokens)]),
+                    np.full(total, LOG_PROB, np.float32),
+                    np.arange(total) >= (episode_tokens if segment else 0),
+                    np.zeros(total, np.int32),
+                )
+                samples.append(sample)
     batch = Batch(0, samples, expected_stamp=(0, 0))
-    batch.advantages = [rng.normal(size=tokens).astype(np.float32) for _ in samples]
+    batch.advantages = [rng.normal(size=len(s.loss_mask)).astype(np.float32) for s in samples]
     return batch
 
 
-def measure(worker: Any, batch: Batch, repeats: int) -> dict[str, Any]:
-    """Median seconds of an update and of log-probs in both arms, and what the rule decides."""
-    from one_step_off.algorithms.shared_prefixes import families_of
+def on_one_level(prefixes: np.ndarray, prompt_tokens: int) -> np.ndarray:
+    """The prompt alone, or what is common in each episode alone: what is more."""
+    common = prefixes[:, 1]
+    of_prompt = np.minimum(common, prompt_tokens)
+    of_episodes = np.where(common > prompt_tokens, common, 0)
+    best = max(of_prompt, of_episodes, key=np.sum)
+    return np.column_stack([prefixes[:, 0], best])
+
+
+def measure(worker: Any, batch: Batch, repeats: int, is_tree: bool) -> dict[str, Any]:
+    """Median seconds of an update and of log-probs in all arms, and what the rule decides.
+    `is_tree`: sharing on one level is an arm, too."""
     from one_step_off.training.model_worker import prefixes_of
 
     rule = worker.batch_share.sharing
     rows = worker._rows(batch, list(range(len(batch.samples))))
     always = replace(rule, least_gain=-1.0, least_saving=-np.inf)
+    prefixes = prefixes_of(batch.samples)
+    arms = [("plain", None, prefixes), ("shared", always, prefixes)]
+    if is_tree:
+        one_level = on_one_level(prefixes, len(batch.samples[0].prompt_ids))
+        arms.append(("one_level", always, one_level))
+    clock = time.perf_counter if worker.device.type == "cuda" else time.process_time
     seconds: dict[str, dict[str, list[float]]] = {}
     for repeat in range(repeats + 1):
-        arms = [("plain", None), ("shared", always)]
-        for arm, rule_of_arm in arms if repeat % 2 else arms[::-1]:
+        for arm, rule_of_arm, prefixes_of_arm in arms if repeat % 2 else arms[::-1]:
             worker.batch_share.sharing = rule_of_arm
+            batch.prefixes = prefixes_of_arm
             for call in ("update", "log_prob"):
-                begin = time.perf_counter()
+                begin = clock()
                 getattr(worker, call)(batch)
-                spent = time.perf_counter() - begin
+                spent = clock() - begin
                 if repeat:  # the first warms up
                     seconds.setdefault(call, {}).setdefault(arm, []).append(spent)
     worker.batch_share.sharing = rule
     result: dict[str, Any] = {"rule": "shared" if rows[:, 1].any() else "plain"}
     lengths = np.array([sample.length for sample in batch.samples])
-    prefixes = prefixes_of(batch.samples)
-    plain = rule.plain_cost(lengths).sum()
-    shared = rule.rest_cost(lengths, prefixes[:, 1]).sum()
-    shared += sum(rule.plain_cost(prefix) for _, prefix in families_of(prefixes))
+    plain = rule.cost(lengths).sum()
+    shared = rule.cost(lengths, prefixes[:, 1]).sum()
     result["predicted"] = float(shared / plain)
     result["predicted_saving_flops"] = float(plain - shared)
     for call, arms_of_call in seconds.items():
@@ -99,15 +125,18 @@ def measure(worker: Any, batch: Batch, repeats: int) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The result in Markdown."""
-    names = ["update, plain, s", "shared, s", "ratio", "log-probs, plain, s", "shared, s", "ratio"]
+    header = ["shape"]
+    for call in ("update", "log-probs"):
+        header += [f"{call}, plain, s", "one level, s", "shared, s", "ratio"]
     cells = []
     for row in rows:
         figures = []
         for call in ("update", "log_prob"):
-            keys = (f"{call}_plain_s", f"{call}_shared_s", f"{call}_ratio")
-            figures += [f"{row[key]:.3g}" for key in keys]
+            for name in ("plain_s", "one_level_s", "shared_s", "ratio"):
+                figure = row.get(f"{call}_{name}")
+                figures.append("" if figure is None else f"{figure:.3g}")
         cells.append([row["shape"], *figures, f"{row['predicted']:.2f}", row["rule"]])
-    return "\n".join(markdown_table(["shape", *names, "predicted", "rule"], cells)) + "\n"
+    return "\n".join(markdown_table([*header, "predicted", "rule"], cells)) + "\n"
 
 
 def main() -> None:
@@ -119,7 +148,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--n", type=int, default=8, help="samples of each prompt")
-    parser.add_argument("--shapes", default="512x128,256x64,128x256")
+    parser.add_argument("--shapes", default="512x128,256x64,128x256,256x256x64")
+    parser.add_argument("--segments", type=int, default=3, help="of each episode")
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     args = parser.parse_args()
     import torch  # slow to import
@@ -139,9 +169,9 @@ def main() -> None:
     worker.setup(*worker.free_address("127.0.0.1"))
     rows = []
     for shape in args.shapes.split(","):
-        prompt_tokens, tokens = map(int, shape.split("x"))
-        batch = grouped_batch(args.prompts, args.n, prompt_tokens, tokens)
-        row = {"shape": shape} | measure(worker, batch, args.repeats)
+        sizes = [int(size) for size in shape.split("x")]
+        batch = grouped_batch(args.prompts, args.n, sizes, args.segments)
+        row = {"shape": shape} | measure(worker, batch, args.repeats, len(sizes) > 2)
         rows.append(row)
         print(row, flush=True)
     settings = vars(args) | {"device": device, "out": str(args.out)}

@@ -344,7 +344,7 @@ BENCHMARKS = [
     ),
     benchmark(
         "shared_prefix",
-        *"--repeats 1 --shapes 64x8 --n 4 --prompts 2 --model tiny --layers 1".split(),
+        *"--repeats 1 --shapes 64x8,32x32x8 --n 4 --prompts 2 --model tiny --layers 1".split(),
     ),
     benchmark("lora", "--model", "tiny", "--repeats", "1"),
 ]

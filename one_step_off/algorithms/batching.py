@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from one_step_off.algorithms.shared_prefixes import Prefixes, SharingRule, families_of
+from one_step_off.algorithms.shared_prefixes import Prefixes, SharingRule, rows_of
 
 MicroBatchPlan = list[list[list[int]]]
 """plan[rank][micro-batch] = indices of sequences."""
 
 KEYS_PER_TOKEN = 8
-"""Each sequence of a row with a shared prefix has keys and values of the prefix of its own, which
-attention keeps. A micro-batch has at most so many for each token of its budget: short responses to
-a long prompt would otherwise need more memory than the plain form."""
+"""Each sequence of a shared row has keys and values of all its tokens, which attention keeps. A
+micro-batch has at most so many for each token of its budget: short responses to a long prompt would
+otherwise need more memory than the plain form."""
 
 
 def _divide_up(count: int, size: int) -> int:
@@ -134,20 +134,15 @@ def _balance(tokens: list[int], ranks: int) -> list[list[int]]:
 def _balanced_rows(tokens: list[int], rows: Prefixes, ranks: int) -> list[list[np.ndarray]]:
     """The rows of each rank, those with the most tokens first, as the indices of their sequences;
     see `_balance`."""
-    families = families_of(rows)
-    costs = [_row_tokens(own, prefix, tokens) for own, prefix in families]
-    return [[families[i][0] for i in share] for share in _balance(costs, ranks)]
+    every = rows_of(rows)
+    costs = [sum(tokens[i] - int(rows[i, 1]) for i in row) for row in every]
+    return [[every[i] for i in share] for share in _balance(costs, ranks)]
 
 
-def _row_tokens(row: np.ndarray, prefix: int, tokens: list[int]) -> int:
-    """The tokens of sequences of which the first `prefix` ones are there once."""
-    return sum(tokens[i] for i in row) - (len(row) - 1) * prefix
-
-
-def _row_size(row: np.ndarray, prefix: int, tokens: list[int]) -> int:
+def _row_size(row: np.ndarray, rows: Prefixes, tokens: list[int]) -> int:
     """What a row takes of a micro-batch: its tokens, or more where it has very many keys."""
-    keys = sum(tokens[i] for i in row) + prefix
-    return max(_row_tokens(row, prefix, tokens), -(-keys // KEYS_PER_TOKEN))
+    keys = sum(tokens[i] for i in row)
+    return max(keys - int(rows[row, 1].sum()), _divide_up(keys, KEYS_PER_TOKEN))
 
 
 def _cut_rows(
@@ -155,14 +150,13 @@ def _cut_rows(
 ) -> list[list[int]]:
     """As `_cut`, of a share's rows. A shared row is never padded: where others are, shared rows
     have micro-batches of their own."""
-    costs = [_row_size(row, int(rows[row[0], 1]), tokens) for row in share]
+    costs = [_row_size(row, rows, tokens) for row in share]
     numbers = list(range(len(share)))
-    is_shared = [bool(rows[row[0], 1]) for row in share]
     if packed:
         cut = _first_fit(numbers, costs, budget)
     else:
-        cut = _first_fit([i for i in numbers if is_shared[i]], costs, budget)
-        cut += _cut_padded([i for i in numbers if not is_shared[i]], costs, budget)
+        cut = _first_fit([i for i in numbers if len(share[i]) > 1], costs, budget)
+        cut += _cut_padded([i for i in numbers if len(share[i]) == 1], costs, budget)
     return [[int(index) for i in micro_batch for index in share[i]] for micro_batch in cut]
 
 
@@ -208,12 +202,13 @@ def _cut_padded(share: list[int], lengths: list[int], budget: int) -> list[list[
 def rows_that_pay(
     lengths: Sequence[int] | np.ndarray, prefixes: Prefixes, rule: SharingRule, shares: int
 ) -> Prefixes:
-    """Families as they should be laid out: each becomes a row, some rows, or plain sequences.
+    """The rows in which sequences should be laid out, so that what they share is cut where sharing
+    does not pay. A sequence continues the one before it where that saves enough of its cost; a row
+    is shared where it saves enough in all, and fits.
 
-    A row is computed by one rank. With long rows the ranks may have unequal work, so the rows are
-    tried whole, cut into halves, quarters and so on; the choice is what leaves the slowest rank the
-    least work. A sequence that is too long for a row is alone, so that its family is cut for the
-    others alone.
+    A row is computed by one rank. With long rows the ranks may have unequal work, so rows of all
+    sequences that fit are tried, of half as many, a quarter and so on; the choice is what leaves
+    the slowest rank the least work.
 
     Args:
         lengths: tokens of each sequence.
@@ -222,19 +217,21 @@ def rows_that_pay(
         shares: over how many ranks the rows will be divided.
     """
     tokens = np.asarray(lengths, np.int64)
-    chosen = np.column_stack([np.arange(len(tokens)), np.zeros(len(tokens), np.int64)])
-    if not prefixes[:, 1].any():
-        return chosen
-    of_family = prefixes[:, 0]
-    alone = of_family.max() + 1 + np.arange(len(tokens))
-    of_family = np.where(tokens <= rule.row_tokens, of_family, alone)
-    _, families, members = np.unique(of_family, return_inverse=True, return_counts=True)
-    most = int(members.max())
+    order, ordered, common = _sequences_that_pay(tokens, prefixes, rule)
+
+    def rows_of_up_to(most: int) -> Prefixes:
+        rows = np.zeros((len(tokens), 2), np.int64)
+        rows[order, 0] = np.arange(len(tokens))
+        rows[order, 1] = _cut_into_rows(ordered, common, rule, most)
+        return rows
+
+    most = int(np.diff(np.flatnonzero(np.append(common, 0) == 0)).max(initial=0))
     if shares == 1:
-        return _cut_families(tokens, families, prefixes[:, 1], rule, most)
+        return rows_of_up_to(most)
+    chosen = np.column_stack([np.arange(len(tokens)), np.zeros(len(tokens), np.int64)])
     least = _work_of_slowest(tokens, chosen, rule, shares)
     while most > 1:
-        rows = _cut_families(tokens, families, prefixes[:, 1], rule, most)
+        rows = rows_of_up_to(most)
         if not rows[:, 1].any():
             break  # and smaller ones would pay less
         work = _work_of_slowest(tokens, rows, rule, shares)
@@ -244,52 +241,97 @@ def rows_that_pay(
     return chosen
 
 
-def _cut_families(
-    tokens: np.ndarray, families: np.ndarray, prefixes: np.ndarray, rule: SharingRule, most: int
-) -> Prefixes:
-    """Rows of up to `most` sequences, and of a size (`_row_size`) of up to `rule.row_tokens`; plain
-    where one does not pay.
+def _sequences_that_pay(
+    tokens: np.ndarray, prefixes: Prefixes, rule: SharingRule
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The indices of sequences in the order of `prefixes`, their lengths, and what each should have
+    in common with the one before it, int64 [B] each. Those that are too long for a row come last,
+    alone."""
+    order = np.argsort(prefixes[:, 0])
+    fits = tokens[order] <= rule.row_tokens
+    if not fits.any():
+        return order, tokens[order], np.zeros(len(order), np.int64)
+    # Where some are taken out between two sequences, these have the least of it in common.
+    places = np.flatnonzero(fits)
+    begins = np.concatenate([[0], places[:-1] + 1])
+    common = np.minimum.reduceat(prefixes[order[: places[-1] + 1], 1], begins)
+    lengths = tokens[order[fits]]
+    alone = rule.cost(lengths)
+    pays = alone - rule.cost(lengths, common) >= rule.least_gain * alone
+    order = np.concatenate([order[fits], order[~fits]])
+    return order, tokens[order], np.pad(common * pays, (0, len(order) - len(common)))
+
+
+def _cut_into_rows(
+    lengths: np.ndarray, common: np.ndarray, rule: SharingRule, most: int
+) -> np.ndarray:
+    """What sequences, in order, have in common with those before them in rows of up to `most`
+    sequences and of a size (`_row_size`) of up to `rule.row_tokens`. Rows that do not pay are
+    plain."""
+    row_of = np.cumsum(common == 0) - 1
+    counts = np.bincount(row_of)
+    begins = np.cumsum(counts) - counts
+    keys = np.bincount(row_of, lengths)
+    size = np.maximum(keys - np.bincount(row_of, common), keys / KEYS_PER_TOKEN)
+    is_cut = (counts > 1) & ((size > rule.row_tokens) | (counts > most))
+    common = common.copy()
+    if is_cut.any():
+        columns = np.arange(counts[is_cut].max())
+        is_there = columns < counts[is_cut, None]
+        # Beyond a row the first sequence stands in, which has none before it.
+        places = np.where(is_there, begins[is_cut, None] + columns, 0)
+        own_lengths = lengths[places] * is_there
+        begins_part = _cheapest_cuts(own_lengths, common[places], rule.row_tokens, most)
+        common[places[begins_part]] = 0
+    row_of = np.cumsum(common == 0) - 1
+    saved = np.bincount(row_of, rule.cost(lengths) - rule.cost(lengths, common))
+    return np.where(saved[row_of] >= rule.least_saving, common, 0)
+
+
+def _cheapest_cuts(
+    lengths: np.ndarray, common: np.ndarray, row_tokens: int, most: int
+) -> np.ndarray:
+    """Where rows should be cut so that the parts fit and have the fewest tokens. Each sequence
+    alone fits.
 
     Args:
-        tokens, families, prefixes: of each sequence; families are numbered from 0.
+        lengths, common: int64 [rows, n]; shorter rows end with zeros.
+
+    Returns:
+        bool [rows, n], the first sequence of each part.
     """
-    members = np.bincount(families)
-    starts = np.cumsum(members) - members
-    order = np.argsort(families, kind="stable")
-    place = np.empty_like(order)  # of each sequence in its family
-    place[order] = np.arange(len(order)) - np.repeat(starts, members)
-    parts = -(-members // most)
-    while True:
-        row = starts[families] + place * parts[families] // members[families]
-        row_prefixes = np.zeros(len(tokens), np.int64)
-        row_prefixes[row] = prefixes
-        size = row_prefixes + np.bincount(row, tokens - prefixes, len(tokens))
-        keys = row_prefixes + np.bincount(row, tokens, len(tokens))
-        size = np.maximum(size, keys / KEYS_PER_TOKEN)
-        is_cut = (size > rule.row_tokens)[row] & (parts < members)[families]
-        if not is_cut.any():
-            break
-        parts[np.unique(families[is_cut])] += 1
-    plain = np.bincount(row, rule.plain_cost(tokens), len(tokens))
-    shared = rule.plain_cost(row_prefixes)
-    shared += np.bincount(row, rule.rest_cost(tokens, prefixes), len(tokens))
-    pays = plain - shared >= np.maximum(rule.least_saving, rule.least_gain * plain)
-    pays &= (np.bincount(row, minlength=len(tokens)) > 1) & (size <= rule.row_tokens)
-    is_shared = pays[row] & (prefixes > 0)
-    alone = len(tokens) + np.arange(len(tokens))
-    return np.column_stack([np.where(is_shared, row, alone), np.where(is_shared, prefixes, 0)])
+    rows, count = lengths.shape
+    every_row = np.arange(rows)
+    keys = np.pad(np.cumsum(lengths, 1), ((0, 0), (1, 0)))
+    saved = np.pad(np.cumsum(common, 1), ((0, 0), (1, 0)))
+    lost = np.zeros((rows, count + 1))  # tokens that the parts of the first sequences repeat
+    begin_of_last = np.zeros((rows, count + 1), np.int64)
+    for end in range(1, count + 1):
+        first = max(0, end - most)
+        part_keys = keys[:, [end]] - keys[:, first:end]
+        tokens = part_keys - (saved[:, [end]] - saved[:, first + 1 : end + 1])
+        fits = np.maximum(tokens, part_keys / KEYS_PER_TOKEN) <= row_tokens
+        totals = np.where(fits, lost[:, first:end] + common[:, first:end], np.inf)
+        best = np.argmin(totals, 1)  # of equal ones the longest part
+        lost[:, end] = totals[every_row, best]
+        begin_of_last[:, end] = first + best
+    begins_part = np.zeros((rows, count), bool)
+    begin = np.full(rows, count)
+    while begin.any():
+        begin = begin_of_last[every_row, begin]
+        begins_part[every_row, begin] = True
+    return begins_part
 
 
 def _work_of_slowest(tokens: np.ndarray, rows: Prefixes, rule: SharingRule, shares: int) -> float:
     """The largest cost of a rank's rows."""
-    _, first, row = np.unique(rows[:, 0], return_index=True, return_inverse=True)
-    prefixes = rows[first, 1]
-    own = rows[:, 1]
-    cost = np.where(own > 0, rule.rest_cost(tokens, own), rule.plain_cost(tokens))
-    costs = np.where(prefixes > 0, rule.plain_cost(prefixes), 0) + np.bincount(row, cost)
-    row_tokens = prefixes + np.bincount(row, tokens - own).astype(np.int64)
+    order = np.argsort(rows[:, 0])
+    lengths, common = tokens[order], rows[order, 1]
+    row_of = np.cumsum(common == 0) - 1
+    work = np.bincount(row_of, rule.cost(lengths, common))
+    row_tokens = np.bincount(row_of, lengths - common).astype(np.int64)
     balanced = _balance(row_tokens.tolist(), shares)
-    return max(float(costs[share].sum()) for share in balanced)
+    return max(float(work[share].sum()) for share in balanced)
 
 
 @dataclass
@@ -304,10 +346,9 @@ class MicroBatch:
         cu_seqlens: int32 [sequences + 1], the first token of each packed sequence and their number
             of tokens; None when padded. Attention must not cross these boundaries.
         max_seqlen: tokens of the longest packed sequence; 0 when padded.
-        prefix_of: where prefixes are shared, the row is packed of segments, common prefixes and
-            rests of sequences, and `cu_seqlens`, `max_seqlen` are of these: int64 [segments], the
-            segment that a rest continues, which stands before it; -1: none. None: nothing is
-            shared.
+        common: where prefixes are shared, how many first tokens of each packed sequence are those
+            of the one before it: int64 [sequences]. They are not repeated, and `cu_seqlens`,
+            `max_seqlen` are of what is left. None: nothing is shared.
         uses: where prefixes are shared, of how many sequences each position is a token: int64
             [width].
         experts: int16 [rows * width, layers, experts per token], which the routers take for each
@@ -328,7 +369,7 @@ class MicroBatch:
     counts: list[int]
     cu_seqlens: np.ndarray | None = None
     max_seqlen: int = 0
-    prefix_of: np.ndarray | None = None
+    common: np.ndarray | None = None
     uses: np.ndarray | None = None
     experts: np.ndarray | None = None
     images: list[bytes] = field(default_factory=list)
@@ -339,18 +380,17 @@ class MicroBatch:
         assert self.experts is not None
         return self.experts.reshape(*self.input_ids.shape, *self.experts.shape[1:])
 
-    def keys(self) -> tuple[np.ndarray, np.ndarray]:
-        """What the segments of a row with shared prefixes attend to: the positions of the keys of
-        the first segment, of the second and so on, int64 [keys]; and where those of each segment
-        begin, and their number, int32 [segments + 1]. The last key of a segment is that of its last
-        query."""
-        assert self.cu_seqlens is not None and self.prefix_of is not None
-        segments = np.split(np.arange(self.cu_seqlens[-1]), self.cu_seqlens[1:-1])
-        parts = []
-        for own, prefix in zip(segments, self.prefix_of, strict=True):
-            parts.append(own if prefix < 0 else np.concatenate([segments[prefix], own]))
-        ends = np.cumsum([len(part) for part in parts])
-        return np.concatenate(parts), np.concatenate([[0], ends]).astype(np.int32)
+    def keys(self) -> list[np.ndarray]:
+        """Of each sequence of a row with shared prefixes the positions of all its tokens, which are
+        the keys of its attention, int64 [L] each."""
+        assert self.cu_seqlens is not None and self.common is not None
+        result = []
+        last = np.zeros(0, np.int64)
+        own_positions = np.split(np.arange(self.cu_seqlens[-1]), self.cu_seqlens[1:-1])
+        for own, common in zip(own_positions, self.common, strict=True):
+            last = np.concatenate([last[:common], own])
+            result.append(last)
+        return result
 
 
 def collate(
@@ -420,63 +460,32 @@ def collate(
     )
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """A part of a row with shared prefixes.
-
-    Attributes:
-        tokens: [L].
-        first: the position of the first one in its sequences.
-        prefix: the segment that it continues; -1: none.
-        uses: how many sequences have it.
-    """
-
-    tokens: np.ndarray
-    first: int
-    prefix: int
-    uses: int
-
-    def positions(self) -> np.ndarray:
-        """[L], in its sequences."""
-        return np.arange(self.first, self.first + len(self.tokens))
-
-
 def _collate_shared(
     sequences: list[np.ndarray], wanted: list[np.ndarray], rows: Prefixes
 ) -> MicroBatch:
-    """As `collate`, with each common prefix before the rests of its sequences."""
-    segments: list[_Segment] = []
-    logit_parts = [np.zeros(0, np.int64)] * len(sequences)
-    begin = 0  # of the next segment, in the row
-    for row, prefix in families_of(rows):
-        prefix_begin = begin
-        prefix_segment = -1
-        if prefix:
-            prefix_segment = len(segments)
-            segments.append(_Segment(sequences[row[0]][:prefix], 0, -1, len(row)))
-            begin += prefix
-        for index in row:
-            # The logits at position p predict the token at p + 1. Those of the last position of a
-            # prefix predict the first token of each rest.
-            before = np.asarray(wanted[index], np.int64) - 1
-            in_rest = begin + before - prefix
-            logit_parts[index] = np.where(before < prefix, prefix_begin + before, in_rest)
-            rest = _Segment(sequences[index][prefix:], prefix, prefix_segment, 1)
-            segments.append(rest)
-            begin += len(rest.tokens)
-    lengths = [len(segment.tokens) for segment in segments]
+    """As `collate`, each sequence without what it has in common with the one before it."""
+    order = np.argsort(rows[:, 0])
+    common = rows[order, 1]
+    parts = [sequences[i][first:] for i, first in zip(order, common, strict=True)]
+    positions = [np.arange(first, first + len(p)) for p, first in zip(parts, common, strict=True)]
+    lengths = [len(part) for part in parts]
     token_parts = [sequence[p] for sequence, p in zip(sequences, wanted, strict=True)]
-    return MicroBatch(
-        np.concatenate([segment.tokens for segment in segments]).astype(np.int64)[None],
-        np.concatenate([segment.positions() for segment in segments])[None],
-        logit_index=np.concatenate(logit_parts),
+    micro = MicroBatch(
+        np.concatenate(parts).astype(np.int64)[None],
+        np.concatenate(positions)[None],
+        logit_index=np.zeros(0, np.int64),
         tokens=np.concatenate(token_parts).astype(np.int64),
         counts=[len(own) for own in wanted],
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         max_seqlen=max(lengths),
-        prefix_of=np.array([segment.prefix for segment in segments]),
-        uses=np.repeat([segment.uses for segment in segments], lengths),
+        common=common,
     )
+    keys = micro.keys()
+    micro.uses = np.bincount(np.concatenate(keys))
+    # The logits at position p predict the token at p + 1, also where another sequence has p.
+    logit_parts = [keys[place][wanted[i] - 1] for place, i in enumerate(order)]
+    micro.logit_index = np.concatenate([logit_parts[place] for place in np.argsort(order)])
+    return micro
 
 
 def _laid_out_experts(

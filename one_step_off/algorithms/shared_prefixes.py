@@ -1,15 +1,18 @@
-"""Sequences that begin alike, as the n samples of a prompt do: their common first tokens can be
-computed once.
+"""Sequences that begin alike, as the n samples of a prompt and the segments of an episode do: their
+common first tokens can be computed once.
 
-    a family, plain     prefix  rest 1        a family, shared     prefix  rest 1  ...  rest n
-                        prefix  rest 2
-                        ...
+    plain     prompt  turn 1  turn 2           shared, in lexical order of the tokens
+              prompt  turn 1  other turn 2     prompt  turn 1  turn 2
+              prompt  other turn 1                             other turn 2
+                                                       other turn 1
 
-In the shared form each rest attends to the prefix and to itself, at the positions that it has in
-its own sequence. So all outputs and gradients are those of the plain form, but for rounding.
+In the shared form a sequence has only what it does not have in common with the one before it; it
+attends to the common tokens where they stand, and to its own, at the positions that it has alone.
+So all outputs and gradients are those of the plain form, but for rounding. In lexical order no
+earlier sequence has more in common with it: every token of the tree is there once.
 
-Pure numpy. `batching.rows_that_pay` decides by a cost rule which families share. It reads lengths
-alone, so all ranks and the driver decide alike.
+Pure numpy. `batching.rows_that_pay` decides by a cost rule what is shared. It reads lengths alone,
+so all ranks and the driver decide alike.
 """
 
 import itertools
@@ -19,119 +22,74 @@ from dataclasses import dataclass
 import numpy as np
 
 Prefixes = np.ndarray
-"""int64 [B, 2] of B sequences: the number of a sequence's family, and how many first tokens all
-sequences of that family have in common; 0 for a sequence without one."""
+"""int64 [B, 2] of B sequences: the place of a sequence in an order of all, and how many first
+tokens it has in common with the one before it in that order; 0: it shares none, and a row begins
+with it."""
 
 
 @dataclass(frozen=True)
 class SharingRule:
-    """When to compute a common prefix once. Costs are in FLOPs of a forward pass through all layers
+    """When to compute common tokens once. Costs are in FLOPs of a forward pass through all layers
     of the model, as fast as the device makes them for long rows.
 
     Attributes:
         token: of a token that passes through the layers, without attention.
         pair: of a pair of tokens, of which the later one attends to the earlier one.
-        segment: of one more part of a row, with an attention of its own.
-        least_saving: by a family below which it stays plain.
-        least_gain: share of its plain cost that a family must save.
+        masked: share of the masked pairs of a sequence that continues another one, later tokens
+            among its own, that its attention computes, too.
+        least_saving: by a row below which it stays plain.
+        least_gain: share of its cost alone that a sequence must save.
         row_tokens: the most tokens of a shared row.
     """
 
     token: float
     pair: float
-    segment: float
+    masked: float
     least_saving: float
     least_gain: float
     row_tokens: int
 
-    def plain_cost(self, lengths: np.ndarray) -> np.ndarray:
-        """Of each of some sequences of these lengths, alone; of a prefix, too."""
-        return self.token * lengths + self.pair * lengths**2 / 2 + self.segment
-
-    def rest_cost(self, lengths: np.ndarray, prefixes: np.ndarray) -> np.ndarray:
-        """Of what comes after a shared prefix, for each of some sequences."""
-        rests = lengths - prefixes
-        return self.token * rests + self.pair * rests * lengths + self.segment
+    def cost(self, lengths: np.ndarray, common: np.ndarray | int = 0) -> np.ndarray:
+        """Of each of some sequences, without the tokens in `common`, which it attends to."""
+        own = lengths - common
+        pairs = own * lengths - own**2 / 2
+        pairs += np.where(common > 0, self.masked * own**2 / 2, 0)
+        return self.token * own + self.pair * pairs
 
 
 def find_prefixes(groups: Sequence[Hashable], sequences: Sequence[np.ndarray]) -> Prefixes:
-    """The families of sequences: every sequence is in one. Families are runs of neighbours in
-    lexical order, chosen so that their prefixes save the most tokens, or nearly, where one sequence
-    is the beginning of another. A sequence has at least one token that is not of the prefix.
+    """The order in which the sequences of each group have the most tokens in common. Each sequence
+    has at least one token of its own.
 
     Args:
-        groups: of each sequence; a family lies within a group.
+        groups: of each sequence; tokens are shared within a group.
         sequences: token ids, int [L] each.
     """
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
     prefixes = np.zeros((len(sequences), 2), np.int64)
-    families = 0
+    place = 0
     for indices in members.values():
-        for family, prefix in _best_families(indices, sequences):
-            prefixes[family] = (families, prefix)
-            families += 1
+        # Big-endian bytes sort as the tokens do.
+        ordered = sorted(indices, key=lambda i: sequences[i].astype(">u4").tobytes())
+        prefixes[ordered, 0] = place + np.arange(len(ordered))
+        place += len(ordered)
+        for before, index in itertools.pairwise(ordered):
+            prefixes[index, 1] = _common_length(sequences[before], sequences[index])
     return prefixes
 
 
-def _best_families(
-    indices: list[int], sequences: Sequence[np.ndarray]
-) -> list[tuple[list[int], int]]:
-    """The sequences at `indices`, cut into families, with the prefix of each.
-
-    In lexical order the prefix of a run is the shortest among those of its neighbours. Families
-    that are no runs could save more where a long common part lies in the midst of shorter ones.
-    """
-    # Big-endian bytes sort as the tokens do.
-    ordered = sorted(indices, key=lambda i: sequences[i].astype(">u4").tobytes())
-    neighbours = itertools.pairwise(ordered)
-    common = [_common_length(sequences[a], sequences[b]) for a, b in neighbours]
-    return _best_runs(ordered, np.array(common, np.int64))
-
-
-def _best_runs(ordered: list[int], common: np.ndarray) -> list[tuple[list[int], int]]:
-    """See `_best_families`. `common`: the common length of each two neighbours."""
-    if len(ordered) > 1 and len(ordered) * common.min() >= common.sum():
-        # Any cut would lose at least the shortest common length.
-        return [(sorted(ordered), int(common.min()))]
-    count = len(ordered)
-    best = np.zeros(count + 1, np.int64)  # the most tokens that the first sequences can save
-    start_of_last = np.zeros(count + 1, np.int64)
-    for end in range(1, count + 1):
-        # Of the runs that begin at end - 2, end - 3, ..., 0; the run of one saves nothing.
-        shortest = np.minimum.accumulate(common[: end - 1][::-1])
-        saved = np.concatenate([[0], shortest * np.arange(1, end)])
-        totals = best[:end][::-1] + saved
-        longest_run = end - 1 - int(np.argmax(totals[::-1]))  # of equal ones the longest
-        best[end] = totals[longest_run]
-        start_of_last[end] = end - 1 - longest_run
-    families = []
-    end = count
-    while end:
-        start = int(start_of_last[end])
-        prefix = int(common[start : end - 1].min()) if end - start > 1 else 0
-        families.append((sorted(ordered[start:end]), prefix))
-        end = start
-    return sorted(families)
-
-
-def _common_length(first: np.ndarray, second: np.ndarray) -> int:
-    """The number of first tokens that two sequences have in common, less than the length of
-    either."""
-    longest = min(len(first), len(second)) - 1
-    differs = first[:longest] != second[:longest]
+def _common_length(before: np.ndarray, own: np.ndarray) -> int:
+    """The number of first tokens that two sequences have in common, less than the length of the
+    second."""
+    longest = min(len(before), len(own) - 1)
+    differs = before[:longest] != own[:longest]
     return int(np.argmax(differs)) if differs.any() else max(longest, 0)
 
 
-def families_of(prefixes: Prefixes) -> list[tuple[np.ndarray, int]]:
-    """The indices of the sequences of each family, by their first one, and its prefix."""
-    members: dict[int, list[int]] = {}
-    for index, family in enumerate(prefixes[:, 0].tolist()):
-        members.setdefault(family, []).append(index)
-    return [(np.array(own), int(prefixes[own[0], 1])) for own in members.values()]
-
-
-def tokens_saved(rows: Prefixes) -> int:
-    """How many tokens less are computed than if each sequence were alone."""
-    return sum((len(own) - 1) * prefix for own, prefix in families_of(rows))
+def rows_of(prefixes: Prefixes) -> list[np.ndarray]:
+    """The indices of the sequences of each row, in the order in which they share tokens."""
+    order = np.argsort(prefixes[:, 0])
+    begins = np.flatnonzero(prefixes[order, 1] == 0)
+    return np.split(order, begins[1:])

@@ -10,9 +10,10 @@ forward as keyword arguments down to every attention layer. Three kernels read t
     sequences    torch's scaled_dot_product_attention on one sequence after the other: any device
                  and dtype, exact, and as many kernel launches as there are sequences
 
-With shared prefixes (`batching.MicroBatch`) the keys of a segment are those of the prefix that it
-continues, and its own. The same kernels compute it, since they align causal attention at the last
-query and the last key. On CPUs the third one also serves roles whose other batches are padded.
+With shared prefixes (`batching.MicroBatch`) a sequence has the keys of all its tokens, also of
+those that stand in the sequences before it, and the queries of its own. The same kernels compute
+it, since they align causal attention at the last query and the last key. On CPUs the third one also
+serves roles whose other batches are padded.
 
 transformers makes no mask for an attention function that has none registered. That is wanted: to
 know whether a row is packed it reads `position_ids` back from the device, in every forward pass.
@@ -375,13 +376,15 @@ def boundary_arguments(
     if kernel == PER_SEQUENCE or has_states:
         # What cuts on the host must not read the device for that.
         arguments["sequence_lengths"] = np.diff(layout.cu_seqlens)
-    if layout.prefix_of is not None and kernel == PER_SEQUENCE:
-        arguments["prefix_of"] = layout.prefix_of
-    elif layout.prefix_of is not None:
-        key_index, cu_keys = layout.keys()
-        arguments["key_index"] = to_device(key_index)
+    if layout.common is not None and kernel == PER_SEQUENCE:
+        arguments["common"] = layout.common
+    elif layout.common is not None:
+        keys = layout.keys()
+        lengths = [len(own) for own in keys]
+        cu_keys = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        arguments["key_index"] = to_device(np.concatenate(keys))
         arguments["cu_seq_lens_k"] = to_device(cu_keys)
-        arguments["max_length_k"] = int(np.diff(cu_keys).max())
+        arguments["max_length_k"] = max(lengths)
     if has_states:
         tokens = torch.arange(layout.input_ids.shape[1], device=cu_seqlens.device)
         arguments["seq_idx"] = torch.bucketize(tokens, cu_seqlens[1:], out_int32=True, right=True)[
@@ -405,7 +408,7 @@ def packed_attention(
     max_length_q: int | None = None,
     sequence_lengths: np.ndarray | None = None,
     packed_kernel: str = "",
-    prefix_of: np.ndarray | None = None,
+    common: np.ndarray | None = None,
     key_index: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     max_length_k: int | None = None,
@@ -424,9 +427,9 @@ def packed_attention(
         sequence_lengths: for the kernel PER_SEQUENCE, the tokens of each sequence. (A list would
             be a constant to torch.compile: a compilation for each.)
         packed_kernel: of `AttentionChoice`.
-        prefix_of: of `batching.MicroBatch`, for the kernel PER_SEQUENCE.
+        common: of `batching.MicroBatch`, for the kernel PER_SEQUENCE.
         key_index: int64 [keys]; with shared prefixes, for the other kernels: the positions of the
-            keys of each segment.
+            keys of each sequence.
         cu_seq_lens_k, max_length_k: as those of the queries.
 
     Returns:
@@ -444,8 +447,8 @@ def packed_attention(
         raise RuntimeError(f"packed attention is causal, without mask, dropout, {names}")
     if packed_kernel == PER_SEQUENCE:
         lengths = sequence_lengths.tolist()
-        prefixes = [-1] * len(lengths) if prefix_of is None else prefix_of.tolist()
-        output = attend_per_sequence(query, key, value, lengths, scaling, sliding_window, prefixes)
+        shared = [0] * len(lengths) if common is None else common.tolist()
+        output = attend_per_sequence(query, key, value, lengths, scaling, sliding_window, shared)
         return output.transpose(1, 2), None
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     boundaries = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
@@ -502,7 +505,7 @@ def attend_per_sequence(
     lengths: list[int],
     scaling: float | None = None,
     sliding_window: int | None = None,
-    prefix_of: Sequence[int] = (),
+    common: Sequence[int] = (),
 ) -> Tensor:
     """Causal attention of packed sequences, one after the other.
 
@@ -510,19 +513,22 @@ def attend_per_sequence(
         query: [1, heads, T, width]; key, value: [1, key-value heads, T, width].
         lengths: tokens of each sequence; they sum to T.
         scaling, sliding_window: as in `packed_attention`.
-        prefix_of: of each sequence the one that it continues; -1: none. Empty: none does.
+        common: how many keys each sequence has in common with the one before it, which come before
+            its own. Empty: none has any.
 
     Returns:
         [1, heads, T, width].
     """
     queries, keys, values = (tensor.split(lengths, 2) for tensor in (query, key, value))
     outputs = []
+    own_key, own_value = key, value
     for i, own_query in enumerate(queries):
-        own_key, own_value = keys[i], values[i]
-        if prefix_of and prefix_of[i] >= 0:
-            prefix = prefix_of[i]
-            own_key = torch.cat([keys[prefix], own_key], 2)
-            own_value = torch.cat([values[prefix], own_value], 2)
+        if common and common[i]:
+            # From those of the sequence before, which may have them from others before it.
+            own_key = torch.cat([own_key[:, :, : common[i]], keys[i]], 2)
+            own_value = torch.cat([own_value[:, :, : common[i]], values[i]], 2)
+        else:
+            own_key, own_value = keys[i], values[i]
         mask = _causal_mask(own_query, own_key.shape[2], sliding_window)
         output = F.scaled_dot_product_attention(
             own_query,

@@ -35,25 +35,27 @@ class Rates:
 
     Attributes:
         attention: of a FLOP of the attention.
-        segment: of one more segment, in each layer.
+        masked: see `SharingRule`.
         least_saving, least_gain: see `SharingRule`; the former in all layers.
     """
 
     attention: float
-    segment: float
+    masked: float
     least_saving: float
     least_gain: float
 
 
 RATES = {
-    "cpu": Rates(attention=3.0, segment=4e6, least_saving=5e9, least_gain=0.1),
-    "cuda": Rates(attention=2.0, segment=1e8, least_saving=1e10, least_gain=0.1),
+    "cpu": Rates(attention=3.0, masked=1.0, least_saving=5e9, least_gain=0.1),
+    "cuda": Rates(attention=2.0, masked=0.0, least_saving=1e10, least_gain=0.1),
 }
-"""Those of CPUs are of one core in float32. Those of GPUs are estimates: matrix products of an H200
-do 5e14 FLOPs in a second, and a kernel takes some microseconds for a short sequence."""
+"""Those of CPUs are of one core in float32; its attention with a mask computes all pairs. Those of
+GPUs are estimates: matrix products of an H200 do 5e14 FLOPs in a second, and kernels leave out
+blocks that are masked."""
 
-_TRIED_ROW = (70, 3, 41)
-"""Tokens of a prefix and of two rests, with which a kernel is tried."""
+_TRIED_ROW = np.array([[0, 0, 73], [1, 70, 111], [2, 100, 120]])
+"""Of the sequences with which a kernel is tried their places, the tokens that they have in common
+with the one before, and all their tokens: the third one continues the second one's own tokens."""
 _TOLERANCE = 0.02
 """Of the relative difference from float32, of bfloat16."""
 
@@ -91,7 +93,7 @@ def rule_of(
     return SharingRule(
         token=2 * _params_of_layers(model),
         pair=4 * layers * heads * width * rates.attention,
-        segment=layers * rates.segment,
+        masked=rates.masked,
         least_saving=rates.least_saving,
         least_gain=rates.least_gain,
         row_tokens=role_config.micro_batch_tokens,
@@ -119,7 +121,7 @@ def works(
     model, whose heads are tried."""
     if choice.kernel in ("", PER_SEQUENCE):
         return True
-    windows = [None, _TRIED_ROW[0] // 2]
+    windows = [None, 35]
     if not getattr(hf_config.get_text_config(), "sliding_window", None):
         windows = [None]
     try:
@@ -144,20 +146,18 @@ def works(
 def _difference_from_exact(
     device: torch.device, kernel: str, hf_config: PretrainedConfig, window: int | None
 ) -> float:
-    """The largest relative difference of outputs and gradients of a random row with a shared
-    prefix, in bfloat16 by the kernel, from those in float32 on the host. `window`: in tokens."""
+    """The largest relative difference of outputs and gradients of a random row with shared
+    prefixes, in bfloat16 by the kernel, from those in float32 on the host. `window`: in tokens."""
     text_config = hf_config.get_text_config()
     heads = text_config.num_attention_heads
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
     width = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    prefix, *rests = _TRIED_ROW
-    sequences = [np.zeros(prefix + rest, np.int64) for rest in rests]
-    nothing = [np.zeros(0, np.int64)] * len(rests)
-    rows = np.array([[0, prefix]] * len(rests))
-    layout = batching.collate(sequences, nothing, packed=True, rows=rows)
+    sequences = [np.zeros(length, np.int64) for length in _TRIED_ROW[:, 2]]
+    nothing = [np.zeros(0, np.int64)] * len(sequences)
+    layout = batching.collate(sequences, nothing, packed=True, rows=_TRIED_ROW[:, :2])
     generator = torch.Generator().manual_seed(0)
     tensors = [  # query, key, value, and the output's gradient
-        torch.randn(1, count, sum(_TRIED_ROW), width, generator=generator).bfloat16()
+        torch.randn(1, count, layout.input_ids.size, width, generator=generator).bfloat16()
         for count in (heads, kv_heads, kv_heads, heads)
     ]
     exact = _outputs_and_gradients(layout, [t.float() for t in tensors], PER_SEQUENCE, window)

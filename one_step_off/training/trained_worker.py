@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from one_step_off.algorithms import batching, core_algos, schedule
-from one_step_off.algorithms.shared_prefixes import Prefixes, tokens_saved
+from one_step_off.algorithms.shared_prefixes import Prefixes
 from one_step_off.data.episodes import episodes_of
 from one_step_off.data.samples import Batch
 from one_step_off.data.staleness import assert_staleness
@@ -204,7 +204,7 @@ class TrainedWorker(CheckpointedWorker):
         own = [index for indices in micro_batches for index in indices]
         stats.add(tokens_total=sum(lengths[i] for i in own))
         if rows is not None:
-            stats.add(tokens_shared=tokens_saved(rows[own]))
+            stats.add(tokens_shared=int(rows[own, 1].sum()))
 
     def _token_weights(self, batch: Batch, mini_batch: list[int]) -> np.ndarray:
         """The weight in the loss of the trained tokens of each sample of a mini-batch, float64

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import logging
 import sys
 import types
@@ -211,29 +212,32 @@ def test_every_kernel_is_the_definition(lengths, groups, window, scaling, kernel
     torch.testing.assert_close(gradient, wanted_gradient, atol=1e-10, rtol=0)
 
 
-def shared_row(prefixes, seed=0):
-    """A packed micro-batch of families: (tokens of the prefix, those of each rest)."""
+def shared_row(parts, seed=0):
+    """Sequences, and a packed micro-batch of them. Each part is a sequence's: how many tokens it
+    has in common with the one before it, at most, and how many of its own."""
     rng = np.random.default_rng(seed)
-    sequences, rows = [], []
-    for number, (prefix, rests) in enumerate(prefixes):
-        begin = rng.integers(0, VOCAB, prefix)
-        for rest in rests:
-            sequences.append(np.concatenate([begin, rng.integers(0, VOCAB, rest)]))
-            rows.append((number, prefix))
+    sequences = [np.zeros(0, np.int64)]
+    common = []
+    for most, own in parts:
+        common.append(min(most, len(sequences[-1])))
+        sequences.append(np.concatenate([sequences[-1][: common[-1]], rng.integers(0, VOCAB, own)]))
+    del sequences[0]
+    rows = np.column_stack([np.arange(len(parts)), common])
     nothing = [np.zeros(0, np.int64) for _ in sequences]
-    return sequences, batching.collate(sequences, nothing, packed=True, rows=np.array(rows))
+    return sequences, batching.collate(sequences, nothing, packed=True, rows=rows)
 
 
 def visible_keys(layout, window):
-    """bool [T, T]: which key each query sees, by the tokens' places in their sequences."""
-    total = layout.input_ids.size
-    segment = np.repeat(np.arange(len(layout.prefix_of)), np.diff(layout.cu_seqlens))
-    position = layout.position_ids[0]
-    is_own = segment[:, None] == segment[None]
-    is_prefix = layout.prefix_of[segment][:, None] == segment[None]
-    distance = position[:, None] - position[None]
-    seen = (is_own | is_prefix) & (distance >= 0) & (distance < (window or total + 1))
-    return torch.from_numpy(seen)
+    """bool [T, T]: which key each query sees, by a walk through its sequence's tokens."""
+    seen = torch.zeros(layout.input_ids.size, layout.input_ids.size, dtype=torch.bool)
+    sequence: list[int] = []
+    bounds = itertools.pairwise(layout.cu_seqlens.tolist())
+    for (begin, end), common in zip(bounds, layout.common, strict=True):
+        sequence = sequence[:common]
+        for token in range(begin, end):
+            sequence.append(token)
+            seen[token, sequence[-window:] if window else sequence] = True
+    return seen
 
 
 def varlen_stand_in(aligned="right"):
@@ -268,16 +272,12 @@ def varlen_stand_in(aligned="right"):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    families=st.lists(
-        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 7), min_size=2, max_size=4)),
-        min_size=1,
-        max_size=3,
-    ),
+    parts=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=2, max_size=8),
     window=st.sampled_from([None, 1, 3, 50]),
     kernel=st.sampled_from([PER_SEQUENCE, TORCH_VARLEN, FLASH_ATTN]),
 )
-def test_every_kernel_shares_prefixes_by_the_definition(families, window, kernel):
-    _, layout = shared_row(families)
+def test_every_kernel_shares_prefixes_by_the_definition(parts, window, kernel):
+    _, layout = shared_row([(0, 3), (1, 2), *parts])
     total = layout.input_ids.size
     torch.manual_seed(total)
     shapes = [(1, heads, total, 8) for heads in (4, 2, 2)]
@@ -311,14 +311,11 @@ def test_every_kernel_shares_prefixes_by_the_definition(families, window, kernel
 @pytest.mark.parametrize("attention", [PACKED, CAUSAL])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
 def test_a_row_with_shared_prefixes_is_its_sequences_one_by_one(family, attention):
-    sequences, layout = shared_row([(7, [3, 1, 5]), (4, [2, 6]), (0, [9])])
+    sequences, layout = shared_row([(0, 10), (7, 1), (8, 5), (12, 3), (7, 6), (0, 9), (4, 2)])
     shared_model = random_model(family, attention)
     plain_model = random_model(family, "eager")
     shared = hidden_states(shared_model, layout)
-    places = [[*range(0, 7), *own] for own in (range(7, 10), range(10, 11), range(11, 16))]
-    places += [[*range(16, 20), *own] for own in (range(20, 22), range(22, 28))]
-    places += [list(range(28, 37))]
-    for sequence, own in zip(sequences, places, strict=True):
+    for sequence, own in zip(sequences, layout.keys(), strict=True):
         ids = torch.from_numpy(sequence)[None]
         plain = plain_model.base_model(ids, use_cache=False).last_hidden_state[0]
         torch.testing.assert_close(shared[own], plain, atol=1e-5, rtol=0)

@@ -109,7 +109,8 @@ def _config(context: Context) -> Config:
 
 
 def _batch(cfg: Config) -> Batch:
-    """Random samples of many lengths, their log-probs about those of a random model."""
+    """Random samples of many lengths, their log-probs about those of a random model. Every second
+    one continues a part of the response before it."""
     from transformers import AutoConfig
 
     trust = cfg.model.trust_remote_code
@@ -120,7 +121,12 @@ def _batch(cfg: Config) -> Batch:
     for prompt in range(PROMPTS):
         prompt_ids = rng.integers(0, words, rng.integers(1, longest)).astype(np.int32)
         for index in range(SAMPLES_PER_PROMPT):
-            samples.append(_sample(rng, words, longest, (0, prompt), index, prompt_ids))
+            sample = _sample(rng, words, longest, (0, prompt), index, prompt_ids)
+            if index % 2:
+                before = samples[-1].response_ids
+                common = min(len(before), len(sample.response_ids)) // 2
+                sample.response_ids[:common] = before[:common]
+            samples.append(sample)
     batch = Batch(0, samples, (0, 0))
     batch.advantages = [
         np.full(len(sample.response_ids), rng.normal(), np.float32) for sample in samples
