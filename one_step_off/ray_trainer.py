@@ -41,6 +41,7 @@ from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample
 from one_step_off.data.staleness import age_shares, assert_staleness
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.rollout.batch_sources import BatchSource, InFlight, own_source
+from one_step_off.rollout.lending import Lending
 from one_step_off.rollout.pooled_batches import PooledSource
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
@@ -128,6 +129,7 @@ class Pipeline:
         self.runs_ahead = bool(cfg.pipeline.staleness)
         self.sync_overlap = SyncOverlap(cfg)
         self.batches = batch_source(cfg, roles.rollout, stream, resumed, attempt, tracker)
+        self.lending = Lending(roles.rollout)
         self.kl_controller = make_kl_controller(cfg, resumed.kl_coef if resumed else None)
         self.expected_canary: Any = None  # the trainer's half of the next canary
         self.canary_metrics: dict[str, float] = {}
@@ -187,7 +189,7 @@ class Pipeline:
         batch = None
         # Wait for the rollouts of this step, made with v(step - 1) or older weights.
         if self.runs_ahead and not self._sync_goes_first(step):
-            batch, batch_metrics = await self.batches.batch(step)
+            batch, batch_metrics = await self._wait_for_batch(step)
         # Checkpoint when due: the trainer's v(step) and these samples are both complete here.
         await self._checkpoint_if_due(step)
         # Sync v(step) into every replica, then launch evaluation when due, then the rollouts of the
@@ -196,7 +198,7 @@ class Pipeline:
         if not overlapped:
             await synced
         if batch is None:
-            batch, batch_metrics = await self.batches.batch(step)
+            batch, batch_metrics = await self._wait_for_batch(step)
         if self.checkpointer and step == self.start:
             _, state = self._contents(step)
             await self.writes.try_to_write(self.checkpointer, batch.samples, state)
@@ -218,6 +220,13 @@ class Pipeline:
         finally:
             self.tracker.step(batch, step, metrics)
             self.stopping |= self.tracker.callbacks.stop_requested
+
+    async def _wait_for_batch(self, step: int) -> tuple[Batch, dict[str, float]]:
+        """The rollouts of a step, and metrics. With placement.lend the trainer's devices generate
+        too meanwhile."""
+        async with self.lending.while_waiting(step, self.expected_canary):
+            batch, metrics = await self.batches.batch(step)
+        return batch, metrics | self.lending.metrics
 
     async def _train(self, batch: Batch) -> dict[str, float]:
         """Train on a batch; returns the metrics. Roles in different pools work at once, and roles

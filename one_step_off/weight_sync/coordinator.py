@@ -230,16 +230,16 @@ class WeightSync:
         metrics["time/canary_s"] += canary_wait_s
         return metrics | {"time/sync_s": time.perf_counter() - begin}
 
-    async def restore(self, number: int) -> bool:
-        """Bring a restarted replica to the weights that were sent last.
+    async def restore(self, *numbers: int) -> bool:
+        """Bring restarted or lent replicas to the weights that were sent last.
 
-        If nothing was sent yet, or the senders keep nothing, the replica stays stale until the next
-        sync. Returns whether the replica is still alive.
+        If nothing was sent yet, or the senders keep nothing, they stay stale until the next sync.
+        Returns whether all of them are still alive; if not, none of them has the weights.
         """
         if self.versions.sent is None or not self.cfg.keep_sent:
             return True
         async with self.lock:
-            metrics = await self._sync_replicas([number], is_restore=True)
+            metrics = await self._sync_replicas(list(numbers), is_restore=True)
         return bool(metrics)
 
     def release(self, version: int) -> Awaitable[Any]:
@@ -268,7 +268,7 @@ class WeightSync:
 
         Args:
             numbers: of the replicas.
-            is_restore: the sync is for one restarted replica alone.
+            is_restore: the sync is for restarted or lent replicas alone.
 
         Returns:
             Metrics; empty: some replicas failed, and are being restarted.

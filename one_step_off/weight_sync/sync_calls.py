@@ -47,8 +47,8 @@ class Replicas(Protocol):
     cfg: Config
     syncing: bool
     """While it is set, new prompts wait."""
-    restore: Callable[[int], Awaitable[bool]] | None
-    """Brings verified weights to a restarted replica; set by the sync."""
+    restore: Callable[..., Awaitable[bool]] | None
+    """Brings verified weights to replicas, by their numbers; set by the sync."""
 
     @property
     def active(self) -> list[int]:
