@@ -187,9 +187,12 @@ class Pipeline:
         begin = now()
         overlapped = self.sync_overlap.begin_step()
         batch = None
-        # Wait for the rollouts of this step, made with v(step - 1) or older weights.
+        # Wait for the rollouts of this step, made with v(step - 1) or older weights; with
+        # placement.lend the trainer's devices generate too meanwhile.
         if self.runs_ahead and not self._sync_goes_first(step):
-            batch, batch_metrics = await self._wait_for_batch(step)
+            async with self.lending.while_waiting(step, self.expected_canary):
+                batch, batch_metrics = await self.batches.batch(step)
+            batch_metrics |= self.lending.metrics
         # Checkpoint when due: the trainer's v(step) and these samples are both complete here.
         await self._checkpoint_if_due(step)
         # Sync v(step) into every replica, then launch evaluation when due, then the rollouts of the
@@ -198,7 +201,7 @@ class Pipeline:
         if not overlapped:
             await synced
         if batch is None:
-            batch, batch_metrics = await self._wait_for_batch(step)
+            batch, batch_metrics = await self.batches.batch(step)
         if self.checkpointer and step == self.start:
             _, state = self._contents(step)
             await self.writes.try_to_write(self.checkpointer, batch.samples, state)
@@ -220,13 +223,6 @@ class Pipeline:
         finally:
             self.tracker.step(batch, step, metrics)
             self.stopping |= self.tracker.callbacks.stop_requested
-
-    async def _wait_for_batch(self, step: int) -> tuple[Batch, dict[str, float]]:
-        """The rollouts of a step, and metrics. With placement.lend the trainer's devices generate
-        too meanwhile."""
-        async with self.lending.while_waiting(step, self.expected_canary):
-            batch, metrics = await self.batches.batch(step)
-        return batch, metrics | self.lending.metrics
 
     async def _train(self, batch: Batch) -> dict[str, float]:
         """Train on a batch; returns the metrics. Roles in different pools work at once, and roles

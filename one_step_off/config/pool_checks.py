@@ -177,10 +177,10 @@ def check_lending(cfg: Config) -> None:
             "set it to true",
         ),
         (
-            "weight_sync.mode",
-            sync.mode == "delta",
-            "after each loan the replicas need all weights",
-            "use full",
+            "weight_sync.transport",
+            sync.transport == "shared_folder",
+            "its files are for one set of replicas",
+            "use auto",
         ),
         (
             "weight_sync.lora",

@@ -47,6 +47,8 @@ class Replicas(Protocol):
     cfg: Config
     syncing: bool
     """While it is set, new prompts wait."""
+    lent: frozenset[int]
+    """The numbers of those on the trainer's devices."""
     restore: Callable[..., Awaitable[bool]] | None
     """Brings verified weights to replicas, by their numbers; set by the sync."""
 

@@ -357,10 +357,7 @@ def lending_line(cfg: Config, work: Work, results: list[Simulated]) -> str:
     gain = 1 - lent_s / best_s
     if gain < 0.005:
         return f"{what} nothing"
-    return (
-        f"{what} {gain:.0%} at most: {lent_s:.4g} s a step "
-        f"({split_of_step[lent_s]})"
-    )
+    return f"{what} {gain:.0%} at most: {lent_s:.4g} s a step ({split_of_step[lent_s]})"
 
 
 def _seconds(seconds: float) -> str:

@@ -29,7 +29,7 @@ LEND = "placement.lend=true"
         ("rollout.routing", ["rollout.routing=static"]),
         ("weight_sync.in_flight", ["weight_sync.in_flight=recompute"]),
         ("weight_sync.keep_sent", ["weight_sync.keep_sent=false"]),
-        ("weight_sync.mode", ["weight_sync.mode=delta"]),
+        ("weight_sync.transport", ["weight_sync.transport=shared_folder"]),
         ("weight_sync.lora", ["weight_sync.lora=adapter", "model.lora_rank=8"]),
         ("agent.endpoint", ["agent.endpoint=true"]),
     ],
