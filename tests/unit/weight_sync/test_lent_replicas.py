@@ -27,8 +27,13 @@ async def run(team: Team, folder) -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize(("ranks", "max_senders"), [(1, 8), (2, 1)])
-@pytest.mark.parametrize("same_device", [True, False])
+@pytest.mark.parametrize(
+    ("ranks", "max_senders", "same_device"),
+    [
+        pytest.param(1, 8, True, id="shared memory"),
+        pytest.param(2, 1, False, id="gloo, two ranks with one sender", marks=pytest.mark.slow),
+    ],
+)
 def test_lent_replicas_get_what_was_sent_last_in_groups_that_stay(
     cluster, tmp_path, ranks, max_senders, same_device
 ):
@@ -50,8 +55,8 @@ def test_lent_replicas_get_what_was_sent_last_in_groups_that_stay(
     "fault",
     [
         Fault("connect", None, "die"),
-        Fault("load", None, "die"),
-        Fault("canary", 0, "corrupt"),
+        pytest.param(Fault("load", None, "die"), marks=pytest.mark.slow),
+        pytest.param(Fault("canary", 0, "corrupt"), marks=pytest.mark.slow),
     ],
     ids=lambda fault: f"{fault.action} in {fault.place}",
 )
