@@ -272,6 +272,8 @@ def placement_text(cfg: Config, cores: list[int] | None = None) -> str:
     for pool, cores_per_process in process_cores(cfg, device, cores).items():
         roles_of_pool = [role for role, name in cfg.placement.roles.items() if name == pool]
         roles = [_role_text(cfg, role, len(cores_per_process)) for role in roles_of_pool]
+        if pool == lent_pool(cfg):
+            roles.append(f"rollout x {len(cores_per_process)} while the actor waits")
         line = f"{pool} {cfg.placement.pools[pool]} on {device}: {', '.join(roles)}"
         if any(cores_per_process):
             core_lists = [",".join(map(str, own_cores)) for own_cores in cores_per_process]

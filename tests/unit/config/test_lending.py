@@ -74,3 +74,9 @@ def test_the_engine_on_a_lent_gpu_can_sleep_and_the_others_write_in_place() -> N
     assert lent["enable_sleep_mode"]
     assert not own["enable_sleep_mode"]
     assert lent["gpu_memory_utilization"] == own["gpu_memory_utilization"] == 0.3
+
+
+def test_the_placement_says_what_is_lent() -> None:
+    assert "actor [1] on cpu: actor x 1, rollout x 1 while the actor waits" in (
+        placement.placement_text(good(LEND), [0, 1])
+    )
