@@ -129,7 +129,7 @@ class Pipeline:
         self.runs_ahead = bool(cfg.pipeline.staleness)
         self.sync_overlap = SyncOverlap(cfg)
         self.batches = batch_source(cfg, roles.rollout, stream, resumed, attempt, tracker)
-        self.lending = Lending(roles.rollout)
+        self.lending = Lending(cfg, roles.rollout)
         self.kl_controller = make_kl_controller(cfg, resumed.kl_coef if resumed else None)
         self.expected_canary: Any = None  # the trainer's half of the next canary
         self.canary_metrics: dict[str, float] = {}

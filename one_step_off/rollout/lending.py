@@ -20,6 +20,7 @@ from statistics import median
 
 from one_step_off.cluster.errors import TrainerDied
 from one_step_off.cluster.remote_calls import now, observed
+from one_step_off.config.schema import Config
 from one_step_off.rollout.replica_group import RolloutGroup
 
 RETURN_S = 15.0
@@ -85,12 +86,14 @@ class Lending:
     """Lends the trainer's devices while it waits.
 
     Attributes:
+        lends: whether the run lends at all.
         choice: whether it pays.
         metrics: of the last wait; empty where the run does not lend.
     """
 
-    def __init__(self, rollout: RolloutGroup) -> None:
+    def __init__(self, cfg: Config, rollout: RolloutGroup) -> None:
         """`rollout`: its supervisor knows which replicas are lent."""
+        self.lends = cfg.placement.lend
         self.rollout = rollout
         self.choice = LendingChoice()
         self.metrics: dict[str, float] = {}
@@ -110,7 +113,7 @@ class Lending:
             TrainerDied: a trainer was found dead when the lent replicas asked for its weights.
         """
         self.metrics = {}
-        if not self.rollout.cfg.placement.lend:
+        if not self.lends:
             yield
             return
         begin = now()

@@ -117,7 +117,7 @@ class LendingRun:
         self.supervisor.restore = self.restore
         self.supervisor.health[0].transition_to(ReplicaState.HEALTHY)
         self.group.router.replica_capacity = 2
-        self.lending = Lending(self.group)
+        self.lending = Lending(cfg, self.group)
 
     async def restore(self, *numbers: int) -> bool:
         self.wakes.append(list(numbers))
@@ -179,7 +179,7 @@ def test_without_the_key_nothing_is_lent():
     async def main():
         lendings = LendingRun([SleepingReplica()])
         await lendings.group.setup()
-        lendings.group.cfg.placement.lend = False
+        lendings.lending.lends = False
         assert await lendings.step() == ALL_ROWS
         assert lendings.wakes == []
         assert lendings.lending.metrics == {}
