@@ -97,7 +97,8 @@ class RolloutGroup:
             self.supervisor.child_processes[i] = child_processes
             self.router.replica_capacity = min(self.router.replica_capacity, max_sequences)
         lent = [self.replicas[i] for i in self.supervisor.lendable]
-        await call_all(self.cfg.trainer.step_timeout_s, "rollout", lent, "hand_device_back")
+        limit_s = self.cfg.trainer.step_timeout_s
+        await call_all(limit_s, "lent rollout", lent, "hand_device_back")
         self.has_answered = True
 
     async def watch(self) -> None:
