@@ -41,6 +41,7 @@ from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample
 from one_step_off.data.staleness import age_shares, assert_staleness
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.rollout.batch_sources import BatchSource, InFlight, own_source
+from one_step_off.rollout.lending import Lending
 from one_step_off.rollout.pooled_batches import PooledSource
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
@@ -128,6 +129,7 @@ class Pipeline:
         self.runs_ahead = bool(cfg.pipeline.staleness)
         self.sync_overlap = SyncOverlap(cfg)
         self.batches = batch_source(cfg, roles.rollout, stream, resumed, attempt, tracker)
+        self.lending = Lending(cfg, roles.rollout)
         self.kl_controller = make_kl_controller(cfg, resumed.kl_coef if resumed else None)
         self.expected_canary: Any = None  # the trainer's half of the next canary
         self.canary_metrics: dict[str, float] = {}
@@ -185,9 +187,12 @@ class Pipeline:
         begin = now()
         overlapped = self.sync_overlap.begin_step()
         batch = None
-        # Wait for the rollouts of this step, made with v(step - 1) or older weights.
+        # Wait for the rollouts of this step, made with v(step - 1) or older weights; with
+        # placement.lend the trainer's devices generate too meanwhile.
         if self.runs_ahead and not self._sync_goes_first(step):
-            batch, batch_metrics = await self.batches.batch(step)
+            async with self.lending.while_waiting(step, self.expected_canary):
+                batch, batch_metrics = await self.batches.batch(step)
+            batch_metrics |= self.lending.metrics
         # Checkpoint when due: the trainer's v(step) and these samples are both complete here.
         await self._checkpoint_if_due(step)
         # Sync v(step) into every replica, then launch evaluation when due, then the rollouts of the

@@ -276,6 +276,10 @@ class LightReplica(FaultInjector):
             sample.extra["pid"] = os.getpid()
         return samples
 
+    async def hand_device_back(self, attempt: int | None = None) -> None:
+        self.stamp = None
+        self.idle_trajectories = 0
+
     async def wait_for_capacity(self, sent: int, capacity: int) -> tuple[int, int]:
         while sent - self.idle_trajectories >= capacity:
             await asyncio.sleep(0.01)
@@ -323,9 +327,12 @@ class Team:
         timeout_s: float = 5.0,
         same_device: bool = True,
         max_senders: int = 8,
+        lent: int = 0,
     ) -> None:
-        """`same_device`: everything is in shared memory; else over gloo."""
+        """`same_device`: everything is in shared memory; else over gloo. `lent`: so many of the
+        replicas are on the trainer's devices, the last ones."""
         self.cfg = light_config(timeout_s)
+        self.cfg.placement.lend = lent > 0
         self.cfg.weight_sync.max_senders = max_senders
         self.respawned: list[int] = []
         self.events = RecordedEvents()
@@ -334,7 +341,12 @@ class Team:
         actor = WorkerGroup("actor", workers, self.cfg)
         actors = [self._spawn_replica(i) for i in range(replicas)]
         self.rollout = RolloutGroup(
-            actors, self.cfg, True, respawn=self._respawn, events=self.events
+            actors,
+            self.cfg,
+            True,
+            respawn=self._respawn,
+            events=self.events,
+            lent=range(replicas - lent, replicas),
         )
         canary = [np.arange(4, dtype=np.int32)]
         replicas_of_rank = [list(range(replicas)) if same_device else [] for _ in workers]

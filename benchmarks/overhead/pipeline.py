@@ -93,7 +93,7 @@ def connected_sync(cell: Cell, actor: WorkerGroup, rollout: RolloutGroup) -> Wei
     sync = WeightSync(actor, rollout.supervisor, canary, "127.0.0.1", no_shared_devices)
     sync.senders = actor.ranks
     sync.sending_ranks = actor.ranks
-    sync.connected_replicas = list(rollout.replicas)
+    sync.groups.replicas = list(rollout.replicas)
     sync.connect_info = {}
     sync.total_bytes = 10**9
     for health in rollout.supervisor.health:

@@ -48,9 +48,10 @@ def shares_device(cfg: Config, pool: str) -> bool:
 
 
 def rollout_and_actor_share(cfg: Config) -> bool:
-    """Whether rollout and actor use one device: they have one pool, or each a share."""
+    """Whether rollout and actor use one device: they have one pool, or each a share, or the actor's
+    devices are lent."""
     roles = cfg.placement.roles
-    if roles["rollout"] == roles["actor"]:
+    if roles["rollout"] == roles["actor"] or cfg.placement.lend:
         return True
     return all(shares_device(cfg, roles[role]) for role in ("rollout", "actor"))
 
@@ -66,7 +67,15 @@ def why_not_elastic(cfg: Config) -> str:
         return f"the replicas share the pool {pool} with {', '.join(others)}"
     if shares_device(cfg, pool):
         return f"the pool {pool} has a share of a device, not whole devices"
+    if cfg.placement.lend:
+        return "placement.lend=true has replicas on the actor's devices too"
     return ""
+
+
+def lent_pool(cfg: Config) -> str | None:
+    """The pool whose devices generate too while their roles wait: the actor's; None: none does."""
+    lends = cfg.placement.lend and "rollout" in cfg.placement.roles
+    return cfg.placement.roles.get("actor") if lends else None
 
 
 def device_share(cfg: Config, pool: str) -> float:
@@ -142,9 +151,12 @@ def on_one_node(sizes: list[int | float]) -> int | float:
 
 
 def processes_per_slot(cfg: Config, pool: str | None) -> int:
-    """How many processes share each slot of a pool: one of each role, and of each teacher."""
+    """How many processes share each slot of a pool: one of each role and of each teacher, and a
+    lent replica."""
     roles = [role for role, its_pool in cfg.placement.roles.items() if its_pool == pool]
     count = len(roles)
+    if pool is not None and pool == lent_pool(cfg):
+        count += 1
     if "teacher" in roles:
         count += len({cfg.teacher.path, *cfg.teacher.by_source.values()}) - 1
     return count
@@ -260,6 +272,8 @@ def placement_text(cfg: Config, cores: list[int] | None = None) -> str:
     for pool, cores_per_process in process_cores(cfg, device, cores).items():
         roles_of_pool = [role for role, name in cfg.placement.roles.items() if name == pool]
         roles = [_role_text(cfg, role, len(cores_per_process)) for role in roles_of_pool]
+        if pool == lent_pool(cfg):
+            roles.append(f"rollout x {len(cores_per_process)} while the actor waits")
         line = f"{pool} {cfg.placement.pools[pool]} on {device}: {', '.join(roles)}"
         if any(cores_per_process):
             core_lists = [",".join(map(str, own_cores)) for own_cores in cores_per_process]

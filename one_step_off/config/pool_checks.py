@@ -129,6 +129,77 @@ def _check_roles_beside_rollout(cfg: Config) -> None:
         )
 
 
+def check_lending(cfg: Config) -> None:
+    """Check what placement.lend needs: a trainer that waits while others generate, on whole devices
+    of its own, and engines and senders that can be woken with the last weights."""
+    if not cfg.placement.lend:
+        return
+    staleness, sync, rollout = cfg.pipeline.staleness, cfg.weight_sync, cfg.rollout
+    actor_pool, rollout_pool = (cfg.placement.roles[role] for role in ("actor", "rollout"))
+    shares = shares_device(cfg, actor_pool) or shares_device(cfg, rollout_pool)
+    # Which key forbids it, where it does so, why, and what to do.
+    limits = [
+        (
+            "placement.roles",
+            actor_pool == rollout_pool,
+            "rollout has the actor's devices already",
+            "give them separate pools",
+        ),
+        ("placement.pools", shares, "a share of a device is lent to nobody", "use whole devices"),
+        (
+            "pipeline.staleness",
+            staleness == 0,
+            "one pool for rollout and actor is for that (config/colocated.yaml)",
+            "set it to 1",
+        ),
+        (
+            "rollout.tensor_parallel_size",
+            rollout.tensor_parallel_size > 1,
+            "each of the actor's devices has an engine of its own",
+            "set it to 1",
+        ),
+        (
+            "rollout.routing",
+            rollout.routing == "static",
+            "it gives all prompts out before a device is lent",
+            "use auto",
+        ),
+        (
+            "weight_sync.in_flight",
+            sync.in_flight != "wait",
+            "unfinished responses would be lost whenever a device is given back",
+            "use wait",
+        ),
+        (
+            "weight_sync.keep_sent",
+            not sync.keep_sent,
+            "the trainer has newer weights when it waits",
+            "set it to true",
+        ),
+        (
+            "weight_sync.transport",
+            sync.transport == "shared_folder",
+            "its files are for one set of replicas",
+            "use auto",
+        ),
+        (
+            "weight_sync.lora",
+            sync.lora == "adapter",
+            "a sleeping engine has no base model, and no sync brings it back",
+            "use merged",
+        ),
+        (
+            "agent.endpoint",
+            cfg.agent.endpoint,
+            "an agent's episode cannot move to another replica",
+            "set it to false",
+        ),
+    ]
+    for key, forbids, why, fix in limits:
+        if forbids:
+            raise key_error(cfg, key, f"placement.lend=true does not go with it: {why}; {fix}")
+
+
 def check_layouts(cfg: Config, device: str) -> None:
     """Check each trainer role: settings that its back end lacks, and sizes that do not make up its
     ranks.

@@ -154,6 +154,12 @@ class PlacementConfig:
         "CPU runs on one machine: pin each process to its own cores, "
         "separate for rollout and trainer",
     )
+    lend: bool = config_key(
+        False,
+        "the actor's GPUs generate while the actor waits for its batch: each has a replica that "
+        "sleeps meanwhile. What an engine may take (rollout.gpu_memory_utilization) must be free "
+        "beside the actor's weights and moments",
+    )
 
 
 @dataclass

@@ -13,6 +13,9 @@ A weight sync takes a healthy replica back to STALE until its new weights are ve
 replica never becomes healthy directly: a new process starts as STALE, and only verified weights
 make it HEALTHY. A place that a replica has
 left may be taken by one that joins, which begins as DEAD until its process has started.
+
+A replica on the trainer's devices (`placement.lend`) is ASLEEP, STALE while it wakes up, and
+HEALTHY while it generates; then it sleeps again. Where it fails it is LEFT.
 """
 
 from enum import Enum, auto
@@ -31,14 +34,17 @@ class ReplicaState(Enum):
     """Its process died or hangs: it must be restarted."""
     LEFT = auto()
     """It was removed, and nothing is asked of it: the run has one replica less."""
+    ASLEEP = auto()
+    """The trainer has its device: it takes part in nothing until it is woken up."""
 
 
 ALLOWED_TRANSITIONS: dict[ReplicaState, frozenset[ReplicaState]] = {
-    ReplicaState.STALE: frozenset({ReplicaState.STALE, ReplicaState.HEALTHY, ReplicaState.DEAD}),
+    ReplicaState.STALE: frozenset(ReplicaState) - {ReplicaState.SUSPECT, ReplicaState.LEFT},
     ReplicaState.HEALTHY: frozenset(ReplicaState) - {ReplicaState.LEFT},
-    ReplicaState.SUSPECT: frozenset({ReplicaState.STALE, ReplicaState.HEALTHY, ReplicaState.DEAD}),
+    ReplicaState.SUSPECT: frozenset(ReplicaState) - {ReplicaState.SUSPECT, ReplicaState.LEFT},
     ReplicaState.DEAD: frozenset({ReplicaState.STALE, ReplicaState.DEAD, ReplicaState.LEFT}),
     ReplicaState.LEFT: frozenset({ReplicaState.DEAD}),
+    ReplicaState.ASLEEP: frozenset({ReplicaState.STALE, ReplicaState.DEAD}),
 }
 
 

@@ -65,6 +65,7 @@ class PromptRouter:
             static: see `rollout.routing`.
             replica_capacity: trajectories that keep one replica's engine full.
         """
+        self._queues: list[deque[Prompt]] = []  # of each call, what no replica has got yet
         self.supervisor = supervisor
         self.timeline = timeline
         self.static = static
@@ -74,6 +75,11 @@ class PromptRouter:
     def loads(self) -> list[ReplicaLoad]:
         """Of each replica; a restarted one begins with none."""
         return self.supervisor.loads
+
+    @property
+    def waiting(self) -> int:
+        """How many prompts wait for a replica that has room for them."""
+        return sum(len(queue) for queue in self._queues)
 
     async def generate(
         self, prompts: list[Prompt], request: GenerationCall, failures: int = 0
@@ -89,6 +95,7 @@ class PromptRouter:
             Exception: the first failure that a replica reported, at once.
         """
         waiting = deque(prompts)
+        self._queues.append(waiting)
         calls: list[asyncio.Task] = []
         capacity_waits: dict[int, asyncio.Task] = {}
         try:
@@ -113,6 +120,8 @@ class PromptRouter:
                     wait.cancel()
         except ExceptionGroup as e:  # the caller gets the failure as it was raised
             raise e.exceptions[0] from e.exceptions[0].__cause__
+        finally:
+            self._queues = [queue for queue in self._queues if queue is not waiting]
         return [sample for call in calls for sample in call.result()]
 
     def _assign(

@@ -375,6 +375,12 @@ class RolloutReplica(UsageProbe, PlacedActor):
         self.limiter = ConcurrencyLimiter(self.cfg.agent.max_concurrency, self.engine)
         self._raise_if_engine_died()
 
+    async def hand_device_back(self, attempt: int | None = None) -> None:
+        """The trainer needs the device: drop all work as in `drop_work`, and sleep. `attempt`: the
+        new one; None: the same. Raises RuntimeError: the engine died."""
+        await self.drop_work(self.attempt if attempt is None else attempt)
+        await self.sleep()
+
     @functools.cached_property
     def loops(self) -> Loops:
         """The agent loops, by name."""

@@ -1,7 +1,7 @@
 """The replicas as the pipeline sees them: a few awaitable methods, each with a time limit."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,6 +40,7 @@ class RolloutGroup:
         pool_lock: Any = None,
         respawn: Callable[[int], Any] | None = None,
         events: RunEvents | None = None,
+        lent: Collection[int] = (),
     ) -> None:
         """
         Args:
@@ -49,15 +50,17 @@ class RolloutGroup:
                 role does.
             respawn: see `ReplicaSupervisor`.
             events: receives the spans of each generation call, and what happens to replicas.
+            lent: the numbers of the replicas on the trainer's devices, see `lending.py`.
         """
         self.cfg = cfg
         self.shares_pool = pool_lock is not None
         self.pool_lock = pool_lock or nullcontext()
-        self.supervisor = ReplicaSupervisor(replicas, cfg, respawn, self.shares_pool, events)
+        self.supervisor = ReplicaSupervisor(replicas, cfg, respawn, self.shares_pool, events, lent)
         self.events = self.supervisor.events
         self.timeline = ReplicaTimeline()
         routing = cfg.rollout.routing
-        static = routing == "static" or (routing == "auto" and seeded)
+        # Static routing gives all prompts out at once, and none would be left for lent replicas.
+        static = routing == "static" or (routing == "auto" and seeded and not lent)
         self.router = PromptRouter(
             self.supervisor, self.timeline, static, cfg.agent.max_concurrency
         )
@@ -86,12 +89,16 @@ class RolloutGroup:
         return self.supervisor.restarts
 
     async def setup(self) -> None:
-        """Load all engines."""
+        """Load all engines. Lent replicas sleep when this returns, so that the trainers can load
+        their models."""
         limit_s = start_limit_s(self.cfg, "rollout")
         started = await call_all(limit_s, "rollout", self.replicas, "start")
         for i, (max_sequences, child_processes) in enumerate(started):
             self.supervisor.child_processes[i] = child_processes
             self.router.replica_capacity = min(self.router.replica_capacity, max_sequences)
+        lent = [self.replicas[i] for i in self.supervisor.lendable]
+        limit_s = self.cfg.trainer.step_timeout_s
+        await call_all(limit_s, "lent rollout", lent, "hand_device_back")
         self.has_answered = True
 
     async def watch(self) -> None:
@@ -204,6 +211,8 @@ async def reuse_engines(group: RolloutGroup, former: RolloutGroup, attempt: int)
     for i, reason in zip(numbers, reasons, strict=True):
         if reason:
             group.supervisor.mark_failed(i, reason)
+    if group.supervisor.endings:  # the trainers need the memory of lent replicas
+        await asyncio.wait(group.supervisor.endings)
     group.has_answered = True
     kept = reasons.count("")
     group.events.log(f"{kept} of {len(reasons)} replicas were kept")
@@ -214,7 +223,9 @@ async def _drop_work(former: RolloutGroup, i: int, attempt: int) -> str:
     if i in former.supervisor.restart_tasks:
         return "it was not running when the attempt ended"
     name = f"rollout {i}, drop_work"
-    answer = former.replicas[i].drop_work.remote(attempt)
+    is_lent = i in former.supervisor.lent
+    method = "hand_device_back" if is_lent else "drop_work"
+    answer = getattr(former.replicas[i], method).remote(attempt)
     try:
         await with_time_limit(DROP_S, name, name_failures(name, answer))
     except (RoleError, SyncError, PhaseTimeout) as error:

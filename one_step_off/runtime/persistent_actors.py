@@ -29,7 +29,7 @@ from one_step_off.cluster.placement import (
 from one_step_off.cluster.remote_calls import call_all, observed
 from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.errors import ConfigError
-from one_step_off.config.placement import processes_per_slot
+from one_step_off.config.placement import lent_pool, processes_per_slot
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.data import source_rewards
 from one_step_off.config.sections.rollout import is_seeded
@@ -59,6 +59,7 @@ class PersistentActors:
         rollout: the replicas, as the latest attempt sees them.
         sync_epoch: of the latest attempt's weight sync.
         replica_slots: replica index -> its slot.
+        lent_slots: the same of the lent replicas, in slots of the actor's pool.
         reserved: slots for replicas that are about to join.
         frozen_groups: those of the frozen roles, which the latest attempt has handed over too.
     """
@@ -97,6 +98,10 @@ class PersistentActors:
         self.reserved: list[ProcessSlot] = []
         if replicas is not None and not trainers_only:
             self._reserve_more(replicas - len(self.replica_slots))
+        self.lent_slots: dict[int, ProcessSlot] = {}
+        if lent_pool(self.cfg) and not trainers_only:
+            first = len(self.replica_slots)
+            self.lent_slots = dict(enumerate(self.pools[lent_pool(self.cfg)], start=first))
         self.env = process_env(self.device, self.host)
         self.log_folder = os.path.abspath(os.path.join(self.cfg.trainer.output_dir, LOG_FOLDER))
         self.replica_starts: Counter[int] = Counter()  # replica index -> how often it was started
@@ -106,7 +111,7 @@ class PersistentActors:
         self.endpoint = None if trainers_only else self._create_endpoint()
         self.scorers = [] if trainers_only else self._create_scorers()
         self.actors += self.scorers
-        slots = {} if trainers_only else self.replica_slots
+        slots = {} if trainers_only else self.replica_slots | self.lent_slots
         self.rollout = self._create_rollout_group([self._create_replica(i) for i in slots])
         self.former_rollout: RolloutGroup | None = None  # until its replicas are taken over
 
@@ -139,7 +144,8 @@ class PersistentActors:
             self.rollout.supervisor.mark_left(index)
 
     async def load(self) -> None:
-        """Load all engines; or let those of the attempt before drop its work."""
+        """Load all engines; or let those of the attempt before drop its work. Lent ones sleep
+        then."""
         if self.former_rollout is None:
             await self.rollout.setup()
             await self._log_start_note()
@@ -206,25 +212,35 @@ class PersistentActors:
             endpoint,
             log,
         )
+        is_lent = index in self.lent_slots
+        pool = lent_pool(self.cfg) if is_lent else self.rollout_pool
         replica = spawn(
             RolloutReplica,
             args,
-            self.replica_slots[index],
+            self._slot_of(index),
             self.device,
-            self.slot_share(self.rollout_pool),
+            self.slot_share(pool),
             engine_env(self.device, self.host),
             log,
         )
         self.actors.append(replica)
         return replica
 
+    def _slot_of(self, index: int) -> ProcessSlot:
+        return (self.replica_slots | self.lent_slots)[index]
+
     def _replica_cfg(self, index: int) -> Config:
-        """The config of a replica. One that is restarted on a shared GPU gets the KV cache of the
-        first start.
+        """The config of a replica. A lent one has the pool that it is in. One that is restarted on
+        a shared GPU gets the KV cache of the first start.
 
         To choose a size, vLLM measures the GPU's memory and fails if another process frees some
         meanwhile. At the first start the trainer is not there yet; later it is at work.
         """
+        if index in self.lent_slots:  # an engine that shares its pool can sleep
+            placement = self.cfg.placement
+            roles = placement.roles | {"rollout": lent_pool(self.cfg)}
+            placement = dataclasses.replace(placement, roles=roles)
+            return dataclasses.replace(self.cfg, placement=placement)
         size = self.kv_cache_bytes.get(index)
         if not size:
             return self.cfg
@@ -240,7 +256,17 @@ class PersistentActors:
         seeded = is_seeded(cfg.rollout, self.device)
         shares_pool = self.slot_share(self.rollout_pool) < 1
         lock = self.pool_locks[self.rollout_pool] if shares_pool else None
-        return RolloutGroup(replicas, cfg, seeded, lock, self._restart_replica, self.events)
+        restart, lent = self._restart_replica, self.lent_slots.keys()
+        group = RolloutGroup(replicas, cfg, seeded, lock, restart, self.events, lent)
+        group.supervisor.end_lent = self._end_lent
+        return group
+
+    async def _end_lent(self, index: int) -> None:
+        """End the processes of a lent replica, and nothing of the slot, which is the actor's."""
+        children = self.rollout.supervisor.child_processes[index]
+        kill_all([self.rollout.replicas[index]])
+        if children:
+            await self._kill_engine(index, children)
 
     def _restart_replica(self, index: int) -> Any:
         """End what is left of a failed replica; returns a new one in its slot."""
@@ -316,7 +342,7 @@ class PersistentActors:
     def _begin_engine_kill(self, index: int, children: list[ProcessId]) -> Any:
         """Kill the processes below a replica that did not stop: an engine may outlive it, and would
         keep the device. Returns Ray's answer."""
-        slot = self.replica_slots[index]
+        slot = self._slot_of(index)
         strategy = PlacementGroupSchedulingStrategy(slot.group, slot.bundle)
         kill = ray.remote(kill_processes).options(num_cpus=0, scheduling_strategy=strategy)
         return kill.remote(children)

@@ -370,7 +370,7 @@ def check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> l
             f"agent.loop={external[0]}: external agents receive text alone, and "
             f"{loops.cfg.model.path} is trained on images; use single_turn, or a text model"
         )
-    _check_reward_model_of_loops(loops.cfg, external)
+    _check_external_loops(loops.cfg, external)
     if external:
         engine.check_agents(loops.cfg, external[0])
     for loop_name, prompt in first_prompts.items():
@@ -395,12 +395,18 @@ def check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> l
     return list(first_prompts)
 
 
-def _check_reward_model_of_loops(cfg: Config, external: list[str]) -> None:
-    """Refuse a reward model beside external agents. It reads one prompt with one response; an
-    episode of theirs may have several, with contexts of their own, and none stands for all.
+def _check_external_loops(cfg: Config, external: list[str]) -> None:
+    """Refuse what external agents cannot have. A reward model reads one prompt with one response;
+    an episode of theirs may have several, with contexts of their own, and none stands for all. On a
+    lent device it would end with the loan.
 
     `external`: the loops of this run with such agents.
     """
+    if external and cfg.placement.lend:
+        raise ConfigError(
+            f"placement.lend=true does not go with agent.loop={external[0]}: an agent's episode "
+            "cannot move to another replica; set it to false"
+        )
     has_reward_model = bool(cfg.reward_model.url) or "reward_model" in cfg.placement.roles
     if external and has_reward_model:
         key = "reward_model.url" if cfg.reward_model.url else "placement.roles.reward_model"

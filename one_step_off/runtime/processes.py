@@ -212,7 +212,8 @@ class RunProcesses:
         anywhere on its node."""
         pool_of_role = self.cfg.placement.roles
         rank_slots = self.pools[pool_of_role["actor"]]
-        if pool_of_role["actor"] != pool_of_role["rollout"]:
+        first = min(self.engines.lent_slots, default=0)  # of the replicas in the actor's pool
+        if pool_of_role["actor"] != pool_of_role["rollout"] and not self.engines.lent_slots:
             replica_slots = self.pools[pool_of_role["rollout"]]
             # Pools with shares have the same bundle.
             return [
@@ -223,16 +224,18 @@ class RunProcesses:
         replicas_of_ranks = []
         for rank, rank_slot in enumerate(rank_slots):
             if self.device == "cpu":
-                same_node = [i for i, slot in enumerate(rank_slots) if slot.node == rank_slot.node]
+                slots = enumerate(rank_slots, start=first)
+                same_node = [i for i, slot in slots if slot.node == rank_slot.node]
                 replicas_of_ranks.append(same_node)
             else:
-                replicas_of_ranks.append([rank])
+                replicas_of_ranks.append([first + rank])
         return replicas_of_ranks
 
     async def setup(self) -> None:
         """Load every model and engine, and connect the weight sync.
 
-        All at once, but not in a pool that roles share: there the engines go first, and then sleep.
+        All at once, but not in a pool that roles share, nor with lent replicas: there the engines
+        go first, and then sleep.
         On a GPU that pools share the processes take turns where one measures its memory, see
         `device_turns`. Engines that were kept drop what they have of the attempt before."""
         engines = self.engines
@@ -241,6 +244,8 @@ class RunProcesses:
         if shares_pool and not self.keeps_engines:
             await engines.load()
             await engines.rollout.sleep()
+        elif engines.lent_slots:
+            await engines.load()
         else:
             loading.append(engines.load)
         if self.endpoint:

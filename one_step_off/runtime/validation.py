@@ -18,7 +18,13 @@ from one_step_off.config.placement import (
     rollout_and_actor_share,
     visible_gpu_count,
 )
-from one_step_off.config.pool_checks import check_batch, check_hardware, check_layouts, check_pools
+from one_step_off.config.pool_checks import (
+    check_batch,
+    check_hardware,
+    check_layouts,
+    check_lending,
+    check_pools,
+)
 from one_step_off.config.quantization import check_quantization
 from one_step_off.config.registry import ENGINES, check_name
 from one_step_off.config.role_checks import check_roles, check_run
@@ -64,6 +70,7 @@ def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> 
     device = resolved_device(cfg, num_gpus)
     check_run(cfg)
     check_pools(cfg)
+    check_lending(cfg)
     check_layouts(cfg, device)
     check_optimizers(cfg)
     check_batch(cfg)

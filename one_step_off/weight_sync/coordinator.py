@@ -20,7 +20,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,23 @@ from one_step_off.weight_sync.versions import VersionTable
 CONNECT_GRACE_S = 5.0
 """Each process enforces `connect_timeout` itself. The driver waits this many seconds longer, for a
 process that hangs where it enforces nothing."""
+
+
+@dataclass
+class SyncGroups:
+    """The groups of the senders with a set of replicas.
+
+    Attributes:
+        are_lent: with the lent replicas, which get again what was sent last.
+        replicas: the actor handles that they were created for; empty: there are no groups.
+        epoch: in which they were created.
+        kept: what all workers keep; None: only whole tensors can be sent.
+    """
+
+    are_lent: bool = False
+    replicas: list[Any] = field(default_factory=list)
+    epoch: int = 0
+    kept: ShardsOfReceivers | None = None
 
 
 class WeightSync:
@@ -115,12 +132,15 @@ class WeightSync:
         """Counts the groups; receivers that come or go begin a new epoch."""
         self.members: list[tuple[Any, int]] = []
         """The ranks that give their pieces to a sender: each with the rank of that sender."""
-        self.connected_replicas: list[Any] = []
-        """The actor handles that the groups were created for; empty: there are no groups."""
+        self.own_groups = SyncGroups()
+        self.lent_groups = SyncGroups(are_lent=True)
+        self.groups = self.own_groups
+        """Those of the sync that is under way, or was the last one."""
+        self.addresses: list[Any] = []
+        """Of the senders' stores, for all replicas but the lent ones."""
+        self.lent_addresses: list[Any] = []
         self.layouts = ReplicaLayouts([], self.cfg.timeout_s)
         """What the replicas' workers keep of the model."""
-        self.kept: ShardsOfReceivers | None = None
-        """What all workers of the epoch keep; None: only whole tensors can be sent."""
         self.versions = VersionTable()
         """What was trained, what replicas must hold, and what they have received."""
         self.failed_syncs = FailedSyncs(actor, rollout)
@@ -157,9 +177,11 @@ class WeightSync:
             self.layouts.base = await base_weights.ask_trainers(ranks, timeout_s)
         self.total_bytes = BucketPlan.build(pieces_of_sender, bucket_bytes).total_bytes
         self.member_addresses = [address and address.for_members for address in addresses]
+        leaders = [addresses[group.leader] for group in groups]
+        self.addresses = [leader.store for leader in leaders]
+        self.lent_addresses = [leader.lent_store for leader in leaders]
         self.connect_info = {
             "bucket_bytes": bucket_bytes,
-            "addresses": [addresses[group.leader].store for group in groups],
             "host": self.host,
             "timeout_s": timeout_s,
             "transport": transport,
@@ -230,16 +252,16 @@ class WeightSync:
         metrics["time/canary_s"] += canary_wait_s
         return metrics | {"time/sync_s": time.perf_counter() - begin}
 
-    async def restore(self, number: int) -> bool:
-        """Bring a restarted replica to the weights that were sent last.
+    async def restore(self, *numbers: int) -> bool:
+        """Bring restarted or lent replicas to the weights that were sent last.
 
-        If nothing was sent yet, or the senders keep nothing, the replica stays stale until the next
-        sync. Returns whether the replica is still alive.
+        If nothing was sent yet, or the senders keep nothing, they stay stale until the next sync.
+        Returns whether all of them are still alive; if not, none of them has the weights.
         """
         if self.versions.sent is None or not self.cfg.keep_sent:
             return True
         async with self.lock:
-            metrics = await self._sync_replicas([number], is_restore=True)
+            metrics = await self._sync_replicas(list(numbers), is_restore=True)
         return bool(metrics)
 
     def release(self, version: int) -> Awaitable[Any]:
@@ -268,7 +290,7 @@ class WeightSync:
 
         Args:
             numbers: of the replicas.
-            is_restore: the sync is for one restarted replica alone.
+            is_restore: the sync is for restarted or lent replicas alone.
 
         Returns:
             Metrics; empty: some replicas failed, and are being restarted.
@@ -281,8 +303,10 @@ class WeightSync:
         # Looked up before the sync: after a failure, a restarted process may have taken the place
         # of a dead one.
         replicas = {number: self.rollout.replicas[number] for number in numbers}
+        are_lent = self.rollout.lent.issuperset(numbers)
+        self.groups = self.lent_groups if are_lent else self.own_groups
         try:
-            if self.connected_replicas != list(replicas.values()):
+            if self.groups.replicas != list(replicas.values()):
                 await self._regroup(numbers)
             metrics = await self._transfer(stamp, numbers)
             if not is_restore:
@@ -291,12 +315,12 @@ class WeightSync:
             metrics |= await self._check_canary(stamp, trainer_log_probs, numbers, is_restore)
             metrics["time/canary_s"] = time.perf_counter() - begin
         except BrokenSync as broken:
-            self.connected_replicas = []
+            self.groups.replicas = []
             self.layouts.forget_proofs()
             await self.failed_syncs.handle(broken, stamp, replicas, is_restore)
             return {}
         except SyncError:
-            self.connected_replicas = []
+            self.groups.replicas = []
             raise
         for number, replica in replicas.items():
             if not is_restore:
@@ -307,31 +331,37 @@ class WeightSync:
     async def _regroup(self, numbers: list[int]) -> None:
         """Create new groups, of the senders and these replicas. Raises BrokenSync."""
         self.epoch += 1
-        self.connected_replicas = []
+        groups = self.groups
+        groups.epoch = self.epoch
+        groups.replicas = []
         workers_per_replica = self.rollout.cfg.rollout.tensor_parallel_size
         receivers = len(numbers) * workers_per_replica
         same_device = self._same_device_receivers(numbers)
         replicas = [self.rollout.replicas[number] for number in numbers]
         self.layouts.forget_all_but(self.rollout.replicas)
         await self.layouts.learn(dict(zip(numbers, replicas, strict=True)), self.abort)
-        self.kept = self.layouts.kept_by(replicas)
-        if self.kept is not None and any(same_device):
+        groups.kept = self.layouts.kept_by(replicas)
+        if groups.kept is not None and any(same_device):
             # In shared memory all read the sender's own part, of which nothing is cut.
-            self.kept = self.kept if self.layouts.all_keep_all(self.kept) else None
-        shared_kept = store_once(self.kept)
+            groups.kept = groups.kept if self.layouts.all_keep_all(groups.kept) else None
+        shared_kept = store_once(groups.kept)
         connect_info = self.connect_info | {
             "epoch": self.epoch,
             "receivers": receivers,
             "same_device": same_device,
-            "kept": plain_shards_of_receivers(self.kept),
+            "kept": plain_shards_of_receivers(groups.kept),
+            "addresses": self.lent_addresses if groups.are_lent else self.addresses,
         }
         shared_info = store_once(connect_info)
         calls = []
-        for member, leader in self.members:
+        for member, leader in [] if groups.are_lent else self.members:
             answer = member.join_leader.remote(self.epoch, self.member_addresses[leader])
             calls.append(SyncCall(self.rank_name(member), member, answer))
         for i, sender in enumerate(self.senders):
-            answer = sender.connect_sync.remote(self.epoch, receivers, same_device[i], shared_kept)
+            arguments = (self.epoch, receivers, same_device[i], shared_kept)
+            if groups.are_lent:
+                arguments = (*arguments, True)
+            answer = sender.connect_sync.remote(*arguments)
             calls.append(SyncCall(self.rank_name(sender), sender, answer))
         for position, (number, replica) in enumerate(zip(numbers, replicas, strict=True)):
             first_receiver = position * workers_per_replica
@@ -342,8 +372,9 @@ class WeightSync:
         )
         what = f"weight sync, groups of epoch {self.epoch}"
         await run_or_abort(what, calls, limit_s, limit_s, self.abort)
-        self.connected_replicas = replicas
-        self.kind_choice.begin_groups()
+        groups.replicas = replicas
+        if not groups.are_lent:
+            self.kind_choice.begin_groups()
 
     def rank_name(self, rank: Any) -> str:
         """A trainer's name in messages. Not all ranks send: one that owns no pieces does not."""
@@ -363,18 +394,24 @@ class WeightSync:
         begin = time.perf_counter()
         _, version = stamp
         replicas = {number: self.rollout.replicas[number] for number in numbers}
-        sharded_only = self.kept is not None and self.layouts.are_proved(list(replicas.values()))
+        groups = self.groups
+        are_proved = self.layouts.are_proved(list(replicas.values()))
+        sharded_only = groups.kept is not None and are_proved
         wants_full = self.cfg.mode == "delta" and self.kind_choice.wants_full()
+        sending_ranks = self.senders if groups.are_lent else self.sending_ranks
         calls = []
-        for rank in self.sending_ranks:
-            answer = rank.send_weights.remote(version, sharded_only, wants_full)
+        for rank in sending_ranks:
+            if groups.are_lent:
+                answer = rank.send_kept.remote(version, sharded_only)
+            else:
+                answer = rank.send_weights.remote(version, sharded_only, wants_full)
             calls.append(SyncCall(self.rank_name(rank), rank, answer))
         calls += begin_on_replicas(replicas, "sync", stamp, sharded_only)
         first_limit_s, rest_limit_s = transfer_limits(self.cfg.timeout_s, self.total_bytes)
         what = f"weight sync of version {version}"
         reports = await run_or_abort(what, calls, first_limit_s, rest_limit_s, self.abort)
-        sent = reports[: len(self.sending_ranks)]
-        received = dict(zip(numbers, reports[len(self.sending_ranks) :], strict=True))
+        sent = reports[: len(sending_ranks)]
+        received = dict(zip(numbers, reports[len(sending_ranks) :], strict=True))
         self.layouts.note_reports(dict(zip(replicas.values(), received.values(), strict=True)))
         return self._collect_metrics(sent, received, time.perf_counter() - begin)
 
@@ -444,4 +481,4 @@ class WeightSync:
         """End every wait of the epoch's groups, at trainers and replicas alike."""
         reason = str(error)
         ranks = [*self.senders, *(member for member, _ in self.members)]
-        await await_quietly([rank.abort_sync.remote(self.epoch, reason) for rank in ranks])
+        await await_quietly([rank.abort_sync.remote(self.groups.epoch, reason) for rank in ranks])

@@ -182,6 +182,12 @@ class WeightSender(StreamPeer):
             self.give_up(error)
             raise
 
+    def share_kept(self, other: "WeightSender") -> None:
+        """Let this sender send again what `other`, of the same plan, has sent last."""
+        other.finish_keeping()
+        self.kept_parts = other.kept_parts
+        self.kept_version = other.kept_version
+
     def abort(self, epoch: int, reason: str) -> None:
         """End every wait of an epoch, at this sender and at its receivers. For any thread."""
         signal = AbortSignal(dist.PrefixStore(f"{epoch}", self.abort_store))

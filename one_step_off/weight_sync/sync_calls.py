@@ -47,8 +47,10 @@ class Replicas(Protocol):
     cfg: Config
     syncing: bool
     """While it is set, new prompts wait."""
-    restore: Callable[[int], Awaitable[bool]] | None
-    """Brings verified weights to a restarted replica; set by the sync."""
+    lent: frozenset[int]
+    """The numbers of those on the trainer's devices."""
+    restore: Callable[..., Awaitable[bool]] | None
+    """Brings verified weights to replicas, by their numbers; set by the sync."""
 
     @property
     def active(self) -> list[int]:

@@ -44,6 +44,8 @@ class SenderAddress:
     """Of its store, for receivers."""
     for_members: LeaderAddress | None = None
     """For the members of its group; None: it has none."""
+    lent_store: Address | None = None
+    """Of the store for lent replicas; None: there are none."""
 
 
 class WeightSenderMixin:
@@ -62,6 +64,9 @@ class WeightSenderMixin:
     """Ray's concurrency groups, beside the worker's own calls."""
     released = -1
     """The latest version that every replica has, so that the weights may change; -1: none."""
+    lent_sender: WeightSender | None = None
+    """Sends again to the lent replicas, in groups of its own, so that those of all others stay;
+    None: there are none, or this rank sends nothing."""
     member: GroupMember | None = None
     """The link to the leader of this rank's sender group, if another rank leads it."""
     sync_failure = ""
@@ -119,10 +124,16 @@ class WeightSenderMixin:
         self.sender = WeightSender(plan, index, device, host, timeout_s, load_transport(*transport))
         self.sender.full_every = sync_cfg.full_every if sync_cfg.mode == "delta" else 0
         self.sender.keep_sent = self._may_send_again()
+        lent_store = None
+        if self.cfg.placement.lend:
+            own_transport = load_transport(*transport)
+            self.lent_sender = WeightSender(plan, index, device, host, timeout_s, own_transport)
+            lent_store = self.lent_sender.address
         if not group.members:
-            return SenderAddress(self.sender.address)
+            return SenderAddress(self.sender.address, lent_store=lent_store)
         self.sender.leader = GroupLeader(plan, index, group, pieces, device, host)
-        return SenderAddress(self.sender.address, self.sender.leader.links.address)
+        members_address = self.sender.leader.links.address
+        return SenderAddress(self.sender.address, members_address, lent_store)
 
     def _may_send_again(self) -> bool:
         """Whether a replica may need an earlier version: with rollout in the actor's pool none is
@@ -137,10 +148,12 @@ class WeightSenderMixin:
         receivers: int,
         same_device: list[int],
         kept: ShardsOfReceivers | None = None,
+        is_lent: bool = False,
     ) -> None:
         """Form this sender's groups; receivers and members join meanwhile. See
-        `WeightSender.connect`."""
-        self.sender.connect(epoch, receivers, same_device, kept)
+        `WeightSender.connect`. `is_lent`: with lent replicas."""
+        sender = self.lent_sender if is_lent else self.sender
+        sender.connect(epoch, receivers, same_device, kept)
 
     @ray.method(concurrency_group="sync")
     def join_leader(self, epoch: int, address: LeaderAddress) -> None:
@@ -166,6 +179,19 @@ class WeightSenderMixin:
             )
         return self.sender.send(self.weight_tensors(), version, sharded_only, wants_full)
 
+    @ray.method(concurrency_group="sync")
+    def send_kept(self, version: int, sharded_only: bool = False) -> dict[str, Any]:
+        """Send what was sent last to the lent replicas, as `WeightSender.send`. A leader has what
+        its members gave. Raises SyncError: that is not `version`; or as `WeightSender.send`."""
+        unpin()
+        self.lent_sender.share_kept(self.sender)
+        if version != self.sender.kept_version:
+            raise SyncError(
+                f"trainer rank {self.rank} keeps version {self.sender.kept_version}, asked to send "
+                f"{version}"
+            )
+        return self.lent_sender.send((), version, sharded_only)
+
     @ray.method(concurrency_group="control")
     def release(self, version: int) -> None:
         """Every replica has version `version`: the weights may change."""
@@ -179,6 +205,8 @@ class WeightSenderMixin:
         failed."""
         if hasattr(self, "sender"):
             self.sender.abort(epoch, reason)
+        if self.lent_sender is not None:
+            self.lent_sender.abort(epoch, reason)
         if self.member is not None:
             self.member.abort(epoch, reason)
 

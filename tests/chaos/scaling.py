@@ -281,6 +281,7 @@ def light_engines(cfg: Any, events: Any, on_spawn: Callable[[Any], None]) -> Any
             self.events = events
             self.actors: list[Any] = []
             self.reserved = []
+            self.lent_slots = {}
             self.pools = create_pools(cfg, "cpu")
             self.rollout_pool = "rollout"
             self.replica_slots = dict(enumerate(self.pools["rollout"]))

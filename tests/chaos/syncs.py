@@ -220,7 +220,7 @@ class Layout:
             health.failed_syncs = 0
         roles.sync.versions = VersionTable()
         if joins:
-            roles.sync.connected_replicas = []
+            roles.sync.groups.replicas = []
         roles.rollout.supervisor.syncing = False
         self.cfg.weight_sync.overlap = "true" if overlap else "false"
         self.prepared.data.stream.load_state_dict(self.stream_at_start)

@@ -68,6 +68,12 @@ def _limits(cfg: Config) -> list[tuple[str, bool, str, str]]:
             "does not free its GPU for another role",
             "give the role rollout a pool of its own",
         ),
+        (
+            "placement.lend",
+            not cfg.placement.lend or resolved_device(cfg) == "cpu",
+            "does not free its GPU for another role",
+            "set it to false",
+        ),
     ]
 
 

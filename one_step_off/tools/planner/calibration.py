@@ -34,6 +34,7 @@ STEPS = 10
 
 CALIBRATION_KEYS = (
     "pipeline.staleness=0",
+    "placement.lend=false",
     "weight_sync.in_flight=wait",
     "trainer.total_epochs=null",
     "trainer.save_hf_model=false",

@@ -353,14 +353,11 @@ def lending_line(cfg: Config, work: Work, results: list[Simulated]) -> str:
         return ""
     best_s = min(float(result.shown_step) for result in results)
     lent_s = min(split_of_step)
-    what = "trainer GPUs that generate while the trainer waits would bring"
+    what = "placement.lend=true, trainer GPUs that generate while the trainer waits, would bring"
     gain = 1 - lent_s / best_s
     if gain < 0.005:
         return f"{what} nothing"
-    return (
-        f"{what} {gain:.0%} at most: {lent_s:.4g} s a step "
-        f"({split_of_step[lent_s]}); the program does not do that"
-    )
+    return f"{what} {gain:.0%} at most: {lent_s:.4g} s a step ({split_of_step[lent_s]})"
 
 
 def _seconds(seconds: float) -> str:

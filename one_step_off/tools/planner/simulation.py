@@ -264,8 +264,8 @@ def step_with_lending(
     """Seconds of a step, at the least, if the trainer's GPUs generated whenever the trainer waits.
 
     They take over a part of the generation, each `width` GPUs as much as a replica in that time,
-    after a weight sync of their own. What it takes to change a GPU from one role to the other, and
-    to hand prompts over, is not known and counts nothing. No response gets shorter.
+    after a weight sync of their own. What it takes to get the GPUs back counts nothing. No response
+    gets shorter.
 
     Args:
         figures: of `simulate`, for `replicas` and `ranks` on devices of their own.

@@ -29,6 +29,8 @@ def test_a_dead_replica_serves_only_after_a_start_and_a_sync(wanted):
             assert after is ReplicaState.DEAD
         if after is ReplicaState.SUSPECT:
             assert before is ReplicaState.HEALTHY
+        if before is ReplicaState.ASLEEP:
+            assert after in (ReplicaState.STALE, ReplicaState.DEAD), "it serves after a sync"
 
 
 def test_silence_makes_a_replica_suspect_and_then_failed_and_an_answer_clears_it():

@@ -188,3 +188,57 @@ def test_healthy_replicas_are_kept_and_the_others_are_started_again(monkeypatch)
         assert "no answer in 0.2 s" in reasons[1]
 
     asyncio.run(main())
+
+
+def test_a_lent_replica_drops_its_work_and_sleeps_in_the_same_attempt_or_for_the_next_one():
+    async def main() -> None:
+        for attempt, expected in ((None, 0), (1, 1)):
+            engine = Engine()
+            replica = replica_with(engine)
+            replica.tokenizer = SimpleNamespace(decode=lambda *_, **__: "", eos_token_id=0)
+            slept: list[bool] = []
+
+            async def sleep(engine=engine, slept=slept) -> None:
+                slept.append(bool(engine.requests))
+
+            replica.engine.sleep = sleep
+            rollout = asyncio.create_task(replica.rollout(make_prompts(1, 2), UNSEEDED))
+            await asyncio.sleep(0.05)
+            assert engine.requests
+            await asyncio.wait_for(replica.hand_device_back(attempt), 2)
+            assert slept == [False], "no request is in an engine that sleeps"
+            assert replica.attempt == expected
+            assert "the attempt has ended" in str(await end_of(rollout))
+            with pytest.raises(RuntimeError, match="no verified weights"):
+                await replica.rollout(make_prompts(3), UNSEEDED)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_lent_replicas_sleep_before_the_trainers_of_the_next_attempt_load(sleeps, monkeypatch):
+    monkeypatch.setattr(replica_group, "DROP_S", 0.2)
+
+    async def main() -> None:
+        handed_back: list[int] = []
+        answer: Any = handed_back.append if sleeps else ActorMethod(None, delay=30)
+        lent = StandInActor(hand_device_back=answer)
+        replicas = [StandInActor(drop_work=None), lent]
+        ended: list[int] = []
+
+        def group_with_lent() -> RolloutGroup:
+            group = RolloutGroup(replicas, Config(), False, respawn=lambda i: None, lent=[1])
+            group.supervisor.end_lent = ActorMethod(ended.append, delay=0.05).remote
+            return group
+
+        former = group_with_lent()
+        former.supervisor.wake(1)
+        former.supervisor.mark_synced(1, lent)
+        group = group_with_lent()
+        await reuse_engines(group, former, 4)
+        assert handed_back == [4] * sleeps
+        assert ended == [1] * (not sleeps), "its processes are gone when this returns"
+        assert group.supervisor.lendable == [1] * sleeps
+        assert group.active == [0]
+
+    asyncio.run(main())

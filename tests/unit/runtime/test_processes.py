@@ -14,6 +14,7 @@ from one_step_off.config.loading import load_config
 from one_step_off.engines.vllm.engine_args import engine_args
 from one_step_off.runtime.persistent_actors import PersistentActors
 from one_step_off.runtime.processes import RunProcesses
+from tests.unit.stand_ins import ActorMethod
 
 HALVES = "placement.pools={rollout: [0.5, 0.5], actor: [0.5, 0.5]}"
 
@@ -26,12 +27,14 @@ def processes(*overrides: str, **attributes: Any) -> Any:
     run.engines.cfg = run.cfg
     run.engines.kv_cache_bytes = {}
     run.engines.endpoint = None
+    run.engines.lent_slots = {}
     run.engines.former_rollout = None
     run.device = "cpu"
     run.keeps_engines = False
     run.reused_groups = set()
     for name, value in attributes.items():
-        setattr(run.engines if name in ("pools", "rollout") else run, name, value)
+        of_engines = name in ("pools", "rollout", "lent_slots")
+        setattr(run.engines if of_engines else run, name, value)
     return run
 
 
@@ -42,6 +45,37 @@ def test_on_a_shared_device_the_rank_sends_to_the_replica_beside_it(device: str)
     pools = {"rollout": slots, "actor": slots}
     run = processes(HALVES, pools=pools, device=device)
     assert run._replicas_on_device_of_rank() == [[0], [1]]
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", [[2, 3], [2, 3]]), ("cuda", [[2], [3]])])
+def test_the_rank_on_a_lent_device_sends_to_the_lent_replica_there(
+    device: str, expected: list[list[int]]
+) -> None:
+    rollout = [ProcessSlot(object(), 0, 0, ()) for _ in range(2)]
+    group: Any = object()
+    actor = [ProcessSlot(group, bundle, 0, ()) for bundle in range(2)]
+    pools = {"rollout": rollout, "actor": actor}
+    lent = dict(enumerate(actor, start=2))
+    run = processes("placement.lend=true", pools=pools, lent_slots=lent, device=device)
+    assert run._replicas_on_device_of_rank() == expected
+
+
+def test_engines_load_and_lent_ones_sleep_before_the_trainers_load() -> None:
+    order: list[str] = []
+    trainers = SimpleNamespace(
+        colocated=None, setup=ActorMethod(lambda: order.append("trainers")).remote
+    )
+    sync = SimpleNamespace(connect=ActorMethod(lambda: order.append("sync")).remote)
+    run = processes(
+        "placement.lend=true",
+        pools={},
+        lent_slots={1: None},
+        groups={"actor": trainers},
+        roles=SimpleNamespace(sync=sync),
+    )
+    run.engines.load = ActorMethod(lambda: order.append("engines"), delay=0.02).remote
+    asyncio.run(run.setup())
+    assert order == ["engines", "trainers", "sync"]
 
 
 def test_on_separate_devices_all_weights_go_over_the_network() -> None:

@@ -61,6 +61,7 @@ class Engines(PersistentActors):
         self.pools = {"rollout": [cluster.slot(), cluster.slot()]}
         self.replica_slots = dict(enumerate(self.pools["rollout"]))
         self.reserved = []
+        self.lent_slots = {}
         self.former_rollout = None
         self.rollout = group_of([self._create_replica(i) for i in self.replica_slots])
 

@@ -13,7 +13,7 @@ from one_step_off.cluster.errors import RoleError
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch
-from one_step_off.runtime.prepare import _check_reward_model_of_loops
+from one_step_off.runtime.prepare import _check_external_loops
 from one_step_off.training.reward_models import mix
 from one_step_off.training.trainer_group import put_batch, put_slices
 from one_step_off.training.worker_interface import BatchShare
@@ -115,11 +115,11 @@ def test_a_reward_model_scores_no_episode_of_several_samples():
 
 def test_external_agents_and_a_reward_model_are_refused_together():
     cfg = Config()
-    _check_reward_model_of_loops(cfg, ["external"])
+    _check_external_loops(cfg, ["external"])
     cfg.placement.roles["reward_model"] = "judge"
-    _check_reward_model_of_loops(cfg, [])
+    _check_external_loops(cfg, [])
     with pytest.raises(ConfigError, match=r"placement.roles.reward_model=judge: .*remove it"):
-        _check_reward_model_of_loops(cfg, ["external"])
+        _check_external_loops(cfg, ["external"])
     cfg.reward_model.url = "http://judge"
     with pytest.raises(ConfigError, match=r"reward_model.url=http://judge: .*=external"):
-        _check_reward_model_of_loops(cfg, ["external"])
+        _check_external_loops(cfg, ["external"])

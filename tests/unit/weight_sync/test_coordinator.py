@@ -59,7 +59,7 @@ def connected_sync(
     sync = WeightSync(actor, supervisor, [np.arange(3)], "127.0.0.1", [[]])
     sync.senders = actor.ranks
     sync.sending_ranks = actor.ranks
-    sync.connected_replicas = replicas
+    sync.groups.replicas = replicas
     sync.total_bytes = 8
     return sync
 
@@ -106,7 +106,7 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
 
     async def main():
         sync.versions.send((0, 3), SCORES)
-        sync.connected_replicas = []
+        sync.groups.replicas = []
         supervisor.restart_tasks[1] = asyncio.create_task(come_back())
         await asyncio.sleep(0.01)
         assert received == {0: [], 1: []}

@@ -76,7 +76,7 @@ def test_given_times_name_the_best(capsys, times: str, best: str, step: float) -
 def test_a_plan_bounds_what_idle_trainer_gpus_would_bring(capsys, times: str, line: str) -> None:
     assert main([*GPUS, "--times", times]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("trainer GPUs that generate while the trainer waits would bring ")
+    assert last.startswith("placement.lend=true, trainer GPUs that generate while the trainer ")
     assert line in last
 
 

@@ -1,0 +1,351 @@
+"""Lent replicas: when they wake, what they generate, and how the trainer gets its devices back.
+
+With stand-ins for Ray actors; real ones are in the e2e tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from one_step_off.cluster.errors import SyncError, TrainerDied
+from one_step_off.config.schema import Config
+from one_step_off.rollout import lending, replica_supervisor
+from one_step_off.rollout.health import ReplicaState
+from one_step_off.rollout.lending import Lending, LendingChoice
+from one_step_off.rollout.replica_group import RolloutGroup
+from tests.unit.stand_ins import ActorMethod, RecordedEvents, make_prompts, one_token_sample
+
+PROMPTS = make_prompts(*range(12))
+ALL_ROWS = [(row, i) for row in range(12) for i in range(2)]
+
+
+class SleepingReplica:
+    """A replica that works on two trajectories at a time, and fails as it is told.
+
+    Attributes:
+        fails_in: the method that raises, or hangs.
+        asleep: whether the trainer has its device.
+    """
+
+    def __init__(self, seconds: float = 0.02, fails_in: str = "", hangs: bool = False) -> None:
+        self.seconds = seconds
+        self.fails_in = fails_in
+        self.hangs = hangs
+        self.asleep = False
+        self.rows: list[int] = []
+        self.idle = 0
+        self.work: set[asyncio.Task] = set()
+        self.start = ActorMethod((8, []))
+        self.alive = ActorMethod(self.answer)
+        self.ping = ActorMethod(self.answer_ping)
+        self.stop = ActorMethod(None)
+        self.rollout = ActorMethod(self.generate)
+        self.wait_for_capacity = ActorMethod(self.poll_capacity)
+        self.hand_device_back = ActorMethod(self.sleep)
+
+    async def fail(self, place: str) -> None:
+        if self.fails_in != place:
+            return
+        if self.hangs:
+            await asyncio.sleep(60)
+        raise RuntimeError(f"broken on purpose in {place}")
+
+    async def answer(self) -> None:
+        if self.fails_in == "rollout":
+            raise RuntimeError("gone")
+
+    async def answer_ping(self) -> tuple[int, int]:
+        await self.fail("rollout")
+        return 0, 0
+
+    async def generate(self, prompts: list[Any], sampling: Any) -> list[Any]:
+        assert not self.asleep, "the trainer has the device"
+        task = asyncio.current_task()
+        self.work.add(task)
+        try:
+            await self.fail("rollout")
+            await asyncio.sleep(self.seconds * len(prompts))
+        finally:
+            self.work.discard(task)
+        self.rows += [prompt.id[1] for prompt in prompts]
+        self.idle += len(prompts) * sampling.n
+        return [one_token_sample(p, i) for p in prompts for i in range(sampling.n)]
+
+    async def poll_capacity(self, sent: int, most: int) -> tuple[int, int]:
+        while sent - self.idle >= most:
+            await asyncio.sleep(0.001)
+        return self.idle, most
+
+    async def sleep(self) -> None:
+        await self.fail("sleep")
+        for task in self.work:
+            task.cancel()
+        self.idle = 0
+        self.asleep = True
+
+
+class LendingRun:
+    """A group with one replica of its own and two lent ones, as the trainer's loop uses it."""
+
+    def __init__(
+        self, lent: list[SleepingReplica], own_s: float = 0.02, wake_s: float = 0.01
+    ) -> None:
+        cfg = Config()
+        cfg.placement.lend = True
+        cfg.rollout.n = 2
+        cfg.rollout.heartbeat_s = 0.02
+        cfg.rollout.heartbeat_timeout_s = 0.3
+        self.own = SleepingReplica(own_s)
+        self.lent = lent
+        self.events = RecordedEvents()
+        self.wake_s = wake_s
+        self.wakes: list[list[int]] = []
+        numbers = range(1, 1 + len(lent))
+        self.group = RolloutGroup(
+            [self.own, *lent],
+            cfg,
+            seeded=True,
+            respawn=lambda i: SleepingReplica(),
+            events=self.events,
+            lent=numbers,
+        )
+        self.supervisor = self.group.supervisor
+        self.supervisor.restore = self.restore
+        self.supervisor.health[0].transition_to(ReplicaState.HEALTHY)
+        self.group.router.replica_capacity = 2
+        self.lending = Lending(cfg, self.group)
+
+    async def restore(self, *numbers: int) -> bool:
+        self.wakes.append(list(numbers))
+        await asyncio.sleep(self.wake_s)
+        for i in numbers:
+            replica: Any = self.group.replicas[i]
+            if replica.fails_in == "sync":
+                self.supervisor.mark_failed(i, "it died in the sync")
+        if any(i not in self.supervisor.members for i in numbers):
+            return False
+        for i in numbers:
+            self.group.replicas[i].asleep = False
+            self.supervisor.mark_synced(i, self.group.replicas[i])
+        return True
+
+    async def step(self, step: int = 0, prompts: list[Any] = PROMPTS) -> list[tuple[int, int]]:
+        """One wait of the trainer for a batch."""
+        async with self.lending.while_waiting(step):
+            samples, _ = await self.group.generate(
+                prompts, f"step {step}", self.group.train_sampling
+            )
+        for i in self.supervisor.lent:
+            replica: Any = self.group.replicas[i]
+            state = self.supervisor.health[i].state
+            assert state in (ReplicaState.ASLEEP, ReplicaState.LEFT)
+            assert replica.asleep or state is ReplicaState.LEFT
+        assert self.group.active == [0]
+        return [(sample.prompt_id[1], sample.index) for sample in samples]
+
+
+def run(main: Any) -> None:
+    asyncio.run(main())
+
+
+def test_lent_replicas_take_the_prompts_that_wait_and_sleep_before_the_trainer_goes_on():
+    async def main():
+        lent = [SleepingReplica(), SleepingReplica()]
+        lendings = LendingRun(lent, own_s=0.2)
+        await lendings.group.setup()
+        assert [replica.asleep for replica in lent] == [True, True]
+        assert not lendings.own.asleep
+        assert await lendings.step() == ALL_ROWS
+        assert lent[0].rows
+        assert lent[1].rows
+        assert lendings.wakes == [[1, 2]], "both in one sync"
+        metrics = lendings.lending.metrics
+        assert metrics["lend/samples"] == 2 * (len(lent[0].rows) + len(lent[1].rows))
+        assert metrics["lend/seconds"] > 0
+        assert metrics["lend/wake_s"] > 0
+        assert metrics["lend/return_s"] > 0
+        spans = [(lane, activity) for lane, activity, *_ in lendings.events.traced]
+        assert ("lent", "wake") in spans
+        assert ("lent", "return") in spans
+
+    run(main)
+
+
+def test_without_the_key_nothing_is_lent():
+    async def main():
+        lendings = LendingRun([SleepingReplica()])
+        await lendings.group.setup()
+        lendings.lending.lends = False
+        assert await lendings.step() == ALL_ROWS
+        assert lendings.wakes == []
+        assert lendings.lending.metrics == {}
+
+    run(main)
+
+
+def test_nothing_is_lent_where_no_prompt_waits_and_the_user_learns_why(monkeypatch):
+    monkeypatch.setattr(lending, "LONG_WAIT_S", 0.0)
+
+    async def main():
+        lendings = LendingRun([SleepingReplica()])
+        await lendings.group.setup()
+        lendings.group.router.replica_capacity = 64
+        assert await lendings.step() == ALL_ROWS
+        assert await lendings.step() == ALL_ROWS
+        assert lendings.wakes == []
+        hints = [line for line in lendings.events.lines if "agent.max_concurrency" in line]
+        assert len(hints) == 1
+        assert lendings.lending.metrics["lend/seconds"] == 0
+
+    run(main)
+
+
+def test_a_wake_up_that_is_under_way_ends_before_the_trainer_goes_on():
+    async def main():
+        lendings = LendingRun([SleepingReplica()], own_s=0.001, wake_s=0.3)
+        await lendings.group.setup()
+        assert await lendings.step() == ALL_ROWS
+        assert lendings.wakes == [[1]]
+        assert lendings.lent[0].rows == []
+        assert lendings.lending.metrics["lend/samples"] == 0
+
+    run(main)
+
+
+def test_the_trainer_ends_its_own_work_before_its_device_is_lent():
+    async def main():
+        lendings = LendingRun([SleepingReplica()], own_s=0.05)
+        await lendings.group.setup()
+        canary = asyncio.get_running_loop().create_future()
+        begun = lendings.lending.while_waiting(0, canary)
+        work = lendings.group.generate(PROMPTS, "step 0", lendings.group.train_sampling)
+        async with begun:
+            await asyncio.sleep(0.05)
+            generating = asyncio.create_task(work)
+            await asyncio.sleep(0.05)
+            assert lendings.wakes == []
+            canary.set_result(None)
+            await generating
+            assert lendings.wakes == [[1]]
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("place", "hangs"),
+    [("rollout", False), ("rollout", True), ("sync", False), ("sleep", False), ("sleep", True)],
+)
+def test_a_lent_replica_that_fails_is_given_up_and_the_run_goes_on(place, hangs, monkeypatch):
+    monkeypatch.setattr(lending, "RETURN_S", 0.1)
+    monkeypatch.setattr(replica_supervisor, "PING_S", 0.05)
+
+    async def main():
+        broken = SleepingReplica()
+        fine = SleepingReplica()
+        lendings = LendingRun([broken, fine], own_s=0.05)
+        await lendings.group.setup()
+        broken.fails_in, broken.hangs = place, hangs
+        ended = []
+        lendings.supervisor.end_lent = ActorMethod(ended.append).remote
+        watch = asyncio.create_task(lendings.group.watch())
+        assert await lendings.step() == ALL_ROWS
+        assert ended == [1]
+        assert lendings.group.restarts == 0
+        assert lendings.supervisor.lendable == [2]
+        assert sum("rollout 1" in line for line in lendings.events.lines) == 1
+        fine.rows.clear()
+        assert await lendings.step(1) == ALL_ROWS
+        assert fine.rows, "the other one is lent as before"
+        assert ended == [1]
+        watch.cancel()
+
+    run(main)
+
+
+def test_a_sync_that_fails_gives_up_the_lent_replicas_alone():
+    async def main():
+        lendings = LendingRun([SleepingReplica(), SleepingReplica()], own_s=0.05)
+        await lendings.group.setup()
+
+        async def restore(*numbers: int) -> bool:
+            raise SyncError("checksum of bucket 3")
+
+        lendings.supervisor.restore = restore
+        assert await lendings.step() == ALL_ROWS
+        assert lendings.supervisor.lendable == []
+        assert sum("checksum of bucket 3" in line for line in lendings.events.lines) == 2
+        assert await lendings.step(1) == ALL_ROWS
+
+    run(main)
+
+
+def test_a_trainer_that_is_found_dead_ends_the_attempt():
+    async def main():
+        lendings = LendingRun([SleepingReplica()], own_s=0.05)
+        await lendings.group.setup()
+
+        async def restore(*numbers: int) -> bool:
+            raise TrainerDied("trainer rank 0 is gone")
+
+        lendings.supervisor.restore = restore
+        with pytest.raises(TrainerDied):
+            await lendings.step()
+
+    run(main)
+
+
+def test_no_prompt_is_lost_or_repeated_whenever_the_loan_ends():
+    """The trainer's batch is complete at any moment; another call goes on generating, as an
+    evaluation does, and lent replicas fail now and then."""
+
+    async def one_round(seed: int) -> None:
+        choose = random.Random(seed)
+        lent = [SleepingReplica(choose.uniform(0, 0.02)) for _ in range(choose.randint(1, 3))]
+        lendings = LendingRun(lent, own_s=0.003, wake_s=choose.uniform(0, 0.02))
+        await lendings.group.setup()
+        watch = asyncio.create_task(lendings.group.watch())
+        group = lendings.group
+        evaluation = group.generate(PROMPTS, "evaluation of v0", group.val_sampling)
+        pending = asyncio.create_task(evaluation)
+        for step in range(3):
+            if choose.random() < 0.3:
+                choose.choice(lent).fails_in = choose.choice(["rollout", "sync", "sleep"])
+            prompts = PROMPTS[: choose.randint(1, 12)]
+            expected = [(prompt.id[1], i) for prompt in prompts for i in range(2)]
+            assert await lendings.step(step, prompts) == expected
+        samples, _ = await pending
+        assert [sample.prompt_id[1] for sample in samples] == list(range(12))
+        assert group.restarts == 0
+        watch.cancel()
+
+    async def main():
+        await asyncio.gather(*(one_round(seed) for seed in range(40)))
+
+    run(main)
+
+
+class TestChoice:
+    def test_it_is_tried_until_both_times_are_known_and_the_first_wake_up_counts_little(self):
+        choice = LendingChoice()
+        assert choice.pays()
+        assert choice.note(10.0, 30.0) == ""
+        assert choice.pays(), "the first wake-up also connects"
+        assert choice.note(10.0, 2.0) == ""
+        assert choice.pays()
+        assert not choice.pays(waited_s=9.0)
+
+    def test_it_says_when_the_choice_changes(self):
+        choice = LendingChoice()
+        choice.note(0.8, 1.5)
+        line = choice.note(0.8, 1.5)
+        assert line == (
+            "lending: off, the trainer waits 0.8 s a step, and waking the lent replicas and "
+            "getting the devices back takes 1.5 s"
+        )
+        assert choice.note(0.8, None) == ""
+        assert choice.note(5.0, None) == ""
+        assert choice.note(5.0, None).startswith("lending: on, the trainer waits 5 s a step")
