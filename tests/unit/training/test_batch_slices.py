@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from one_step_off.training import trainer_group
 from one_step_off.training.model_worker import token_ids_of
 from one_step_off.training.trainer_group import WorkerGroup, put_slices
 from one_step_off.training.worker_interface import BatchShare
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import config, make_batch
 from tests.unit.training.rank_helpers import join, leave, of_fsdp, of_megatron, weights_of
 
@@ -70,7 +70,7 @@ def run_rank(rank: int, world: int, workers: Any, cfg: Config, folder: Path) -> 
 
 def assert_same_results(workers: Any, cfg: Config, folder: Path) -> None:
     world = 2
-    mp.spawn(run_rank, args=(world, workers, cfg, folder), nprocs=world)
+    run_ranks(run_rank, (world, workers, cfg, folder), world)
     for rank in range(world):
         whole, sliced = (
             torch.load(f"{folder}/{name}_{rank}.pt", weights_only=False)

@@ -11,6 +11,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed (the
 
 from one_step_off.training.megatron import megatron_weights
 from one_step_off.training.megatron.megatron_workers import WORKERS
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import config, hf_log_probs, hf_model, make_batch
 from tests.unit.training.megatron_helpers import (
     CP,
@@ -181,7 +182,7 @@ def results(megatron_models, tmp_path_factory):
         for c in chosen:
             cfg = config(str(megatron_models / c.model), **c.changes)
             cases.append((c.name, cfg, world))
-        mp.spawn(run_rank, args=(cases, str(out)), nprocs=world)
+        run_ranks(run_rank, (cases, str(out)), world)
         return {c.name: load_results(out, c.name, world) for c in chosen}
 
     return get
