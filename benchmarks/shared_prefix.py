@@ -64,8 +64,7 @@ def grouped_batch(prompts: int, n: int, prompt_tokens: int, tokens: int) -> Batc
 
 def measure(worker: Any, batch: Batch, repeats: int) -> dict[str, Any]:
     """Median seconds of an update and of log-probs in both arms, and what the rule decides."""
-    from one_step_off.algorithms.shared_prefixes import families_of
-    from one_step_off.training.model_worker import prefixes_of
+    from one_step_off.algorithms.shared_prefixes import families_of, prefixes_of
 
     rule = worker.batch_share.sharing
     rows = worker._rows(batch, list(range(len(batch.samples))))

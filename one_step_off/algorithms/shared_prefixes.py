@@ -18,6 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from one_step_off.data.packing import token_ids_of
+from one_step_off.data.samples import Sample
+
 Prefixes = np.ndarray
 """int64 [B, 2] of B sequences: the number of a sequence's family, and how many first tokens all
 sequences of that family have in common; 0 for a sequence without one."""
@@ -52,6 +55,12 @@ class SharingRule:
         """Of what comes after a shared prefix, for each of some sequences."""
         rests = lengths - prefixes
         return self.token * rests + self.pair * rests * lengths + self.segment
+
+
+def prefixes_of(samples: list[Sample]) -> Prefixes:
+    """The common prefixes of the samples of each prompt, whose tokens are all here."""
+    prompts = [sample.prompt_id for sample in samples]
+    return find_prefixes(prompts, [token_ids_of(sample) for sample in samples])
 
 
 def find_prefixes(groups: Sequence[Hashable], sequences: Sequence[np.ndarray]) -> Prefixes:

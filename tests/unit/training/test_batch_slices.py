@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from one_step_off.algorithms import batching
 from one_step_off.algorithms.shared_prefixes import SharingRule
 from one_step_off.config.schema import Config
-from one_step_off.data.packing import AbsentSample, BatchOutline, SampleSlice
+from one_step_off.data.packing import AbsentSample, BatchOutline, SampleSlice, token_ids_of
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.data.staleness import StalenessError, assert_staleness
 from one_step_off.training import trainer_group
-from one_step_off.training.model_worker import token_ids_of
 from one_step_off.training.trainer_group import WorkerGroup, put_slices
 from one_step_off.training.worker_interface import BatchShare
 from tests.unit.forked_ranks import run_ranks
