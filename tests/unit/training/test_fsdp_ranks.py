@@ -24,7 +24,7 @@ EVERYTHING = OBJECTIVES["everything"]
 
 
 def run_rank(rank, world, cases, out):
-    """In a spawned process: everything that the tests below ask about each case, name -> config."""
+    """In a process of its own: all that the tests below ask about each case, name -> config."""
     torch.set_num_threads(1)
     for name, cfg in cases.items():
         worker = Recorder(cfg, "actor", rank, world, "cpu", total_steps=10)

@@ -72,7 +72,7 @@ SLOW = {case.name for case in CASES if case.world == 4} | {
 
 
 def run_rank(rank, cases, out, device="cpu"):
-    """In a spawned process: everything that the tests below ask about each (name, config,
+    """In a process of its own: everything that the tests below ask about each (name, config,
     world)."""
     torch.set_num_threads(1)
     for name, cfg, world in cases:
@@ -163,7 +163,7 @@ def results(megatron_models, tmp_path_factory):
     """results(world, slow) -> what every rank of every such case computed: name -> list; and the
     folder.
 
-    One spawn for all of one number of ranks and one speed, because imports take longest.
+    One start for all of one number of ranks and one speed.
     """
     out = tmp_path_factory.mktemp("out")
     computed = {}

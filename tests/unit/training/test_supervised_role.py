@@ -145,7 +145,7 @@ def test_adapters_alone_are_trained_with_lora(model_folders):
 
 
 def run_rank(rank, world, cases, out):
-    """In a spawned process: each case, name -> (module of the worker, its class, config)."""
+    """In a process of its own: each case, name -> (module of the worker, its class, config)."""
     import importlib
 
     torch.set_num_threads(1)
