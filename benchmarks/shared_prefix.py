@@ -87,7 +87,7 @@ def on_one_level(prefixes: np.ndarray, prompt_tokens: int) -> np.ndarray:
 def measure(worker: Any, batch: Batch, repeats: int, is_tree: bool) -> dict[str, Any]:
     """Median seconds of an update and of log-probs in all arms, and what the rule decides.
     `is_tree`: sharing on one level is an arm, too."""
-    from one_step_off.training.model_worker import prefixes_of
+    from one_step_off.algorithms.shared_prefixes import prefixes_of
 
     rule = worker.batch_share.sharing
     rows = worker._rows(batch, list(range(len(batch.samples))))

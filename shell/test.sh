@@ -19,6 +19,8 @@ bin="$(shell/setup.sh --print-venv)/bin"
 "$bin/lint-imports" --no-cache --no-logo
 "$bin/ty" check --python "$bin/python" --output-format concise
 [[ "$EXTRA" == gpu ]] && workers=0 || workers=2
-# A file's tests stay together, since they share engines and models. In the order of the files, the long ones (tests/e2e)
-# begin first.
+# The tests start hundreds of processes. Without this each of them compiles the modules that it imports.
+unset PYTHONDONTWRITEBYTECODE
+# A file's tests stay together, since they share engines and models. In their order the folders with long ones begin first
+# (tests/conftest.py).
 exec "$bin/python" -m pytest -n "${TEST_WORKERS:-$workers}" --dist loadfile --no-loadscope-reorder "$@"

@@ -29,6 +29,16 @@ MIXTURE_OF_EXPERTS = {
     "moe_intermediate_size": 64,
     "norm_topk_prob": True,
 }
+LONG_FIRST = (
+    "tests/e2e/",
+    "tests/unit/weight_sync/",
+    "tests/unit/training/",
+    "tests/unit/checkpoint/",
+    "tests/unit/engines/",
+    "tests/unit/config/",
+    "tests/unit/endpoint/",
+)
+"""Folders with files that take minutes. One that begins late has a worker alone at the end."""
 TINY_RUN = {
     "model.dtype": "float32",
     "data.train_files": "generator:word_problems",
@@ -48,6 +58,18 @@ TINY_RUN = {
     "weight_sync.timeout_s": 60.0,
     "trainer.total_steps": 3,
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the folders of LONG_FIRST before all others."""
+
+    def place(item: pytest.Item) -> int:
+        for place, folder in enumerate(LONG_FIRST):
+            if item.nodeid.startswith(folder):
+                return place
+        return len(LONG_FIRST)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from one_step_off.data.packing import token_ids_of
+from one_step_off.data.samples import Sample
+
 Prefixes = np.ndarray
 """int64 [B, 2] of B sequences: the place of a sequence in an order of all, and how many first
 tokens it has in common with the one before it in that order; 0: it shares none, and a row begins
@@ -55,6 +58,12 @@ class SharingRule:
         pairs = own * lengths - own**2 / 2
         pairs += np.where(common > 0, self.masked * own**2 / 2, 0)
         return self.token * own + self.pair * pairs
+
+
+def prefixes_of(samples: list[Sample]) -> Prefixes:
+    """The common prefixes of the samples of each prompt, whose tokens are all here."""
+    prompts = [sample.prompt_id for sample in samples]
+    return find_prefixes(prompts, [token_ids_of(sample) for sample in samples])
 
 
 def find_prefixes(groups: Sequence[Hashable], sequences: Sequence[np.ndarray]) -> Prefixes:

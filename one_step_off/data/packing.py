@@ -80,6 +80,17 @@ class AbsentSample(Sample):
     right; the tokens themselves did not come."""
 
 
+def token_ids_of(sample: Sample) -> np.ndarray:
+    """Prompt and response in one array, int32 [P + R].
+
+    Raises:
+        RuntimeError: the sample belongs to another rank's share.
+    """
+    if isinstance(sample, AbsentSample):
+        raise RuntimeError(f"prompt {sample.prompt_id}: its tokens went to another rank")
+    return np.concatenate([sample.prompt_ids, sample.response_ids])
+
+
 @dataclass
 class BatchOutline:
     """What all ranks know of all B samples.

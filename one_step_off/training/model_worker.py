@@ -27,7 +27,7 @@ from torch import Tensor
 
 from one_step_off.algorithms import batching
 from one_step_off.algorithms.advantages import TokenArrays
-from one_step_off.algorithms.shared_prefixes import Prefixes, find_prefixes
+from one_step_off.algorithms.shared_prefixes import Prefixes, prefixes_of
 from one_step_off.cluster.network import reachable_host, select_gloo_interface
 from one_step_off.cluster.placement import PlacedActor
 from one_step_off.cluster.resource_usage import (
@@ -40,7 +40,7 @@ from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.roles import TrainedConfig
 from one_step_off.data.images import Images
-from one_step_off.data.packing import AbsentSample, PackedShares
+from one_step_off.data.packing import PackedShares, token_ids_of
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.training import lora
@@ -48,12 +48,6 @@ from one_step_off.training.device_memory import in_device_turn, limit_memory
 from one_step_off.training.token_outputs import Figure, TokenOutputs
 from one_step_off.training.update_stats import PhaseTimer
 from one_step_off.training.worker_interface import BatchShare
-
-
-def prefixes_of(samples: list[Sample]) -> Prefixes:
-    """The common prefixes of the samples of each prompt, whose tokens are all here."""
-    prompts = [sample.prompt_id for sample in samples]
-    return find_prefixes(prompts, [token_ids_of(sample) for sample in samples])
 
 
 @dataclass
@@ -64,17 +58,6 @@ class WorkItem:
     layout: batching.MicroBatch
     columns: dict[str, Tensor] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
-
-
-def token_ids_of(sample: Sample) -> np.ndarray:
-    """Prompt and response in one array, int32 [P + R].
-
-    Raises:
-        RuntimeError: the sample belongs to another rank's share.
-    """
-    if isinstance(sample, AbsentSample):
-        raise RuntimeError(f"prompt {sample.prompt_id}: its tokens went to another rank")
-    return np.concatenate([sample.prompt_ids, sample.response_ids])
 
 
 class ModelWorker(UsageProbe, PlacedActor, ABC):

@@ -16,9 +16,8 @@ import numpy as np
 from one_step_off.algorithms import batching
 from one_step_off.cluster.remote_calls import call_all
 from one_step_off.config.placement import start_limit_s
-from one_step_off.data.packing import PackedArrays
+from one_step_off.data.packing import PackedArrays, token_ids_of
 from one_step_off.data.samples import Batch, Sample
-from one_step_off.training.model_worker import token_ids_of
 from one_step_off.training.trainer_group import WorkerGroup, merged
 from one_step_off.training.worker_interface import BatchShare
 

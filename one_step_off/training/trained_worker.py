@@ -22,9 +22,10 @@ from torch import Tensor
 from one_step_off.algorithms import batching, core_algos, schedule
 from one_step_off.algorithms.shared_prefixes import Prefixes
 from one_step_off.data.episodes import episodes_of
+from one_step_off.data.packing import token_ids_of
 from one_step_off.data.samples import Batch
 from one_step_off.data.staleness import assert_staleness
-from one_step_off.training.model_worker import WorkItem, token_ids_of
+from one_step_off.training.model_worker import WorkItem
 from one_step_off.training.update_stats import Figures, PhaseTimer, UpdateStats
 from one_step_off.training.worker_checkpoint import CheckpointedWorker
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from one_step_off.algorithms import batching
+from one_step_off.algorithms.shared_prefixes import prefixes_of
 from one_step_off.cluster.remote_calls import call_all, call_each, now, observed
 from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.placement import start_limit_s
@@ -33,7 +34,6 @@ from one_step_off.data.samples import (
     Sample,
 )
 from one_step_off.training.device_memory import with_memory_advice
-from one_step_off.training.model_worker import prefixes_of
 from one_step_off.training.worker_interface import BatchShare
 from one_step_off.training.written_files import FileFacts
 

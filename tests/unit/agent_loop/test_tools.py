@@ -209,7 +209,7 @@ def test_the_calculator_refuses_quickly(expression):
     answer, succeeded = call_tool("calculator", expression=expression)
     assert not succeeded
     assert answer.startswith("error: ")
-    assert time.perf_counter() - begin < 1
+    assert time.perf_counter() - begin < 5
 
 
 # --- MCP servers ----------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from one_step_off import checkpoint
 from tests.unit.checkpoint.checkpoint_helpers import checkpoint_names, save_worker
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import config, free_port, make_batch
 from tests.unit.training.rank_helpers import join, leave, of_fsdp, of_megatron, weights_of
 
@@ -125,7 +125,7 @@ def test_a_death_in_mid_writing_leaves_the_last_complete_one(model_folders, tmp_
     path = model_folders["tied"]
     cfg = config(path, actor__backend=backend, trainer__output_dir=str(tmp_path / "run"))
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        mp.spawn(save_and_die, args=(workers, cfg), nprocs=1)
+        run_ranks(save_and_die, (workers, cfg), 1)
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == [
         ".step_000015.unfinished",
@@ -179,7 +179,7 @@ def tensor_files(folder: Path) -> dict[str, bytes]:
 
 def check_bytes(workers, cfg, folder) -> None:
     (folder / "background").mkdir(parents=True)
-    mp.spawn(run_rank, args=(workers, cfg, folder), nprocs=2)
+    run_ranks(run_rank, (workers, cfg, folder), 2)
     background = folder / "background" / "actor"
     foreground = folder / "foreground" / "actor"
     assert tensor_files(background) == tensor_files(foreground)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import anthropic
 import numpy as np
 import openai
 import pytest
@@ -387,6 +386,8 @@ async def complete_with_openai(url: str, key: str, stream: bool) -> None:
 
 
 async def message_with_anthropic(url: str, key: str, stream: bool) -> None:
+    import anthropic  # for seconds, which each worker would spend on its list of tests
+
     async with anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as client:
         messages: list[Any] = list(QUESTION)
         for _ in range(2):

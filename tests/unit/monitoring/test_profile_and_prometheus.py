@@ -21,7 +21,6 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from one_step_off.config.errors import ConfigError
@@ -34,6 +33,7 @@ from one_step_off.monitoring.loggers import LogEntry
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.training.trainer_group import WorkerGroup
 from tests.dashboard import DASHBOARD, dashboard_metrics
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import (
     config,
     free_port,
@@ -77,9 +77,8 @@ def profiled_megatron_rank(rank: int, path: str, port: int, folder: str) -> None
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
 )
 def test_each_rank_of_megatron_writes_its_own_profile(model_folders, tmp_path):
-    mp.spawn(
-        profiled_megatron_rank, (model_folders["untied"], free_port(), str(tmp_path)), nprocs=2
-    )
+    args = (model_folders["untied"], free_port(), str(tmp_path))
+    run_ranks(profiled_megatron_rank, args, 2)
     assert {path.name for path in tmp_path.iterdir()} == {
         f"actor_rank_{rank}.json.gz" for rank in (0, 1)
     }

@@ -131,15 +131,23 @@ def own_trees() -> dict[str, ast.Module]:
     return trees
 
 
+@functools.cache
+def own_imports() -> dict[str, set[str]]:
+    """Module -> names, of every `from module import name` in the product."""
+    found: dict[str, set[str]] = {}
+    for tree in own_trees().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found.setdefault(node.module, set()).update(alias.name for alias in node.names)
+    return found
+
+
 def imported_names(library: str) -> set[tuple[str, str]]:
     """(module, name) of every `from library... import name` in the product."""
     found = set()
-    for tree in own_trees().values():
-        for node in ast.walk(tree):
-            module = getattr(node, "module", None) or ""
-            is_of_library = module == library or module.startswith(f"{library}.")
-            if isinstance(node, ast.ImportFrom) and is_of_library:
-                found |= {(module, alias.name) for alias in node.names}
+    for module, names in own_imports().items():
+        if module == library or module.startswith(f"{library}."):
+            found |= {(module, name) for name in names}
     return found
 
 

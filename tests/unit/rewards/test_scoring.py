@@ -279,7 +279,7 @@ def test_the_limit_stops_any_python_code(own: str, function: str) -> None:
     assert re.search(
         rf"{function}.*prompt \(2, 17\), sample 0: took longer than .*=0.2 s", str(error)
     )
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("function", ["deep_in_c", "swallow_for_ever"])

@@ -44,12 +44,13 @@ def test_running_trajectories_are_bounded_and_slots_are_refilled():
     cfg = Config()
     cfg.agent.max_concurrency = 3
     engine = CountingEngine()
-    scorers = [FakeScorer(0.3) for _ in range(12)]
+    scoring_s = 1.0
+    scorers = [FakeScorer(scoring_s) for _ in range(12)]
     replica = replica_of(cfg, scorers, plain_tokenizer(), engine)
     prompts = [make_prompt(row) for row in range(12)]
     begin = time.perf_counter()
     samples = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, 7)))
-    assert time.perf_counter() - begin < 4 * 0.3, "the next ones generate during scoring"
+    assert time.perf_counter() - begin < 4 * scoring_s, "the next ones generate during scoring"
     assert engine.most_running == 3
     assert len(samples) == 12
     assert sorted(engine.seeds) == sorted(sample_seed(7, p.id, 0) for p in prompts)
@@ -179,17 +180,16 @@ def test_a_replica_reports_when_it_has_capacity(loop):
     need none."""
     cfg = Config()
     cfg.agent.loop = loop
-    replica = replica_of(cfg, [FakeScorer(0.3)], plain_tokenizer())
+    replica = replica_of(cfg, [FakeScorer(1.0)], plain_tokenizer())
 
     async def main():
         assert await asyncio.wait_for(replica.wait_for_capacity(3, 4), 5) == (0, 4)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(replica.wait_for_capacity(4, 4), 0.05)
-        begin = time.perf_counter()
         capacity = asyncio.create_task(replica.wait_for_capacity(4, 4))
         work = asyncio.create_task(replica.rollout([make_prompt()], Sampling(2, 1.0, None)))
         assert await asyncio.wait_for(capacity, 5) >= (1, 4)
-        assert time.perf_counter() - begin < 0.2
+        assert not work.done(), "it waits for its score"
         await work
         assert await replica.wait_for_capacity(4, 3) == (2, 3)
 

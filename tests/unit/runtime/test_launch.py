@@ -23,13 +23,20 @@ from tests.conftest import tiny_config
 from tests.unit.stand_ins import train_with
 
 ROOT = Path(__file__).parents[3]
-SLOW_IMPORTS = ("torch", "ray", "transformers", "vllm")
+MODELS = ("transformers", "peft", "vllm", "torch.distributed.tensor")
 
 
-def test_the_first_line_waits_for_no_slow_import():
+@pytest.mark.parametrize(
+    ("module", "slow_imports"),
+    [
+        pytest.param("runtime.launch", ("torch", "ray", *MODELS), id="the first line"),
+        pytest.param("ray_trainer", MODELS, id="the pipeline and its simulation"),
+    ],
+)
+def test_what_runs_no_model_waits_for_no_slow_import(module, slow_imports):
     code = (
-        "import sys, one_step_off.runtime.launch; "
-        f"print([name for name in {SLOW_IMPORTS!r} if name in sys.modules])"
+        f"import sys, one_step_off.{module}; "
+        f"print([name for name in {slow_imports!r} if name in sys.modules])"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)

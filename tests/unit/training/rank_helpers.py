@@ -34,7 +34,7 @@ def without_times(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.endswith("_s")}
 
 
-# Functions, so that spawned ranks import a back end only where they use it.
+# Functions, so that ranks import a back end only where they use it.
 
 
 def of_fsdp():

@@ -12,20 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.algorithms import batching
 from one_step_off.algorithms.shared_prefixes import SharingRule
 from one_step_off.config.schema import Config
-from one_step_off.data.packing import AbsentSample, BatchOutline, SampleSlice
+from one_step_off.data.packing import AbsentSample, BatchOutline, SampleSlice, token_ids_of
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.data.staleness import StalenessError, assert_staleness
 from one_step_off.training import trainer_group
-from one_step_off.training.model_worker import token_ids_of
 from one_step_off.training.trainer_group import WorkerGroup, put_slices
 from one_step_off.training.worker_interface import BatchShare
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import config, make_batch
 from tests.unit.training.rank_helpers import join, leave, of_fsdp, of_megatron, weights_of
 
@@ -70,7 +69,7 @@ def run_rank(rank: int, world: int, workers: Any, cfg: Config, folder: Path) -> 
 
 def assert_same_results(workers: Any, cfg: Config, folder: Path) -> None:
     world = 2
-    mp.spawn(run_rank, args=(world, workers, cfg, folder), nprocs=world)
+    run_ranks(run_rank, (world, workers, cfg, folder), world)
     for rank in range(world):
         whole, sliced = (
             torch.load(f"{folder}/{name}_{rank}.pt", weights_only=False)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from one_step_off.models.experts import router_biases
 from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.models.families import CONFIGS
 from tests.unit.training.fsdp_helpers import config, end, hf_model, make_batch, start, write_model
 from tests.unit.training.rank_helpers import join, leave, of_fsdp, without_times
@@ -111,7 +111,7 @@ def test_ranks_with_whole_experts_learn_what_one_process_learns(case, tmp_path):
     write_model(hf_config, folder)
     if case == "idle rank":
         send_all_tokens_to_the_first_experts(str(folder))
-    mp.spawn(train_rank, args=(tmp_path, ranks, settings), nprocs=ranks)
+    run_ranks(train_rank, (tmp_path, ranks, settings), ranks)
     trained = sent_by_ranks(tmp_path, ranks)
     assert_same(stored_in(tmp_path / "saved"), trained)
 
@@ -161,7 +161,7 @@ def score_rank(rank: int, folder: Path) -> None:
 def test_in_bfloat16_the_weights_of_experts_stay_in_float32(tmp_path):
     path = str(tmp_path / "model")
     write_model(CONFIGS["glm4_moe"](), path)
-    mp.spawn(score_rank, args=(tmp_path,), nprocs=2)
+    run_ranks(score_rank, (tmp_path,), 2)
     worker = start(config(path, model__dtype="bfloat16"), cls=PolicyWorker)
     alone = worker.log_prob(make_batch(path))
     end()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.multiprocessing as mp
 import transformers
 
 from one_step_off.config.errors import ConfigError
@@ -18,6 +17,7 @@ from one_step_off.models import checkpoint_layout
 from one_step_off.models.stored_weights import StoredWeights
 from one_step_off.training.fsdp import fsdp_model
 from one_step_off.training.fsdp.fsdp_workers import WORKERS, CriticWorker, PolicyWorker
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import config, make_batch
 from tests.unit.training.rank_helpers import join, leave, of_fsdp
 
@@ -70,7 +70,7 @@ def run_rank(rank: int, folder: Path) -> None:
 
 def test_each_rank_reads_its_rows_and_holds_what_a_whole_load_gives(model_folders, tmp_path):
     paths = {name: write_case(name, model_folders, tmp_path) for name in CASES}
-    mp.spawn(run_rank, args=(tmp_path,), nprocs=RANKS)
+    run_ranks(run_rank, (tmp_path,), RANKS)
     for name, (_, _, role, dtype, _) in CASES.items():
         found = torch.load(tmp_path / f"{name}.pt")
         expected = transformers.AutoModelForCausalLM.from_pretrained(

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import (
     OBJECTIVES,
     Recorder,
@@ -24,7 +24,7 @@ EVERYTHING = OBJECTIVES["everything"]
 
 
 def run_rank(rank, world, cases, out):
-    """In a spawned process: everything that the tests below ask about each case, name -> config."""
+    """In a process of its own: all that the tests below ask about each case, name -> config."""
     torch.set_num_threads(1)
     for name, cfg in cases.items():
         worker = Recorder(cfg, "actor", rank, world, "cpu", total_steps=10)
@@ -61,7 +61,7 @@ def results_of(worker, hf_folder):
 
 def run_world(world, cases, out):
     """What every rank computed: name of the case -> list."""
-    mp.spawn(run_rank, args=(world, cases, str(out)), nprocs=world)
+    run_ranks(run_rank, (world, cases, str(out)), world)
     results = {}
     for name in cases:
         files = [f"{out}/{name}_{rank}.pt" for rank in range(world)]

@@ -12,7 +12,6 @@ import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 import transformers
 from safetensors.torch import load_file
 
@@ -23,6 +22,7 @@ from one_step_off.training import lora
 from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
 from one_step_off.weight_sync import base_weights
 from one_step_off.weight_sync.base_weights import BaseModel
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.models.families import CONFIGS
 from tests.unit.training.fsdp_helpers import (
     Recorder,
@@ -154,7 +154,7 @@ def ran(request, model_folders, tmp_path_factory):
     path = model_folders[world.model]
     out = tmp_path_factory.mktemp("lora")
     args = (world.ranks, free_port(), path, world.fsdp_size, str(out))
-    mp.spawn(run_rank, args=args, nprocs=world.ranks)
+    run_ranks(run_rank, args, world.ranks)
     files = [out / f"{world.ranks}_{rank}.pt" for rank in range(world.ranks)]
     return path, out, [torch.load(file, weights_only=False) for file in files]
 

@@ -4,11 +4,11 @@ and moments."""
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (the extra megatron)")
 
 from one_step_off.training.megatron.megatron_workers import WORKERS
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import config
 from tests.unit.training.megatron_helpers import (
     CP,
@@ -97,7 +97,7 @@ def ranks_of(megatron_models, tmp_path_factory):
         changes = case(name, model, 2, **layout).changes
         cfg = config(str(megatron_models / model), **changes, critic__lr=1e-3)
         cases.append((name, cfg, load))
-    mp.spawn(run_checkpoint, args=(cases, folder), nprocs=2)
+    run_ranks(run_checkpoint, (cases, folder), 2)
     found = {}
     for name in LAYOUTS:
         files = [f"{folder}/{name}_{rank}.pt" for rank in range(2)]

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 pytest.importorskip("megatron.core")
 
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import config, end, make_batch, start
 from tests.unit.training.megatron_helpers import CP, EP, PACKED, PP, SP, TP, VPP, write_models
 from tests.unit.training.rank_helpers import join, leave, of_megatron
@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_layout_takes_the_experts_that_fsdp_takes(folder, name):
     ranks, model, _ = CASES[name]
     if not (folder / f"{name}0.pt").exists():  # one start of ranks computes all cases of so many
-        mp.spawn(run_rank, args=(ranks, folder), nprocs=ranks)
+        run_ranks(run_rank, (ranks, folder), ranks)
     expected = torch.load(folder / f"{model}.pt", weights_only=False)
     found = [torch.load(folder / f"{name}{rank}.pt", weights_only=False) for rank in range(ranks)]
     for moment, tolerance in (("before", 5e-6), ("after", 1e-4)):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (the extra megatron)")
@@ -12,6 +11,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed (the
 from one_step_off.config.errors import ConfigError
 from one_step_off.training.fsdp.fsdp_workers import WORKERS as FSDP_WORKERS
 from one_step_off.training.megatron.megatron_workers import WORKERS
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import config, start
 from tests.unit.training.megatron_helpers import CP, MODELS, PACKED, PP, SP, TP, end, with_values
 from tests.unit.training.rank_helpers import join, without_times
@@ -71,7 +71,7 @@ def test_the_other_roles_equal_the_fsdp_back_end(megatron_models, tmp_path):
         keys = {f"actor__{key}": value for key, value in layout.items()}
         for role in ROLES:
             cases.append((name, role, config(path, **changes, **keys, actor__backend="megatron")))
-    mp.spawn(run_roles, args=(cases, str(tmp_path)), nprocs=2)
+    run_ranks(run_roles, (cases, str(tmp_path)), 2)
     for role in ROLES:
         worker = start(config(path, **changes), role, cls=FSDP_WORKERS[role])
         expected = answers_of(worker, role, path)

@@ -11,6 +11,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed (the
 
 from one_step_off.training.megatron import megatron_weights
 from one_step_off.training.megatron.megatron_workers import WORKERS
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import config, hf_log_probs, hf_model, make_batch
 from tests.unit.training.megatron_helpers import (
     CP,
@@ -71,7 +72,7 @@ SLOW = {case.name for case in CASES if case.world == 4} | {
 
 
 def run_rank(rank, cases, out, device="cpu"):
-    """In a spawned process: everything that the tests below ask about each (name, config,
+    """In a process of its own: everything that the tests below ask about each (name, config,
     world)."""
     torch.set_num_threads(1)
     for name, cfg, world in cases:
@@ -162,7 +163,7 @@ def results(megatron_models, tmp_path_factory):
     """results(world, slow) -> what every rank of every such case computed: name -> list; and the
     folder.
 
-    One spawn for all of one number of ranks and one speed, because imports take longest.
+    One start for all of one number of ranks and one speed.
     """
     out = tmp_path_factory.mktemp("out")
     computed = {}
@@ -181,7 +182,7 @@ def results(megatron_models, tmp_path_factory):
         for c in chosen:
             cfg = config(str(megatron_models / c.model), **c.changes)
             cases.append((c.name, cfg, world))
-        mp.spawn(run_rank, args=(cases, str(out)), nprocs=world)
+        run_ranks(run_rank, (cases, str(out)), world)
         return {c.name: load_results(out, c.name, world) for c in chosen}
 
     return get

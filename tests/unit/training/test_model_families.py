@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import transformers
 from safetensors.torch import load_file
 
 import one_step_off
 from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.models.families import CONFIGS, SIZES
 from tests.unit.training.fsdp_helpers import config, end, make_batch, start, write_model
 from tests.unit.training.rank_helpers import join, leave, of_fsdp
@@ -142,7 +142,7 @@ def test_experts_on_two_ranks_learn_what_one_process_learns(name, tmp_path):
     """Each rank reads, trains and sends its own experts; no number twice, none left out."""
     folder = tmp_path / "model"
     write_model(CONFIGS[name](), folder)
-    mp.spawn(train_rank, args=(tmp_path,), nprocs=RANKS)
+    run_ranks(train_rank, (tmp_path,), RANKS)
     assert_same(sent_by_ranks(tmp_path, "first"), stored_in(folder))
     trained = sent_by_ranks(tmp_path, "last")
     assert_same(stored_in(tmp_path / "saved"), trained)

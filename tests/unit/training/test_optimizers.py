@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from one_step_off.config import packages
 from one_step_off.models import weight_checks
@@ -16,6 +15,7 @@ from one_step_off.models.parameter_kinds import parameter_kinds
 from one_step_off.training import optimizer_trial, optimizers
 from one_step_off.training.fsdp.fsdp_workers import CriticWorker, PolicyWorker
 from one_step_off.training.muon import Muon, local
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import config, end, free_port, make_batch, whole
 from tests.unit.training.optimizer_helpers import (
     NAMES,
@@ -273,7 +273,7 @@ def check_ranks(path, names, folder, start_single, world, **changes):
         worker.save_state(str(folder / f"one{number}"))
         worker.saved()
     end()
-    mp.spawn(run_rank, args=(world, path, names, str(folder), changes), nprocs=world)
+    run_ranks(run_rank, (world, path, names, str(folder), changes), world)
     shards = changes.get("actor__fsdp_size", world)
     for number, name in enumerate(names):
         weights, state, size = wanted[number]

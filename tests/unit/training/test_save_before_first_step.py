@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from one_step_off.checkpoint.manifest import file_facts
 from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import config, make_batch, whole
 from tests.unit.training.rank_helpers import join, leave, of_fsdp, of_megatron, weights_of
 
@@ -159,7 +159,7 @@ def assert_ranks_counted_their_files_once(folder: Path, world: int) -> None:
 
 
 def check_ranks(workers, cfg, world, folder):
-    mp.spawn(run_rank, args=(world, workers, cfg, folder), nprocs=world)
+    run_ranks(run_rank, (world, workers, cfg, folder), world)
     assert_ranks_counted_their_files_once(folder, world)
     for rank in range(world):
         found = {

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.models.divided_sequences import check_sequence_parallel
 from one_step_off.models.model_checks import check_models
 from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.models.families import CONFIGS
 from tests.unit.training.fsdp_helpers import (
     MODELS,
@@ -116,7 +116,7 @@ def test_ranks_that_divide_sequences_learn_what_one_process_learns(case, tmp_pat
     name, changes, ranks, size, settings = CASES[case]
     folder = tmp_path / "model"
     write_model(hf_config_of(name, changes), folder)
-    mp.spawn(train_rank, args=(tmp_path, ranks, size, settings), nprocs=ranks)
+    run_ranks(train_rank, (tmp_path, ranks, size, settings), ranks)
     trained = stored_in(tmp_path / "saved")
 
     alone_settings = {key: v for key, v in settings.items() if not key.endswith("_size")}
@@ -230,7 +230,7 @@ def test_every_role_computes_what_one_process_computes(tmp_path):
     for ranks in (1, 2):
         meeting = tmp_path / f"of {ranks}"
         meeting.mkdir()
-        mp.spawn(all_roles, args=(tmp_path, ranks, meeting), nprocs=ranks)
+        run_ranks(all_roles, (tmp_path, ranks, meeting), ranks)
         found.append(torch.load(meeting / "rank0.pt", weights_only=False))
     other_rank = torch.load(tmp_path / "of 2" / "rank1.pt", weights_only=False)
     assert max(found[1]["kept"], other_rank["kept"]) < 0.6 * found[0]["kept"]

@@ -9,14 +9,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 import transformers
 
 from one_step_off.algorithms import batching
-from one_step_off.algorithms.shared_prefixes import SharingRule, rows_of
+from one_step_off.algorithms.shared_prefixes import SharingRule, prefixes_of, rows_of
 from one_step_off.data.packing import AbsentSample
 from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
-from one_step_off.training.model_worker import prefixes_of
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import (
     MODELS,
     OBJECTIVES,
@@ -175,7 +174,7 @@ def run_rank(rank, world, path, folder):
 
 def test_two_ranks_with_a_slice_each_train_as_one_alone(model_folders, start_single, tmp_path):
     path = model_folders["untied"]
-    mp.spawn(run_rank, args=(2, path, str(tmp_path)), nprocs=2)
+    run_ranks(run_rank, (2, path, str(tmp_path)), 2)
     worker = worker_of(start_single, None, "actor", Recorder, path, **OBJECTIVES["everything"])
     metrics = worker.update(grouped(path, 2))
     for rank in range(2):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from one_step_off.algorithms.policy_losses import ppo_clip
 from one_step_off.checkpoint import read_batch, write_batch
@@ -21,6 +20,7 @@ from one_step_off.monitoring.tracker import Tracker
 from one_step_off.tools.replay import replay_update
 from one_step_off.training.fsdp.fsdp_workers import WORKERS, CriticWorker
 from one_step_off.training.trainer_group import merged
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import config, free_port, make_batch
 from tests.unit.training.rank_helpers import (
     join,
@@ -135,7 +135,7 @@ KEYS = {"algorithm__policy_loss": f"{__name__}:nan_loss", "actor__lr": 1e-2}
 
 def test_fsdp_skips_on_all_ranks_or_none(model_folders, tmp_path):
     cfg = config(model_folders["tied"], **KEYS)
-    mp.spawn(run_rank, args=(2, of_fsdp, cfg, str(tmp_path)), nprocs=2)
+    run_ranks(run_rank, (2, of_fsdp, cfg, str(tmp_path)), 2)
     check(tmp_path, 2)
 
 
@@ -157,7 +157,7 @@ def test_megatron_skips_on_all_ranks_or_none(tmp_path, layout):
 
     path = str(write_models(tmp_path / "models") / "qwen2")
     cfg = config(path, actor__backend="megatron", **layout, **KEYS)
-    mp.spawn(run_rank, args=(2, of_megatron, cfg, str(tmp_path)), nprocs=2)
+    run_ranks(run_rank, (2, of_megatron, cfg, str(tmp_path)), 2)
     check(tmp_path, 2)
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.training.fsdp.fsdp_workers import SupervisedWorker
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import (
     VOCAB,
     assert_gradients_equal,
@@ -145,7 +145,7 @@ def test_adapters_alone_are_trained_with_lora(model_folders):
 
 
 def run_rank(rank, world, cases, out):
-    """In a spawned process: each case, name -> (module of the worker, its class, config)."""
+    """In a process of its own: each case, name -> (module of the worker, its class, config)."""
     import importlib
 
     torch.set_num_threads(1)
@@ -170,7 +170,7 @@ def check_ranks(path, cases, out, world=2):
         weights = whole(worker)
     finally:
         end()
-    mp.spawn(run_rank, args=(world, cases, str(out)), nprocs=world)
+    run_ranks(run_rank, (world, cases, str(out)), world)
     for name in cases:
         results = [
             torch.load(f"{out}/{name}_{rank}.pt", weights_only=False) for rank in range(world)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 import transformers
 
 from one_step_off.config.errors import ConfigError
@@ -19,6 +18,7 @@ from one_step_off.data.shapes import picture
 from one_step_off.models import tiny_vision
 from one_step_off.models.vision import FAMILIES, ImageProcessor, forbidden_tokens
 from one_step_off.training.fsdp.fsdp_workers import PolicyWorker
+from tests.unit.forked_ranks import run_ranks
 from tests.unit.training.fsdp_helpers import config, end, start, whole
 from tests.unit.training.rank_helpers import join
 
@@ -120,7 +120,7 @@ def train_rank(rank: int, path: str, folder: Path) -> None:
 
 
 def test_a_rank_without_images_learns_beside_one_with_images(model, tmp_path):
-    mp.spawn(train_rank, args=(model, tmp_path), nprocs=2)
+    run_ranks(train_rank, (model, tmp_path), 2)
     together = torch.load(tmp_path / "weights.pt", weights_only=False)
     worker = start(config(model, actor__lr=1e-3), cls=PolicyWorker)
     before = whole(worker)

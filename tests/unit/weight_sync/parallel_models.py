@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import tempfile
 import traceback
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.unit import forked_ranks
 
 LIMIT_S = 120.0
 JOIN_S = 10.0
@@ -160,19 +161,13 @@ class Worker:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
-PRELOADED = ["vllm.model_executor.models.registry", __name__]
-"""Imported once, by the server from which the workers are forked."""
-
-
 def run_workers(case: Case, job: Callable[..., Any], *args: Any) -> list[Any]:
     """Run job(worker, *args) in every rank of the case. Returns what each returned.
 
     Raises:
         AssertionError: a rank failed, or did not end within LIMIT_S.
     """
-    # Not forked from this process: it may have threads, whose locks would stay taken.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forked_ranks.context()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(case.config))
         processes = []

@@ -15,6 +15,7 @@ from one_step_off.cluster.errors import SyncError
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.sender import WeightSender
+from tests.unit import forked_ranks
 from tests.unit.weight_sync.weight_stream import (
     CPU,
     HOST,
@@ -88,7 +89,7 @@ def run_idle_sender(pieces: list, same_device: list, outbox, stop) -> None:
 def test_a_stopped_sender_holds_a_receiver_no_longer_than_the_limit(same_device):
     """A `check` of its store would not return, whatever time limit the store has."""
     pieces = row_pieces(SHAPES, 1)
-    context = torch.multiprocessing.get_context("spawn")
+    context = forked_ranks.context()
     outbox = context.Queue()
     arguments = (pieces, same_device, outbox, context.Event())
     process = context.Process(target=run_idle_sender, args=arguments, daemon=True)

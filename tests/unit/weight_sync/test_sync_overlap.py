@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from one_step_off.cluster.errors import SyncError
 from one_step_off.models import tiny_qwen
@@ -24,6 +23,7 @@ from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.sender import WeightSender
 from one_step_off.weight_sync.sender_groups import form_groups
 from one_step_off.weight_sync.weight_piece import WeightPiece
+from tests.unit import forked_ranks
 from tests.unit.training.fsdp_helpers import config, free_port, make_batch, start
 from tests.unit.weight_sync.weight_stream import CPU, HOST, Weights, copy_into
 
@@ -163,7 +163,7 @@ def test_syncs_with_random_delays_on_every_rank(tmp_path, max_senders, syncs):
     cfg = config(path, actor__lr=1e-3, weight_sync__timeout_s=TIMEOUT_S)
     cfg.weight_sync.max_senders = max_senders
     cfg.weight_sync.overlap = "true"
-    context = mp.get_context("spawn")
+    context = forked_ranks.context()
     port = free_port()
     outbox = context.Queue()
     inboxes = [context.Queue() for _ in range(RANKS)]
