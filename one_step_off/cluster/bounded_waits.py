@@ -6,10 +6,13 @@ Every process that waits for this sender checks the key a few times per second a
 The driver writes the key on behalf of a process that died.
 """
 
+import contextlib
+import logging
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
@@ -34,6 +37,11 @@ without its key."""
 
 KEY_POLL_S = 0.01
 """Seconds between two polls of a store's keys afterwards."""
+
+ABORTED_BLOCK_S = 5.0
+"""Seconds for a block of `exit_when_stuck` to end by itself after an abort: it may be loading."""
+
+logger = logging.getLogger(__name__)
 
 
 class Aborted(RuntimeError):
@@ -152,6 +160,44 @@ class AbortSignal:
             if self.unanswered.done():  # the store's own time limit
                 return self.unanswered.result()
             return None
+
+
+@contextlib.contextmanager
+def exit_when_stuck(signals: Sequence[AbortSignal]) -> Iterator[None]:
+    """End this process by exit code 1 if the block does not end soon after an abort.
+
+    For a block in which several processes wait for each other in a library's collective operation.
+    Nothing interrupts that, and it would wait forever for a process that has left the block with an
+    error. The end of this process is what its parent notices.
+
+    Args:
+        signals: of the epoch that the block belongs to.
+    """
+    # Their own connections: the block uses the others meanwhile.
+    watched = [AbortSignal(signal.store) for signal in signals]
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(POLL_INTERVAL_S):
+            try:
+                for signal in watched:
+                    signal.check()
+            except Exception as error:
+                if not ended.wait(ABORTED_BLOCK_S):
+                    logger.error(
+                        "this process ends, because it waits for one that failed: %s", error
+                    )
+                    os._exit(1)
+                return
+
+    if watched:
+        threading.Thread(target=watch, name="stuck-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for signal in watched:
+            signal.close()
 
 
 def wait_for_keys(

@@ -83,7 +83,8 @@ class Engine(Protocol):
     `returns_experts`: with `rollout.replay_routing` each `Generated` has its experts;
     `quantizes`: it knows `rollout.quantization` and `rollout.kv_cache_dtype`; `speculates`: it
     obeys `rollout.speculation`, and each `Generated` has `guesses`. Its engines may have
-    `start_note`: after `start`, a line for the console.
+    `start_note`: after `start`, a line for the console; `longest_sequences`: after `start`, how
+    many requests of the greatest length its KV cache has room for, where others are preempted.
 
     Attributes:
         max_sequences: how many requests it works on at once; known after `start`.

@@ -21,6 +21,14 @@ ROOM = 0.85
 """Share of the KV cache below which more requests may run. Between the two the limit stays, or it
 would swing."""
 
+START = 4
+"""Requests at the start, as a multiple of those of the greatest length that the cache has room for:
+the first answers grow together, and most end long before that length."""
+
+GROWTH = 2
+"""By how much the limit grows for each request that ends while less than half of the cache is used;
+from there on by 1: those that have just begun will use more."""
+
 GAIN = 1 / 8
 """By how much of the way the limit follows what an engine under pressure has room for: that changes
 with the lengths of the answers that happen to be there."""
@@ -34,8 +42,9 @@ class ConcurrencyLimiter:
     preempts the newest ones: what they had is computed again. So `limit` follows what the engine
     reports. Where requests were preempted, or wait for a cache that is full, it goes to as many as
     have room, and QUEUE more; a full cache with a short queue generates most. While there is room,
-    and others wait here, it grows by one for each request that ends. It begins with what the engine
-    works on at once, and never falls below 1.
+    and others wait here, it grows with each request that ends. It begins with START, so that the
+    first answers are not preempted by the dozen; it is never more than what the engine works on at
+    once and QUEUE more, and never falls below 1.
 
     Requests of trajectories that have begun go first. A trajectory that waits for a tool is in no
     engine, and counts for nothing; its prefix stays in the cache while there is room.
@@ -115,6 +124,7 @@ class ConcurrencyLimiter:
         load = self.engine.load
         if self._seen_preemptions is None:
             self._seen_preemptions = load.preemptions
+            self.limit = START * getattr(self.engine, "longest_sequences", self.limit)
         preempted = load.preemptions - self._seen_preemptions
         self._seen_preemptions = load.preemptions
         self._window["preemptions"] += preempted
@@ -127,7 +137,7 @@ class ConcurrencyLimiter:
         if preempted or (waits_for_room and has_ended):
             limit += GAIN * (load.running * (1 + QUEUE) - limit)
         elif has_room and has_ended and is_wanted:
-            limit += 1
+            limit += GROWTH if load.kv_usage < 0.5 else 1
         self.limit = max(1.0, min(limit, most))
 
     def report(self) -> dict[str, float]:

@@ -85,6 +85,9 @@ class PooledSource(BatchSource):
         return samples, seconds
 
     def _on_begin(self, prompt: Prompt) -> None:
+        # A prompt that a replica hands back keeps the version with which it had begun until another
+        # one has a place for it and it begins here again. A step may wait for that place; nothing
+        # becomes older, since what the first one had made is dropped.
         entry = self.pool.prompts[prompt.id]
         entry.version = self.version
         entry.has_begun = True

@@ -7,15 +7,21 @@ from typing import Any
 from one_step_off.config.errors import ConfigError, key_error, value_error
 from one_step_off.config.packages import is_installed
 from one_step_off.config.placement import resolved_device
-from one_step_off.config.quantization import has_quantized_weights
+from one_step_off.config.quantization import (
+    has_quantized_weights,
+    is_quantized,
+    quantized_keys,
+)
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.rollout import check_engine_names
 from one_step_off.config.teachers import config_of_teacher, teacher_key, teacher_paths
 
-MIN_CAPABILITY = {"fp8_per_channel": (8, 9)}
-"""Its kernels multiply in FP8."""
+MIN_CAPABILITY = {"fp8_per_channel": (8, 9), "fp8_per_token_head": (8, 9)}
+"""Weights: its kernels multiply in FP8. KV cache: only Triton's attention stores it, on GPUs with
+FP8."""
 ANY_CAPABILITY = (8, 0)
-"""The other schemes: without FP8 arithmetic vLLM 0.32 multiplies FP8 weights in bfloat16."""
+"""The other schemes: without FP8 arithmetic vLLM 0.32 multiplies FP8 weights in bfloat16, and
+FlashInfer's attention reads a KV cache in FP8."""
 
 
 def check_policy(cfg: Config) -> None:
@@ -27,7 +33,7 @@ def check_policy(cfg: Config) -> None:
         )
     _check_engine_fields(cfg, "rollout")
     _check_model(cfg, "model.path", cfg.model.path)
-    if has_quantized_weights(cfg):
+    if is_quantized(cfg):
         _check_quantization(cfg)
     _check_speculation(cfg)
 
@@ -88,8 +94,10 @@ def _check_engine_fields(cfg: Config, section: str) -> None:
 
 
 def _check_quantization(cfg: Config) -> None:
-    """Refuse a scheme that this machine's device cannot compute."""
+    """Refuse what this machine's device cannot compute, of weights and KV cache."""
     if resolved_device(cfg) == "cpu":
+        if not has_quantized_weights(cfg):
+            return
         from one_step_off.models.experts import fused_experts
         from one_step_off.models.hf_model import empty_model  # transformers: slow to import
 
@@ -105,14 +113,16 @@ def _check_quantization(cfg: Config) -> None:
     capability = current_platform.get_device_capability()
     if capability is None:  # this machine has no GPU: the engine itself will say it elsewhere
         return
-    needed = MIN_CAPABILITY.get(cfg.rollout.quantization, ANY_CAPABILITY)
-    if tuple(capability) < needed:
-        raise key_error(
-            cfg,
-            "rollout.quantization",
-            f"needs compute capability {needed[0]}.{needed[1]}, and this GPU has "
-            f"{capability[0]}.{capability[1]}; use another, or none",
-        )
+    for key in quantized_keys(cfg).split():
+        scheme = getattr(cfg.rollout, key.removeprefix("rollout."))
+        needed = MIN_CAPABILITY.get(scheme, ANY_CAPABILITY)
+        if tuple(capability) < needed:
+            raise key_error(
+                cfg,
+                key,
+                f"needs compute capability {needed[0]}.{needed[1]}, and this GPU has "
+                f"{capability[0]}.{capability[1]}; use another, or remove it",
+            )
 
 
 def _check_model(cfg: Config, key: str, path: str) -> None:

@@ -1,5 +1,6 @@
 """`VllmEngine`: vLLM's `AsyncLLM` behind the Engine seam, see `engines/engine.py`."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ class VllmEngine:
 
     Attributes:
         llm: the `AsyncLLM`; None before `start`.
-        start_note: see `Engine`.
+        start_note, longest_sequences: see `Engine`.
     """
 
     returns_experts = True
@@ -52,6 +53,7 @@ class VllmEngine:
         self.llm: Any = None
         self.reports: Any = None  # `LoadReports`
         self.max_sequences = 0
+        self.longest_sequences = math.inf
         self.start_note = ""
         self.started_requests = 0
         self.finished_requests = 0
@@ -97,6 +99,8 @@ class VllmEngine:
 
         self.reports = LoadReports(self.llm)
         self.max_sequences = self.llm.vllm_config.scheduler_config.max_num_seqs
+        known = self.llm.vllm_config.cache_config.kv_cache_max_concurrency
+        self.longest_sequences = known or math.inf  # a model without attention has no such cache
         self.own_processes = engine_processes()
 
     def _size_kv_cache(self, engine_config: Any) -> None:

@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.utils.nccl import unpinned_nccl_env
 
+from one_step_off.cluster.bounded_waits import exit_when_stuck
 from one_step_off.cluster.errors import SyncError
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.engines.receiving_worker import ReceivingWorker
@@ -292,16 +293,21 @@ class SyncWorkerExtension:
             version: of the weights.
             sharded_only: as `WeightReceiver.receive`.
         """
-        self.weight_transfer_engine.sharded_only = sharded_only
-        self.start_weight_update()
-        self.update_weights({"version": version})
-        try:
-            self.finish_weight_update()
-        except BaseException:
-            # vLLM ends a failed update only in `update_weights`, and would refuse the next one.
-            self._weight_update_active = False
-            raise
-        return self.weight_transfer_engine.report
+        engine = self.weight_transfer_engine
+        engine.sharded_only = sharded_only
+        # Workers that quantize agree on the largest numbers of each layer.
+        is_joint = engine.reload_proof and self.vllm_config.parallel_config.tensor_parallel_size > 1
+        with exit_when_stuck(engine.receiver.abort_signals if is_joint else ()):
+            self.start_weight_update()
+            self.update_weights({"version": version})
+            try:
+                self.finish_weight_update()
+            except BaseException as error:
+                # vLLM ends a failed update only in `update_weights`, and would refuse the next one.
+                self._weight_update_active = False
+                engine.receiver.give_up(error)  # the other workers may wait for this one
+                raise
+        return engine.report
 
 
 bind_rendezvous_to_its_host()

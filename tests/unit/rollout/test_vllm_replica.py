@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import Qwen2Config
@@ -161,13 +162,16 @@ def test_the_loops_of_the_data_are_made_before_the_engine(start_with):
     def make_engine(_):
         loaded_before_engine.extend(replica.loops.loaded)
         scheduler = SimpleNamespace(max_num_seqs=7)
+        cache = SimpleNamespace(kv_cache_max_concurrency=2.5)
         return SimpleNamespace(
-            vllm_config=SimpleNamespace(scheduler_config=scheduler),
+            vllm_config=SimpleNamespace(scheduler_config=scheduler, cache_config=cache),
             output_processor=SimpleNamespace(update_scheduler_stats=None),
         )
 
     max_sequences, _ = start_with(replica, make_engine)
     assert max_sequences == 7
+    engine: Any = replica.engine
+    assert engine.longest_sequences == 2.5
     assert loaded_before_engine == list(names)
 
 

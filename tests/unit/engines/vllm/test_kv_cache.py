@@ -140,3 +140,16 @@ def test_the_bytes_of_a_0_5b_model() -> None:
     size = sequences_bytes(per_token, 512, 1536)
     assert size % (64 << 20) == 0
     assert 512 * 1536 * per_token < size < 1.06 * 512 * 1536 * per_token
+
+
+def test_vllms_client_knows_how_many_of_the_longest_sequences_have_room() -> None:
+    """The engine's limit of requests begins with it."""
+    import inspect
+
+    from vllm.config.cache import CacheConfig
+    from vllm.v1.engine import core_client
+
+    assert CacheConfig().kv_cache_max_concurrency is None, "before the start"
+    client = inspect.getsource(core_client)
+    assert "cache_config.kv_cache_max_concurrency = (" in client
+    assert "else response.kv_cache_max_concurrency" in client

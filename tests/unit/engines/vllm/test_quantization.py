@@ -53,22 +53,51 @@ def test_experts_are_refused_on_cpus(models):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "capability", "refused"),
+    ("key", "scheme", "capability", "refused"),
     [
-        ("fp8_per_channel", (8, 6), "needs compute capability 8.9, and this GPU has 8.6"),
-        ("fp8_per_block", (7, 5), "needs compute capability 8.0, and this GPU has 7.5"),
-        ("fp8_per_channel", (8, 9), ""),
-        ("mxfp8", (9, 0), ""),
-        ("fp8_per_tensor", None, ""),  # the driver's machine has no GPU
+        ("quantization", "fp8_per_channel", (8, 6), "needs compute capability 8.9, and this GPU"),
+        ("quantization", "fp8_per_block", (7, 5), "needs compute capability 8.0, and this GPU"),
+        ("quantization", "fp8_per_channel", (8, 9), ""),
+        ("quantization", "mxfp8", (9, 0), ""),
+        ("quantization", "fp8_per_tensor", None, ""),  # the driver's machine has no GPU
+        ("kv_cache_dtype", "fp8", (7, 5), "needs compute capability 8.0, and this GPU has 7.5"),
+        ("kv_cache_dtype", "fp8", (8, 0), ""),
+        ("kv_cache_dtype", "fp8_per_token_head", (8, 6), "needs compute capability 8.9"),
+        ("kv_cache_dtype", "fp8_per_token_head", (9, 0), ""),
+        ("kv_cache_dtype", "auto", (7, 5), ""),
     ],
 )
-def test_old_gpus_are_refused(models, monkeypatch, scheme, capability, refused):
+def test_old_gpus_are_refused(models, monkeypatch, key, scheme, capability, refused):
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *a: capability)
-    cfg = quantized(models, scheme, **{"placement.device": "cuda"})
+    settings = {"model.dtype": "bfloat16", "placement.device": "cuda", f"rollout.{key}": scheme}
+    cfg = tiny_config(models("qwen2"), "", **settings)
     if not refused:
         checks.check_policy(cfg)
         return
-    with pytest.raises(ConfigError, match=f"rollout.quantization={scheme}: {refused}"):
+    with pytest.raises(ConfigError, match=f"rollout.{key}={scheme}: {refused}"):
         checks.check_policy(cfg)
+
+
+def test_the_capabilities_of_a_quantized_cache_are_those_of_vllms_attention():
+    """FlashInfer, which is not installed here, reads `fp8` from 8.0 on. Only Triton, which wants
+    8.9, stores `fp8_per_token_head`."""
+    from pathlib import Path
+
+    from vllm.v1.attention.backends import flash_attn, flex_attention, triton_attn
+
+    triton = triton_attn.TritonAttentionBackend.supported_kv_cache_dtypes
+    flash = flash_attn.FlashAttentionBackend.supported_kv_cache_dtypes
+    flex = flex_attention.FlexAttentionBackend.supported_kv_cache_dtypes
+    assert set(CACHES) <= set(triton)
+    assert "fp8_per_token_head" not in {*flash, *flex}
+    sources = Path(triton_attn.__file__)
+    refusal = (
+        'startswith("fp8") and not (\n                current_platform.has_device_capability(89)'
+    )
+    assert refusal in sources.read_text()
+    flashinfer = sources.with_name("flashinfer.py").read_text()
+    assert "capability >= DeviceCapability(8, 0) and" in flashinfer
+    assert '        "fp8",\n' in flashinfer
+    assert "per_token_head" not in flashinfer
