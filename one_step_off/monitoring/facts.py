@@ -46,8 +46,8 @@ END_PATTERNS = (
     ("tokens/s", "{tokens_per_s/trainer:,.0f} while the trainer works"),
     (
         "speculation",
-        "{rollout/accepted_share:.0%} of the guesses accepted, {rollout/accepted_length:.2f} "
-        "tokens per sequence and step",
+        "{rollout/acceptance_rate:.0%} of the draft tokens accepted, "
+        "{rollout/acceptance_length:.2f} tokens per sequence and step",
     ),
     ("MFU", "rollout {mfu/rollout:.1%}, trainer {mfu/trainer:.1%} of {device} in bf16"),
     (

@@ -56,7 +56,7 @@ def _check_speculation(cfg: Config) -> None:
         raise value_error(
             "rollout.speculation",
             speculation,
-            "vLLM forbids no tokens where it guesses, and a policy that reads images must not "
+            "vLLM forbids no tokens where it speculates, and a policy that reads images must not "
             "generate the tokens of images; set it to none",
         )
     if has_state_layers(hf_config):
