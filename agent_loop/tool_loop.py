@@ -128,7 +128,7 @@ def scan_hermes(text: str) -> HermesScan:
 
 
 def _tagged_call(text: str, start: int, thinks: bool) -> tuple[Call, int]:
-    """The call behind a tag that ends at `start`, and where the search for tags goes on.
+    """The call behind a tag that ends at `start`, and where the search for tags continues.
 
     Args:
         thinks: the tag stands among thoughts, which may mention it without a call.

@@ -1,7 +1,7 @@
 """A replica against the bare engine, which gets the same requests: tokens per second.
 
 Both engines have a core process of their own and a client in this one, as in a run. The bare one
-has vLLM's own scheduler, and its answers are only awaited. They take turns.
+has vLLM's own scheduler, and its answers are only awaited. They alternate.
 """
 
 from __future__ import annotations
