@@ -42,6 +42,11 @@ def visible_gpu_count(cfg: Config) -> int:
     return hardware.count_gpus()
 
 
+def roles_in_pool(cfg: Config, pool: str | None) -> list[str]:
+    """The roles that run in a pool."""
+    return [role for role, own_pool in cfg.placement.roles.items() if own_pool == pool]
+
+
 def shares_device(cfg: Config, pool: str) -> bool:
     """Whether the pool has a share of a device on each of its nodes, not whole devices."""
     return any(size < 1 for size in cfg.placement.pools[pool])
@@ -60,7 +65,7 @@ def why_not_elastic(cfg: Config) -> str:
     pool = cfg.placement.roles.get("rollout")
     if pool is None:
         return "the run has no rollout replicas"
-    others = [role for role, name in cfg.placement.roles.items() if name == pool]
+    others = roles_in_pool(cfg, pool)
     others.remove("rollout")
     if others:
         return f"the replicas share the pool {pool} with {', '.join(others)}"
@@ -143,7 +148,7 @@ def on_one_node(sizes: list[int | float]) -> int | float:
 
 def processes_per_slot(cfg: Config, pool: str | None) -> int:
     """How many processes share each slot of a pool: one of each role, and of each teacher."""
-    roles = [role for role, its_pool in cfg.placement.roles.items() if its_pool == pool]
+    roles = roles_in_pool(cfg, pool)
     count = len(roles)
     if "teacher" in roles:
         count += len({cfg.teacher.path, *cfg.teacher.by_source.values()}) - 1
@@ -258,8 +263,8 @@ def placement_text(cfg: Config, cores: list[int] | None = None) -> str:
     device = resolved_device(cfg)
     lines = []
     for pool, cores_per_process in process_cores(cfg, device, cores).items():
-        roles_of_pool = [role for role, name in cfg.placement.roles.items() if name == pool]
-        roles = [_role_text(cfg, role, len(cores_per_process)) for role in roles_of_pool]
+        count = len(cores_per_process)
+        roles = [_role_text(cfg, role, count) for role in roles_in_pool(cfg, pool)]
         line = f"{pool} {cfg.placement.pools[pool]} on {device}: {', '.join(roles)}"
         if any(cores_per_process):
             core_lists = [",".join(map(str, own_cores)) for own_cores in cores_per_process]

@@ -9,7 +9,7 @@ import psutil
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.placement import processes_per_node, resolved_device
-from one_step_off.config.roles import role_model_path, role_settings
+from one_step_off.config.roles import load_hf_config, role_model_path, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.roles import ADAMW_8BIT, MUON
 from one_step_off.config.teachers import config_of_teacher, teacher_paths
@@ -77,10 +77,7 @@ def _teacher_weight_bytes(cfg: Config) -> int | None:
 
 
 def _is_quantized(cfg: Config) -> bool:
-    from transformers import AutoConfig  # slow to import
-
-    trust = cfg.model.trust_remote_code
-    hf_config = AutoConfig.from_pretrained(cfg.teacher.path, trust_remote_code=trust)
+    hf_config = load_hf_config(cfg, cfg.teacher.path)
     return quantization_method(cfg.teacher.path, hf_config) is not None
 
 
