@@ -38,7 +38,7 @@ _BLANKS = re.compile(r"\s*")
 _SEPARATORS = re.compile(r"[; \n\t]*")
 
 
-def parse_call(text: str, start: int = 0) -> tuple[Call, int]:
+def parse_call(text: str, start: int) -> tuple[Call, int]:
     """The call in JSON that begins at `start`, and where the JSON ends: at `start` where there is
     none, and at the end of the text where it is cut off.
 

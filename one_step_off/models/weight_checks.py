@@ -56,7 +56,9 @@ def check_weights(cfg: Config) -> None:
 def _checked_model(cfg: Config, role: str) -> Any:
     """Check a role's model. Returns it without weights; None: its parameters are not known."""
     if role_settings(cfg, role).backend == "megatron":
-        _check_megatron_model(cfg, role)
+        from one_step_off.models import megatron_support  # transformers: slow to import
+
+        megatron_support.read_config(cfg, role)
         return None
     return _model_without_weights(cfg, role) if _has_readable_weights(cfg, role) else None
 
@@ -87,12 +89,6 @@ def _teacher_bytes(cfg: Config, weight_bytes: int) -> int:
         return weight_bytes
     engines = sum(processes_per_node(cfg, cfg.placement.roles["teacher"]))
     return engines * (weight_bytes + (cfg.rollout.kv_cache_mb << 20))
-
-
-def _check_megatron_model(cfg: Config, role: str) -> None:
-    from one_step_off.models import megatron_support  # transformers: slow to import
-
-    megatron_support.read_config(cfg, role)
 
 
 def _has_readable_weights(cfg: Config, role: str) -> bool:
