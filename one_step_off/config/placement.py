@@ -42,7 +42,7 @@ def visible_gpu_count(cfg: Config) -> int:
     return hardware.count_gpus()
 
 
-def roles_in_pool(cfg: Config, pool: str | None) -> list[str]:
+def roles_in_pool(cfg: Config, pool: str) -> list[str]:
     """The roles that run in a pool."""
     return [role for role, own_pool in cfg.placement.roles.items() if own_pool == pool]
 
@@ -148,7 +148,7 @@ def on_one_node(sizes: list[int | float]) -> int | float:
 
 def processes_per_slot(cfg: Config, pool: str | None) -> int:
     """How many processes share each slot of a pool: one of each role, and of each teacher."""
-    roles = roles_in_pool(cfg, pool)
+    roles = [role for role, its_pool in cfg.placement.roles.items() if its_pool == pool]
     count = len(roles)
     if "teacher" in roles:
         count += len({cfg.teacher.path, *cfg.teacher.by_source.values()}) - 1

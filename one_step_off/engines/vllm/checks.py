@@ -8,7 +8,6 @@ from one_step_off.config.errors import ConfigError, key_error, value_error
 from one_step_off.config.packages import is_installed
 from one_step_off.config.placement import resolved_device
 from one_step_off.config.quantization import has_quantized_weights
-from one_step_off.config.roles import load_hf_config
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.rollout import check_engine_names
 from one_step_off.config.teachers import config_of_teacher, teacher_key, teacher_paths
@@ -38,6 +37,7 @@ def _check_speculation(cfg: Config) -> None:
     if speculation == "none":
         return
     # transformers: slow to import.
+    from one_step_off.config.roles import load_hf_config
     from one_step_off.models.hf_model import has_state_layers
     from one_step_off.models.vision import is_vision_config
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config.roles import load_hf_config
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.tools.gpu_check.check import CheckFailed, Context, Figures
@@ -111,7 +110,10 @@ def _config(context: Context) -> Config:
 
 def _batch(cfg: Config) -> Batch:
     """Random samples of many lengths, their log-probs about those of a random model."""
-    words = load_hf_config(cfg, cfg.model.path).vocab_size
+    from transformers import AutoConfig
+
+    trust = cfg.model.trust_remote_code
+    words = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=trust).vocab_size
     longest = cfg.actor.micro_batch_tokens // 4
     rng = np.random.default_rng(0)
     samples = []
