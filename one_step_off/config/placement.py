@@ -263,8 +263,8 @@ def placement_text(cfg: Config, cores: list[int] | None = None) -> str:
     device = resolved_device(cfg)
     lines = []
     for pool, cores_per_process in process_cores(cfg, device, cores).items():
-        count = len(cores_per_process)
-        roles = [_role_text(cfg, role, count) for role in roles_in_pool(cfg, pool)]
+        roles_of_pool = [role for role, name in cfg.placement.roles.items() if name == pool]
+        roles = [_role_text(cfg, role, len(cores_per_process)) for role in roles_of_pool]
         line = f"{pool} {cfg.placement.pools[pool]} on {device}: {', '.join(roles)}"
         if any(cores_per_process):
             core_lists = [",".join(map(str, own_cores)) for own_cores in cores_per_process]
