@@ -38,7 +38,7 @@ _BLANKS = re.compile(r"\s*")
 _SEPARATORS = re.compile(r"[; \n\t]*")
 
 
-def parse_call(text: str, start: int = 0) -> tuple[Call, int]:
+def parse_call(text: str, start: int) -> tuple[Call, int]:
     """The call in JSON that begins at `start`, and where the JSON ends: at `start` where there is
     none, and at the end of the text where it is cut off.
 
@@ -128,7 +128,7 @@ def scan_hermes(text: str) -> HermesScan:
 
 
 def _tagged_call(text: str, start: int, thinks: bool) -> tuple[Call, int]:
-    """The call behind a tag that ends at `start`, and where the search for tags goes on.
+    """The call behind a tag that ends at `start`, and where the search for tags continues.
 
     Args:
         thinks: the tag stands among thoughts, which may mention it without a call.

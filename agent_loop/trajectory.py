@@ -32,7 +32,7 @@ class Generated:
             read: uint8 or uint16 [tokens, layers, experts per token], of context and answer but the
             last token. A trajectory keeps of each turn those of the tokens that no turn before has
             read.
-        guesses: with `rollout.speculation` how many tokens were guessed and how many of them
+        draft_tokens: with `rollout.speculation` how many were proposed and how many of them
             accepted; None where the engine has not counted: for an answer that ended at a stop
             text.
         queue_s: how long the request waited in the engine, in seconds; 0 where it does not say.
@@ -47,7 +47,7 @@ class Generated:
     role: str = "assistant"
     train: bool = True
     experts: np.ndarray | None = None
-    guesses: tuple[int, int] | None = None
+    draft_tokens: tuple[int, int] | None = None
     queue_s: float = 0.0
     prefill_s: float = 0.0
 

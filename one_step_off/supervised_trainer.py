@@ -12,7 +12,7 @@ import numpy as np
 
 from one_step_off.checkpoint import Checkpointer
 from one_step_off.checkpoint.checkpointer import BackgroundWrites
-from one_step_off.cluster.errors import RoleError
+from one_step_off.checkpoint.skipped_updates import check_skipped_in_a_row
 from one_step_off.cluster.remote_calls import now
 from one_step_off.config.errors import first_cause
 from one_step_off.config.schema import Config
@@ -107,7 +107,7 @@ class SupervisedPipeline:
         metrics = await self.actor.update(batch)
         metrics["time/step_s"] = now() - begin
         metrics["restarts/trainer"] = float(self.attempt)
-        self._check_skipped_updates(step, metrics)
+        check_skipped_in_a_row(self.cfg, step, metrics)
         try:
             if step + 1 == total_steps:
                 await self._evaluate_at_the_end(total_steps)
@@ -158,16 +158,3 @@ class SupervisedPipeline:
         """Save a checkpoint, unless this step has one; see `BackgroundWrites.save`."""
         state = {"stream": self.stream.state_dict(), "incarnation": self.attempt}
         await self.writes.save(self.checkpointer, step, lambda: (None, state), self.background)
-
-    # --- skipped updates --------------------------------------------------------------------------
-
-    def _check_skipped_updates(self, step: int, metrics: dict[str, float]) -> None:
-        """Raises RoleError: too many updates were skipped in a row."""
-        in_a_row = int(metrics.get("actor/skipped_in_a_row", 0))
-        limit = self.cfg.trainer.max_skipped_updates
-        if in_a_row >= limit:
-            raise RoleError(
-                f"step {step}: {in_a_row} updates were skipped in a row "
-                f"(trainer.max_skipped_updates={limit}): a loss or gradient is not finite, or too "
-                "large"
-            )

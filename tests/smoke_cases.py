@@ -439,7 +439,7 @@ WITHOUT = [
         keys={"rollout.quantization": "fp8_per_channel"},
     ),
     CommandWithoutCase(
-        "tests/e2e/test_speculation.py trains with guesses",
+        "tests/e2e/test_speculation.py trains with draft tokens",
         MAIN,
         keys={"rollout.speculation": "ngram"},
     ),

@@ -6,8 +6,8 @@
 "host": microseconds of CPU time per token of each part of the host's work, with made-up tokens in
 place of a model: vLLM's scheduler, encoder and client with our requests, and with ours in it; and
 what our own layers add. "end-to-end": tokens per second of a replica and of the bare engine, which
-get the same requests in turns; with the tiny model on CPUs, on a GPU with that of the config keys.
-Writes result.json, result.md and rollout.png into DIR.
+get the same requests and alternate; with the tiny model on CPUs, on a GPU with that of the config
+keys. Writes result.json, result.md and rollout.png into DIR.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.weight_sync import trainer, vllm_trainer
+from benchmarks.weight_sync.layout import ARM_NAMES
 from benchmarks.weight_sync.replica import slowest
 from benchmarks.weight_sync.team import Team
 from one_step_off.config.schema import WeightSyncConfig
@@ -48,7 +49,6 @@ class Arm:
     """One way to bring the weights into the engines.
 
     Attributes:
-        name: in tables and flags.
         description: what it does, for the report.
         sign_changes: its first updates. Before each of them one in so many elements changes its
             sign.
@@ -56,12 +56,13 @@ class Arm:
             load that in between.
     """
 
-    name = ""
     needs_own_model = False
     description = ""
     sign_changes: tuple[int, ...] = (2,)
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, name: str, team: Team) -> None:
+        """`name`: in tables and flags."""
+        self.name = name
         self.team = team
 
     @property
@@ -87,7 +88,6 @@ class Arm:
 class Raw(Arm):
     """The yardstick: it loads nothing."""
 
-    name = "raw"
     description = (
         "broadcast of as many bytes by rank 0, bucket after bucket, over touched buffers; "
         "nothing else"
@@ -107,7 +107,6 @@ class Raw(Arm):
 class PerTensor(Arm):
     """The common simple way."""
 
-    name = "per-tensor"
     description = (
         "rank 0 gathers and broadcasts one tensor after the other, the engine loads each; "
         "one call for all of it"
@@ -135,7 +134,6 @@ class PerTensor(Arm):
 class File(Arm):
     """Over a file system in memory."""
 
-    name = "file"
     description = (
         "rank 0 gathers all and writes safetensors into /dev/shm, "
         "the engine's own `reload_weights` reads them"
@@ -161,11 +159,10 @@ class File(Arm):
 class VLLM(Arm):
     """vLLM's own weight transfer."""
 
-    name = "vllm"
     description = "vLLM's own NCCL engine and sender, packed as it packs (1 GiB at a time)"
 
-    def __init__(self, team: Team) -> None:
-        super().__init__(team)
+    def __init__(self, name: str, team: Team) -> None:
+        super().__init__(name, team)
         if team.device == "cpu":
             self.description += (
                 "; gloo instead of NCCL, without CUDA's streams, the tied lm_head packed again"
@@ -199,7 +196,6 @@ class VLLM(Arm):
 class VLLMOnNCCL(Arm):
     """Reports in a CPU run that it did not run."""
 
-    name = "vllm, NCCL"
     description = "vLLM's own engine as it is"
     why_not = "no GPUs here"
 
@@ -267,7 +263,6 @@ class Product(Arm):
 class Sharded(Product):
     """The product's default."""
 
-    name = "sharded"
     description = (
         "every rank sends the rows that it owns, in buckets; a worker whose layout is proved gets "
         "what it keeps; checked by sums and names"
@@ -277,7 +272,6 @@ class Sharded(Product):
 class Whole(Sharded):
     """The product as if no worker had proved its layout."""
 
-    name = "whole"
     description = "as sharded, but each worker gets whole tensors, which vLLM loads"
 
     async def run(self, version: int) -> Took:
@@ -297,7 +291,6 @@ class OnlyDeltas(KindChoice):
 class Delta(Product):
     """The product sending what has changed."""
 
-    name = "delta"
     description = "every rank sends the elements of its rows that changed; checked likewise"
     keys = {"mode": "delta"}
     needs_own_model = True
@@ -312,13 +305,11 @@ class Delta(Product):
 class Shared(Product):
     """The product's transport for one device, here with one more processor than it would have."""
 
-    name = "shared"
     description = (
         "as sharded, through memory that both sides map (on GPUs: CUDA IPC), without a network"
     )
     same_device = True
 
 
-ARMS: dict[str, type[Arm]] = {
-    arm.name: arm for arm in (Raw, PerTensor, Whole, Sharded, Delta, Shared, File, VLLM, VLLMOnNCCL)
-}
+_CLASSES = (Raw, PerTensor, Whole, Sharded, Delta, Shared, File, VLLM, VLLMOnNCCL)
+ARMS: dict[str, type[Arm]] = dict(zip(ARM_NAMES, _CLASSES, strict=True))

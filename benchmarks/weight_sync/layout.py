@@ -13,7 +13,7 @@ from one_step_off.config.schema import Config
 ARM_NAMES = (
     "raw", "per-tensor", "whole", "sharded", "delta", "shared", "file", "vllm", "vllm, NCCL",
 )  # fmt: skip
-"""Of `arms.ARMS`, which is slow to import."""
+"""In the order of the classes in `arms.ARMS`, which are slow to import."""
 
 
 @dataclass(frozen=True)

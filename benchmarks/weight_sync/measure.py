@@ -189,7 +189,7 @@ async def measure(cfg: Config, settings: Settings) -> dict[str, Any]:
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
     team = Team(roles, prepared.device, prepared.canary, processes.host)
     await team.join_group()
-    all_arms = [ARMS[name](team) for name in dict.fromkeys([RAW, *settings.arms])]
+    all_arms = [ARMS[name](name, team) for name in dict.fromkeys([RAW, *settings.arms])]
     arms = [arm for arm in all_arms if not arm.why_not]
     version = 0
     found: dict[str, Any] = {}

@@ -110,7 +110,7 @@ def fill_advantages(batch: Batch, cfg: Config, kl_controller: KLController) -> d
     log_probs = batch.old_log_probs or [sample.log_probs for sample in batch.samples]
     token_rewards = None
     if algorithm.kl_in_reward:
-        log_ratios = _log_ratios(log_probs, batch.ref_log_probs)
+        log_ratios = [p - ref for p, ref in zip(log_probs, batch.ref_log_probs, strict=True)]
         token_rewards = [-kl_controller.value * log_ratio for log_ratio in log_ratios]
         metrics["kl/response"] = _mean_kl(log_ratios, batch.samples, episodes)
         metrics["kl/coef"] = kl_controller.value
@@ -151,12 +151,6 @@ def _without_overlong(samples: list[Sample], episodes: np.ndarray | None) -> lis
         cut_off = np.isin(episodes, episodes[cut_off])
     masks = advantages.mask_overlong([sample.loss_mask for sample in samples], cut_off.tolist())
     return [replace(sample, loss_mask=mask) for sample, mask in zip(samples, masks, strict=True)]
-
-
-def _log_ratios(log_probs: list[np.ndarray], ref_log_probs: list[np.ndarray]) -> list[np.ndarray]:
-    """log p - log p_ref of each token: float32 [R] per sample."""
-    pairs = zip(log_probs, ref_log_probs, strict=True)
-    return [log_prob - ref_log_prob for log_prob, ref_log_prob in pairs]
 
 
 def _mean_kl(

@@ -144,7 +144,7 @@ class KLController:
         self.value *= 1.0 + error * samples / self.horizon
 
 
-def kl(log_p: Tensor, log_q: Tensor, estimator: str = "k3") -> Tensor:
+def kl(log_p: Tensor, log_q: Tensor, estimator: str) -> Tensor:
     """Estimate KL(p || q) from tokens that p made, one value per token
     (http://joschu.net/blog/kl-approx.html).
 

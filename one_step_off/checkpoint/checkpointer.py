@@ -237,7 +237,7 @@ class BackgroundWrites:
 
         Args:
             contents: what it holds; asked when the checkpoint before is on the disk.
-            tasks: where the writing goes on.
+            tasks: where the writing continues.
         """
         begin = now()
         await self.finished()

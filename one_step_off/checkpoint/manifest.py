@@ -80,7 +80,7 @@ def file_facts(folder: Path, known: FileFacts | None = None) -> dict[str, dict[s
     return {"bytes": sizes, "checksum": checksums}
 
 
-def write_manifest(folder: Path, shapes: Shapes, known: FileFacts | None = None) -> dict[str, Any]:
+def write_manifest(folder: Path, shapes: Shapes, known: FileFacts | None) -> dict[str, Any]:
     """Write the manifest of a folder whose other files are complete; returns what it holds.
     `known`: see `file_facts`."""
     manifest = {"format": FORMAT, "shape": shapes} | file_facts(folder, known)

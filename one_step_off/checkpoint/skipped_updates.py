@@ -43,15 +43,27 @@ class SkippedUpdates:
                 f"step {batch.step}: an optimizer step was skipped; look with --replay {folder}"
             )
         self.empty_batches = 0 if batch.samples else self.empty_batches + 1
-        in_a_row = [metrics.get(f"{role}/skipped_in_a_row", 0) for role in TRAINED_ROLES]
-        most = int(max(self.empty_batches, *in_a_row))
-        limit = self.cfg.trainer.max_skipped_updates
-        if most < limit:
-            return
+        check_skipped_in_a_row(self.cfg, batch.step, metrics, self.empty_batches)
+
+
+def check_skipped_in_a_row(
+    cfg: Config, step: int, metrics: dict[str, float], empty_batches: int = 0
+) -> None:
+    """Raises RoleError: too many updates were skipped in a row, or too many batches were empty.
+
+    Args:
+        metrics: of the step's update.
+        empty_batches: in a row.
+    """
+    in_a_row = [metrics.get(f"{role}/skipped_in_a_row", 0) for role in TRAINED_ROLES]
+    most = int(max(empty_batches, *in_a_row))
+    limit = cfg.trainer.max_skipped_updates
+    if most < limit:
+        return
+    reason = "all groups were dropped"
+    if not empty_batches:
         reason = "a loss or gradient is not finite, or too large"
-        if self.empty_batches:
-            reason = "all groups were dropped"
-        raise RoleError(
-            f"step {batch.step}: {most} updates were skipped in a row "
-            f"(trainer.max_skipped_updates={limit}): {reason}"
-        )
+    raise RoleError(
+        f"step {step}: {most} updates were skipped in a row "
+        f"(trainer.max_skipped_updates={limit}): {reason}"
+    )

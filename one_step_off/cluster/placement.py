@@ -31,6 +31,7 @@ from one_step_off.config.placement import (
     devices_of_process,
     process_cores,
     processes_per_node,
+    roles_in_pool,
     shared_devices,
     shares_device,
     why_not_elastic,
@@ -257,11 +258,9 @@ def describe_pools(cfg: Config, pools: dict[str, list[ProcessSlot]]) -> str:
         for group, node in {id(slot.group): (slot.group, slot.node) for slot in slots}.values():
             node_id = placement_group_table(group)["bundles_to_node_id"][0]
             hosts[node, node_id] = host_of_node[node_id]
-        roles = [role for role, its_pool in cfg.placement.roles.items() if its_pool == pool]
+        roles = ", ".join(roles_in_pool(cfg, pool))
         shape = cfg.placement.pools[pool]
-        descriptions.append(
-            f"pool {pool} {shape} on {' '.join(hosts.values())}: {', '.join(roles)}"
-        )
+        descriptions.append(f"pool {pool} {shape} on {' '.join(hosts.values())}: {roles}")
     return "; ".join(descriptions)
 
 

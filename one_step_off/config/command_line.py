@@ -1,7 +1,9 @@
 """How a command ends: its exit code, and one line for bad input; one for each unknown key."""
 
+import argparse
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from one_step_off.config.console_streams import ConsoleFailed, console_streams
 from one_step_off.config.errors import ConfigError, UnknownKeys
@@ -10,6 +12,14 @@ from one_step_off.config.text import mask_secrets
 EXIT_NO_OUTPUT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse's, whose errors are `ConfigError`s: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError."""
+        raise ConfigError(f"{message}; --help shows the usage")
 
 
 def exit_code(command: Callable[[list[str]], int], argv: list[str]) -> int:

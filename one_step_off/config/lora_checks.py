@@ -2,6 +2,7 @@
 
 from one_step_off.config.errors import ConfigError, key_error
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.model import split_target_modules
 from one_step_off.config.text import format_value
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -45,7 +46,7 @@ def _check_adapter(cfg: Config) -> None:
             "model.lora_rank",
             f"vLLM's LoRA has a rank of at most {largest}; use that or less, {MERGED}",
         )
-    names = [name.strip() for name in cfg.model.lora_target_modules.split(",")]
+    names = split_target_modules(cfg.model.lora_target_modules)
     if any(name.split(".")[-1] == "lm_head" for name in names):
         raise key_error(
             cfg,

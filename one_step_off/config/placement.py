@@ -42,6 +42,11 @@ def visible_gpu_count(cfg: Config) -> int:
     return hardware.count_gpus()
 
 
+def roles_in_pool(cfg: Config, pool: str) -> list[str]:
+    """The roles that run in a pool."""
+    return [role for role, own_pool in cfg.placement.roles.items() if own_pool == pool]
+
+
 def shares_device(cfg: Config, pool: str) -> bool:
     """Whether the pool has a share of a device on each of its nodes, not whole devices."""
     return any(size < 1 for size in cfg.placement.pools[pool])
@@ -61,7 +66,7 @@ def why_not_elastic(cfg: Config) -> str:
     pool = cfg.placement.roles.get("rollout")
     if pool is None:
         return "the run has no rollout replicas"
-    others = [role for role, name in cfg.placement.roles.items() if name == pool]
+    others = roles_in_pool(cfg, pool)
     others.remove("rollout")
     if others:
         return f"the replicas share the pool {pool} with {', '.join(others)}"

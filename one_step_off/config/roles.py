@@ -42,17 +42,20 @@ def role_model_path(cfg: Config, role: str) -> str:
     return getattr(section, "path", "") or cfg.model.path
 
 
-def vocabulary_size(cfg: Config) -> int:
-    """How many token ids the policy's model has logits for.
+def load_hf_config(cfg: Config, path: str, **changes: Any) -> Any:
+    """The Hugging Face config of the model at `path`, with some of its values changed.
 
     Imports transformers, and raises what transformers raises.
     """
     from transformers import AutoConfig
 
-    hf_config = AutoConfig.from_pretrained(
-        cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
-    )
-    return hf_config.get_text_config().vocab_size
+    trust = cfg.model.trust_remote_code
+    return AutoConfig.from_pretrained(path, trust_remote_code=trust, **changes)
+
+
+def vocabulary_size(cfg: Config) -> int:
+    """How many token ids the policy's model has logits for. Raises as `load_hf_config`."""
+    return load_hf_config(cfg, cfg.model.path).get_text_config().vocab_size
 
 
 def load_section_tokenizer(cfg: Config, section: str) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from one_step_off.config.errors import ConfigError, key_error
-from one_step_off.config.placement import devices_per_node
+from one_step_off.config.placement import devices_per_node, roles_in_pool
 from one_step_off.config.pool_checks import nearest_divisor
 from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
@@ -180,7 +180,7 @@ def _check_engine(cfg: Config) -> None:
     """Check a teacher in an engine: its pool, its settings, and that its log-probs can be those of
     the run's temperature."""
     pool = cfg.placement.roles["teacher"]
-    others = [role for role, its_pool in cfg.placement.roles.items() if its_pool == pool]
+    others = roles_in_pool(cfg, pool)
     others.remove("teacher")
     location = f"teacher.backend=vllm and placement.roles.teacher={pool}"
     if others or len({cfg.teacher.path, *cfg.teacher.by_source.values()}) > 1:

@@ -155,7 +155,7 @@ def _mark_first_message(messages: list[Any], waiting: list[Any], sources: list[A
             return
 
 
-def read_image(source: Any, folder: str = "") -> bytes:
+def read_image(source: Any, folder: str) -> bytes:
     """The encoded bytes of an image.
 
     Args:

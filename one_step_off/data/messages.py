@@ -160,7 +160,7 @@ def _text_of_part(part: Any, place: str, is_thought: bool) -> str | None:
 
 
 def normalized_calls(
-    message: Mapping[str, Any], empty_for_broken_arguments: bool = False
+    message: Mapping[str, Any], empty_for_broken_arguments: bool
 ) -> list[dict[str, Any]]:
     """The tool calls of a message, with objects as arguments. A `function_call`, the old form, is
     one, too.

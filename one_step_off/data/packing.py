@@ -162,7 +162,7 @@ class SampleSlice(list[Sample]):
         samples: list[Sample],
         positions: list[int],
         outline: BatchOutline,
-        omitted_fields: tuple[str, ...] = (),
+        omitted_fields: tuple[str, ...],
     ) -> None:
         """`omitted_fields`: see `PackedSamples`."""
         super().__init__(samples)

@@ -113,8 +113,8 @@ class Sample:
                 began, see rollout/prompt_pool.py.
             agent_failure: one line: how its agent failed, where a limit of the run excuses it.
             agent_log: what its external agent printed, a file below the run folder.
-            guesses: with `rollout.speculation` [guessed tokens, accepted ones, all tokens] of the
-                turns that the engine has counted; in the first sample of a trajectory.
+            draft_tokens: with `rollout.speculation` [proposed, accepted, all tokens] of the turns
+                that the engine has counted; in the first sample of a trajectory.
             agent: name -> float: turns, tool_calls and other counts of a conversation. The turns
                 are those of the sample, everything else is counted over its episode.
             tool_calls: the calls in this sample, in order: {"turn", "name", "arguments"} each.

@@ -286,9 +286,7 @@ TRAINED_KEYS = ("train", "trainable", "training", "loss")
 """Truth values of an answer by which other sets say whether it is trained on."""
 
 
-def parse_chat(
-    where: str, columns: Any, instruction: str, settings: dict[str, Any] | None = None
-) -> Chat:
+def parse_chat(where: str, columns: Any, instruction: str, settings: dict[str, Any]) -> Chat:
     """The chat of a row.
 
     Args:
@@ -322,7 +320,7 @@ def parse_chat(
     messages = chat_messages(raw, name)
     fields = template_fields(columns)
     check_unicode(messages, *fields.values())
-    fields["chat_template_kwargs"] = (settings or {}) | fields["chat_template_kwargs"]
+    fields["chat_template_kwargs"] = settings | fields["chat_template_kwargs"]
     return Chat(where, messages, **fields, untrained=_untrained(messages, raw, context))
 
 

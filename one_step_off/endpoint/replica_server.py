@@ -436,8 +436,7 @@ class ReplicaServer:
 
     async def _lost(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """The agent has not taken an answer that the gateway has taken."""
-        self._check_service_key(Route(route.name, route.path, request.headers.get("x-api-key", "")))
-        losing = self._authenticate(request, route)
+        losing = self._episode_of_gateway(request, route)
         cached = losing.answers.find(request.query.get("answer", ""))
         if cached is not None:
             cached.lose(losing.episode)
@@ -445,11 +444,15 @@ class ReplicaServer:
 
     async def _return(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """The gateway could not give an episode to the agent that had asked for work."""
-        self._check_service_key(Route(route.name, route.path, request.headers.get("x-api-key", "")))
-        returned = self._authenticate(request, route)
+        returned = self._episode_of_gateway(request, route)
         if not returned.asked:
             self._offer_again(returned)
         return await self._reply(request, {"offered": not returned.asked})
+
+    def _episode_of_gateway(self, request: web.BaseRequest, route: Route) -> OpenEpisode:
+        """The episode of which the gateway speaks: it has the service key beside the episode's."""
+        self._check_service_key(Route(route.name, route.path, request.headers.get("x-api-key", "")))
+        return self._authenticate(request, route)
 
     def _offer_again(self, offered: OpenEpisode) -> None:
         self.offers.put_nowait(offered)

@@ -256,8 +256,8 @@ def check(cfg: Config) -> None:
         raise value_error(
             "rollout.speculation",
             cfg.rollout.speculation,
-            f"rollout.engine={cfg.rollout.engine} guesses no tokens; use rollout.engine=vllm, or "
-            "set this to none",
+            f"rollout.engine={cfg.rollout.engine} proposes no draft tokens; use "
+            "rollout.engine=vllm, or set this to none",
         )
     if hasattr(create, "check"):
         create.check(cfg)

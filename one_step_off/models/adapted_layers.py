@@ -4,9 +4,9 @@ from typing import Any
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
+from one_step_off.config.sections.model import ALL_LINEAR, split_target_modules
 from one_step_off.config.text import did_you_mean
 
-ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
 """What transformers calls the module of a mixture of experts, in every architecture."""
 
@@ -20,7 +20,7 @@ def adapted_layers(model: Any, target_modules: str) -> list[str]:
     """
     from torch import nn
 
-    targets = [name.strip() for name in target_modules.split(",")]
+    targets = split_target_modules(target_modules)
     head = model.get_output_embeddings()
     names = []
     for name, layer in model.named_modules():
@@ -46,7 +46,7 @@ def check_adapted_layers(cfg: Config) -> None:
 
     key = f"model.lora_target_modules={cfg.model.lora_target_modules}"
     model = hf_model.empty_model(cfg, "actor", None, None)
-    targets = [name.strip() for name in cfg.model.lora_target_modules.split(",")]
+    targets = split_target_modules(cfg.model.lora_target_modules)
     names = adapted_layers(model, ALL_LINEAR)
     if targets == [ALL_LINEAR]:
         if has_experts(model):  # peft would adapt the stacked experts too, which cannot be merged
@@ -95,7 +95,7 @@ def targets_without_experts(cfg: Config) -> list[str]:
         for place in places
         if place.parameter not in linear_weights
     ]
-    targets = [name.strip() for name in cfg.model.lora_target_modules.split(",")]
+    targets = split_target_modules(cfg.model.lora_target_modules)
     return [target for target in targets if any(o.endswith(f".{target}") for o in others)]
 
 

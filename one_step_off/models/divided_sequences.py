@@ -7,7 +7,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.lengths import longest_trained
 from one_step_off.config.placement import devices_of_pool
 from one_step_off.config.pool_checks import nearest_divisor
-from one_step_off.config.roles import role_model_path, role_settings
+from one_step_off.config.roles import load_hf_config, role_model_path, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.teachers import configs_of_roles
 
@@ -21,14 +21,8 @@ def check_sequence_parallel(cfg: Config) -> None:
     for own_cfg, role in configs_of_roles(cfg):
         settings = role_settings(own_cfg, role)
         if settings.backend == "fsdp" and settings.sequence_parallel_size > 1:  # files are read
-            check_divided_model(_hf_config_of(own_cfg, role), own_cfg, role)
-
-
-def _hf_config_of(cfg: Config, role: str) -> Any:
-    from transformers import AutoConfig  # slow to import
-
-    path = role_model_path(cfg, role)
-    return AutoConfig.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
+            hf_config = load_hf_config(own_cfg, role_model_path(own_cfg, role))
+            check_divided_model(hf_config, own_cfg, role)
 
 
 def check_divided_model(hf_config: Any, cfg: Config, role: str) -> None:
@@ -71,7 +65,7 @@ def more_ranks_shorten(cfg: Config, role: str) -> bool:
         return False
     if longest_trained(cfg) / size <= settings.micro_batch_tokens:
         return False
-    hf_config = _hf_config_of(cfg, role)
+    hf_config = load_hf_config(cfg, role_model_path(cfg, role))
     ranks = devices_of_pool(cfg, cfg.placement.roles[role])
     heads = hf_config.get_text_config().num_attention_heads
     return not why_not_divided(hf_config) and math.gcd(heads, ranks) > size

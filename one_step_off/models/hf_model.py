@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from one_step_off.config.errors import ConfigError, as_config_error, key_error
 from one_step_off.config.lengths import engine_length
-from one_step_off.config.roles import role_model_path
+from one_step_off.config.roles import load_hf_config, role_model_path
 from one_step_off.config.schema import Config
 from one_step_off.models.checkpoint_layout import CheckpointLayout, OtherLayout
 from one_step_off.models.rope import fix_frequencies
@@ -65,10 +65,9 @@ def model_class_of(cfg: Config, role: str) -> ModelClass:
         auto_class = transformers.AutoModelForSequenceClassification
         return ModelClass(auto_class, {"num_labels": 1}, "model with a scalar head")
     path = role_model_path(cfg, role)
-    trust = cfg.model.trust_remote_code
     problem = f"model.path: {path!r}: its config cannot be loaded"
     with as_config_error(problem, "give a complete model"):
-        hf_config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        hf_config = load_hf_config(cfg, path)
     if is_vision_config(hf_config):
         return ModelClass(transformers.AutoModelForImageTextToText, {}, "model that reads images")
     return ModelClass(transformers.AutoModelForCausalLM, {}, "causal language model")
@@ -183,9 +182,7 @@ def empty_model(
     checkpoints)."""
     model_class = model_class_of(cfg, role)
     trust = cfg.model.trust_remote_code
-    hf_config = transformers.AutoConfig.from_pretrained(
-        role_model_path(cfg, role), trust_remote_code=trust, **model_class.arguments
-    )
+    hf_config = load_hf_config(cfg, role_model_path(cfg, role), **model_class.arguments)
     with accelerate.init_empty_weights(include_buffers=False):
         model = model_class.auto_class.from_config(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust

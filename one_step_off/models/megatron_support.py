@@ -5,12 +5,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import transformers
 from transformers.utils.hub import has_file
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.pool_checks import nearest_divisor
-from one_step_off.config.roles import role_model_path, role_settings
+from one_step_off.config.roles import load_hf_config, role_model_path, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.roles import BackendConfig
 from one_step_off.models import rope
@@ -51,9 +50,7 @@ def read_config(cfg: Config, role: str) -> Any:
     """
     path = role_model_path(cfg, role)
     role_config = role_settings(cfg, role)
-    hf_config = transformers.AutoConfig.from_pretrained(
-        path, trust_remote_code=cfg.model.trust_remote_code
-    )
+    hf_config = load_hf_config(cfg, path)
     where = f"{role}.backend=megatron with {path!r}"
     _check_family(hf_config, path, where)
     _check_variant(hf_config, where)

@@ -14,7 +14,7 @@ from one_step_off.config.errors import ConfigError, as_config_error, first_line
 from one_step_off.config.lengths import engine_length
 from one_step_off.config.placement import devices_per_node, resolved_device
 from one_step_off.config.pool_checks import nearest_divisor
-from one_step_off.config.roles import load_section_tokenizer, role_settings
+from one_step_off.config.roles import load_hf_config, load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.teachers import config_of_teacher, teacher_key, teacher_paths
 from one_step_off.models.adapted_layers import check_adapted_layers
@@ -224,16 +224,13 @@ def _check_files(
 
     `may_be_quantized`: it is loaded by vLLM alone, whose own checks say what it can serve.
     """
-    from transformers import AutoConfig
     from transformers.utils.hub import has_file
 
     path = getattr(cfg, section).path
     name = _key_and_path(cfg, section)
     weight_files = [f"{file}{suffix}" for file in WEIGHT_FILES for suffix in ("", ".index.json")]
     try:
-        model_config = AutoConfig.from_pretrained(
-            path, trust_remote_code=cfg.model.trust_remote_code
-        )
+        model_config = load_hf_config(cfg, path)
         has_weights = any(has_file(path, file) for file in weight_files)
     except Exception as error:
         reason = first_line(error)

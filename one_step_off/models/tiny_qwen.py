@@ -198,7 +198,7 @@ def build(
     return path
 
 
-def _make_rows(count: int, kind: str = "") -> list[word_problems.QuestionRow]:
+def _make_rows(count: int, kind: str) -> list[word_problems.QuestionRow]:
     make = word_problems.make_products if kind == "tools" else word_problems.make
     return make("train", count, RECIPE.data_seed)
 

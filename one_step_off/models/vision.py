@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoImageProcessor
 from transformers.utils import cached_file
 
 from one_step_off.config.errors import as_config_error, key_error, value_error
+from one_step_off.config.roles import load_hf_config
 from one_step_off.config.schema import Config
 from one_step_off.data.images import BadImage, open_image
 
@@ -38,9 +39,7 @@ def is_vision_config(hf_config: Any) -> bool:
 
 def policy_vision_config(cfg: Config) -> Any:
     """The Hugging Face config of the policy's model; None: it reads no images."""
-    hf_config = AutoConfig.from_pretrained(
-        cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
-    )
+    hf_config = load_hf_config(cfg, cfg.model.path)
     return hf_config if is_vision_config(hf_config) else None
 
 
@@ -121,15 +120,8 @@ def check_limits(cfg: Config) -> None:
             problem = f"{cfg.model.path} reads images, which this role cannot; remove the role"
             raise value_error(f"placement.roles.{role}", roles[role], problem)
     if "ref" in roles and cfg.ref.path not in ("", cfg.model.path):
-        tokens = [
-            getattr(
-                AutoConfig.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code),
-                "image_token_id",
-                None,
-            )
-            for path in (cfg.model.path, cfg.ref.path)
-        ]
-        if tokens[0] != tokens[1]:
+        own, reference = (load_hf_config(cfg, path) for path in (cfg.model.path, cfg.ref.path))
+        if getattr(own, "image_token_id", None) != getattr(reference, "image_token_id", None):
             raise key_error(cfg, "ref.path", f"does not read images as {cfg.model.path} does")
     for key, is_offered, fix in _limits(cfg):
         if not is_offered:

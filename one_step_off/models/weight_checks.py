@@ -9,7 +9,7 @@ import psutil
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.placement import processes_per_node, resolved_device
-from one_step_off.config.roles import role_model_path, role_settings
+from one_step_off.config.roles import load_hf_config, role_model_path, role_settings
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.roles import ADAMW_8BIT, MUON
 from one_step_off.config.teachers import config_of_teacher, teacher_paths
@@ -56,7 +56,9 @@ def check_weights(cfg: Config) -> None:
 def _checked_model(cfg: Config, role: str) -> Any:
     """Check a role's model. Returns it without weights; None: its parameters are not known."""
     if role_settings(cfg, role).backend == "megatron":
-        _check_megatron_model(cfg, role)
+        from one_step_off.models import megatron_support  # transformers: slow to import
+
+        megatron_support.read_config(cfg, role)
         return None
     return _model_without_weights(cfg, role) if _has_readable_weights(cfg, role) else None
 
@@ -77,10 +79,7 @@ def _teacher_weight_bytes(cfg: Config) -> int | None:
 
 
 def _is_quantized(cfg: Config) -> bool:
-    from transformers import AutoConfig  # slow to import
-
-    trust = cfg.model.trust_remote_code
-    hf_config = AutoConfig.from_pretrained(cfg.teacher.path, trust_remote_code=trust)
+    hf_config = load_hf_config(cfg, cfg.teacher.path)
     return quantization_method(cfg.teacher.path, hf_config) is not None
 
 
@@ -90,12 +89,6 @@ def _teacher_bytes(cfg: Config, weight_bytes: int) -> int:
         return weight_bytes
     engines = sum(processes_per_node(cfg, cfg.placement.roles["teacher"]))
     return engines * (weight_bytes + (cfg.rollout.kv_cache_mb << 20))
-
-
-def _check_megatron_model(cfg: Config, role: str) -> None:
-    from one_step_off.models import megatron_support  # transformers: slow to import
-
-    megatron_support.read_config(cfg, role)
 
 
 def _has_readable_weights(cfg: Config, role: str) -> bool:

@@ -46,8 +46,8 @@ END_PATTERNS = (
     ("tokens/s", "{tokens_per_s/trainer:,.0f} while the trainer works"),
     (
         "speculation",
-        "{rollout/accepted_share:.0%} of the guesses accepted, {rollout/accepted_length:.2f} "
-        "tokens per sequence and step",
+        "{rollout/acceptance_rate:.0%} of the draft tokens accepted, "
+        "{rollout/acceptance_length:.2f} tokens per sequence and step",
     ),
     ("MFU", "rollout {mfu/rollout:.1%}, trainer {mfu/trainer:.1%} of {device} in bf16"),
     (
@@ -69,10 +69,9 @@ def start_facts(
         data: the `RunData` of the run.
         links: more places to look at, as the W&B run's.
     """
-    size = "" if num_parameters is None else f", {short_count(num_parameters)} parameters"
     held_out = f"{len(data.val)} prompts of {cfg.data.val_files}" if data.val else "none"
     facts = [
-        ("model", f"{named_model}{size}, {cfg.model.dtype}"),
+        ("model", f"{_model_text(named_model, num_parameters)}, {cfg.model.dtype}"),
         ("data", f"{len(data.stream)} prompts of {train_files_text(cfg.data)}"),
         ("held out", held_out),
     ]
@@ -114,13 +113,12 @@ def supervised_start_facts(
     cfg: Config, named_model: str, num_parameters: int | None, data: Any, links: Facts
 ) -> Facts:
     """As `start_facts`, for a supervised run."""
-    size = "" if num_parameters is None else f", {short_count(num_parameters)} parameters"
     held_out = f"{len(data.val)} rows of {cfg.sft.val_files}" if data.val else "none"
     steps = f"{data.stream.total_steps}, each {cfg.data.train_batch_size} rows, lr {cfg.actor.lr:g}"
     if cfg.trainer.val_only:
         steps = "none: the held-out set is evaluated"
     facts = [
-        ("model", f"{named_model}{size}, {cfg.model.dtype}"),
+        ("model", f"{_model_text(named_model, num_parameters)}, {cfg.model.dtype}"),
         ("data", f"{len(data.stream)} rows with answers of {cfg.sft.train_files}"),
         ("held out", held_out),
         ("placement", placement_text(cfg)),
@@ -134,6 +132,12 @@ def _steps_text(cfg: Config, total_steps: int) -> str:
     if cfg.trainer.val_only:
         return "none: the held-out set is evaluated"
     return f"{total_steps}, each {cfg.data.train_batch_size} prompts x {cfg.rollout.n} samples"
+
+
+def _model_text(named_model: str, num_parameters: int | None) -> str:
+    if num_parameters is None:
+        return named_model
+    return f"{named_model}, {short_count(num_parameters)} parameters"
 
 
 def short_count(number: int) -> str:

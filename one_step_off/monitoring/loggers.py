@@ -34,7 +34,7 @@ MAX_PENDING_JOBS = 32
 IMAGE_FOLDER = "images"
 """Below SAMPLE_FOLDER."""
 
-INTERNAL_EXTRAS = ("greedy", "replaces", "replaced_work", "guesses")
+INTERNAL_EXTRAS = ("greedy", "replaces", "replaced_work", "draft_tokens")
 
 
 @dataclass(frozen=True)

@@ -719,7 +719,7 @@ function drawCurves() {
       line("longest", "response_length/max"),
     ], { zero: true }),
     curve("Tokens that a sequence gets per step of its engine (rollout.speculation)", [
-      line("tokens", "rollout/accepted_length"),
+      line("tokens", "rollout/acceptance_length"),
     ], { zero: true }),
     curve("Turns and contexts of an episode", [
       line("turns", "episode/turns"),

@@ -12,7 +12,7 @@ from one_step_off.data.samples import AGENT_ERROR, FAULT_METRICS, TIME_PARTS, Sa
 Row = dict[str, Any]
 MEDIAN_PREFIXES = (
     *("time/", "tokens_per_s/", "flops_per_s/", "mfu/", "gpu_utilisation/"),
-    "rollout/accepted_",
+    "rollout/acceptance_",
 )
 # When a phase began and ended: a median of that says nothing.
 TIMESTAMP_SUFFIXES = ("_begin_s", "_end_s")
@@ -37,22 +37,22 @@ def sample_stats(samples: list[Sample]) -> dict[str, float]:
         "samples": len(samples),
     }
     floats = {name: float(value) for name, value in stats.items()}
-    return floats | time_stats(samples) | agent_stats(samples) | guess_stats(samples)
+    return floats | time_stats(samples) | agent_stats(samples) | draft_stats(samples)
 
 
-def guess_stats(samples: list[Sample]) -> dict[str, float]:
-    """With `rollout.speculation`: which share of the guesses was accepted, 0 without any; and how
-    many tokens a sequence got per step of its engine. {} without `rollout.speculation`, or where
-    no response was counted."""
-    counts = [sample.extra["guesses"] for sample in samples if "guesses" in sample.extra]
+def draft_stats(samples: list[Sample]) -> dict[str, float]:
+    """With `rollout.speculation`: which share of the draft tokens was accepted, 0 without any;
+    and how many tokens a sequence got per step of its engine. {} without `rollout.speculation`, or
+    where no response was counted."""
+    counts = [sample.extra["draft_tokens"] for sample in samples if "draft_tokens" in sample.extra]
     if not counts:
         return {}
-    guessed, accepted, tokens = np.sum(counts, 0)
+    proposed, accepted, tokens = np.sum(counts, 0)
     # Of the accepted tokens of a last step some come after the end.
     steps = max(tokens - accepted, len(counts))
     return {
-        "rollout/accepted_share": float(accepted / max(guessed, 1)),
-        "rollout/accepted_length": float(tokens / steps),
+        "rollout/acceptance_rate": float(accepted / max(proposed, 1)),
+        "rollout/acceptance_length": float(tokens / steps),
     }
 
 

@@ -71,9 +71,10 @@ def check_reward_functions(cfg: Config, data: RunData, print_line: Callable[[str
     """
     functions = RewardFunctions(cfg.reward, source_rewards(cfg.data))
     prompts = [*data.stream.prompts, *(data.val or ())]
-    items = [
-        item for item in first_items(cfg, functions, prompts) if not _built_in(functions, item)
-    ]
+    items = []
+    for item in first_items(cfg, functions, prompts):
+        if not functions.find(item.data_source, item.source).built_in:
+            items.append(item)
     if not items:
         return
     fault = find_fault(cfg, functions, items, call_in_process(cfg, items))
@@ -81,10 +82,6 @@ def check_reward_functions(cfg: Config, data: RunData, print_line: Callable[[str
         raise ConfigError(fault)
     if fault:
         print_line(f"warning: {fault}")
-
-
-def _built_in(functions: RewardFunctions, item: RewardItem) -> bool:
-    return functions.find(item.data_source, item.source).built_in
 
 
 def first_items(

@@ -144,14 +144,19 @@ class TrajectoryRun:
             if not self.is_trained:  # experts are many bytes, for trainers alone
                 sample.prompt_experts = sample.response_experts = None
             make_plain(sample)
-        samples[0].extra |= self._guesses()  # those of all turns, once
+        samples[0].extra |= self._draft_tokens()  # those of all turns, once
         return samples
 
-    def _guesses(self) -> dict[str, list[int]]:
-        """What the engine has guessed in this trajectory, for the `extra` of a sample; {} where it
+    def _draft_tokens(self) -> dict[str, list[int]]:
+        """The draft tokens of this trajectory, for the `extra` of a sample; {} where it
         has counted no turn."""
-        counts = [(*turn.guesses, len(turn.ids)) for turn in self.turns if turn.guesses is not None]
-        return {"guesses": [sum(column) for column in zip(*counts, strict=True)]} if counts else {}
+        counts = []
+        for turn in self.turns:
+            if turn.draft_tokens is not None:
+                counts.append((*turn.draft_tokens, len(turn.ids)))
+        if not counts:
+            return {}
+        return {"draft_tokens": [sum(column) for column in zip(*counts, strict=True)]}
 
     async def _reward_of(
         self, trajectory: Trajectory | Episode, samples: list[Sample]

@@ -40,7 +40,6 @@ from one_step_off.runtime.interrupts import (
     signal_handlers,
 )
 from one_step_off.runtime.prepare import (
-    ResumePoint,
     RunInputs,
     is_complete,
     prepare,
@@ -128,12 +127,6 @@ def train(
     console.table(end_facts(summary, cfg))
 
 
-def _resume_point_of_training(prepared: RunInputs) -> ResumePoint | None:
-    """The checkpoint at which training resumes. An evaluation alone loads one, but trains
-    nothing."""
-    return None if prepared.cfg.trainer.val_only else prepared.resume_point
-
-
 def _use_evaluation_folder(prepared: RunInputs, print_line: Callable[[str], None]) -> None:
     """Give an evaluation alone a folder of its own, since the files of the run folder describe the
     training."""
@@ -151,7 +144,8 @@ def _create_tracker(prepared: RunInputs, console: RunConsole) -> Tracker:
     """Begin the files of the run folder and print the facts of the run. Raises ConfigError: a
     logger does not start."""
     cfg = prepared.cfg
-    resume_point = _resume_point_of_training(prepared)
+    # An evaluation alone loads a checkpoint, but trains nothing.
+    resume_point = None if cfg.trainer.val_only else prepared.resume_point
     total_steps = prepared.data.stream.total_steps
     require_cluster(os.environ.get("RAY_ADDRESS", ""))
     if resume_point is not None:

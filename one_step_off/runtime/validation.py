@@ -95,12 +95,11 @@ def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> 
         check_hardware(cfg, device, num_gpus)
 
 
-def missing_hardware(cfg: Config, num_gpus: int | None = None) -> str | None:
+def missing_hardware(cfg: Config) -> str | None:
     """What this machine lacks to run an otherwise valid config, and how to fix it; None if
     nothing.
     """
-    if num_gpus is None:
-        num_gpus = visible_gpu_count(cfg)
+    num_gpus = visible_gpu_count(cfg)
     try:
         check_hardware(cfg, resolved_device(cfg, num_gpus), num_gpus)
     except ConfigError as error:

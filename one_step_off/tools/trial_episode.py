@@ -72,7 +72,7 @@ class EpisodeResult:
 
 
 def try_agent_loop(
-    cfg: Config, tokenizer: Any, name: str, prompt: Prompt, calls_rewards: bool = True
+    cfg: Config, tokenizer: Any, name: str, prompt: Prompt, calls_rewards: bool
 ) -> EpisodeResult:
     """Let a loop make one episode of a prompt.
 

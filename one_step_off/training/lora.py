@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.schema import ModelConfig
+from one_step_off.config.sections.model import ALL_LINEAR, split_target_modules
 
 ADAPTER_NAME = "default"
 """peft's name of the one adapter."""
@@ -31,12 +32,12 @@ MATRICES = ("lora_A", "lora_B")
 def peft_config(model_config: ModelConfig) -> peft.LoraConfig:
     """The adapter's settings for peft. It has no dropout, with which theta would differ from mu at
     the same weights."""
-    names = [name.strip() for name in model_config.lora_target_modules.split(",")]
+    names = split_target_modules(model_config.lora_target_modules)
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=model_config.lora_rank,
         lora_alpha=model_config.lora_alpha,
-        target_modules="all-linear" if names == ["all-linear"] else names,
+        target_modules=ALL_LINEAR if names == [ALL_LINEAR] else names,
     )
 
 

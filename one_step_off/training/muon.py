@@ -143,6 +143,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def new_adamw_state(parameter: Tensor) -> dict[str, Tensor]:
+    """The state with which torch's fused AdamW begins."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
 class Muon(torch.optim.Optimizer):
     """Muon and AdamW in one optimizer, so that both are saved, moved and given their learning rate
     together. A parameter group says by "uses_muon" which one steps it."""
@@ -194,11 +203,7 @@ class Muon(torch.optim.Optimizer):
         """The state with which the first step of a parameter of the group begins."""
         if group["uses_muon"]:
             return {"momentum_buffer": torch.zeros_like(parameter)}
-        return {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+        return new_adamw_state(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:

@@ -23,7 +23,7 @@ from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.registry import import_object
 from one_step_off.config.sections.roles import ADAMW, ADAMW_8BIT, MUON
 from one_step_off.models.parameter_kinds import parameter_kinds
-from one_step_off.training.muon import Muon, local
+from one_step_off.training.muon import Muon, local, new_adamw_state
 
 
 def build(model: PreTrainedModel, role: str, role_config: Any) -> torch.optim.Optimizer:
@@ -164,16 +164,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 def _state_maker(optimizer: Any) -> Callable[[dict[str, Any], Tensor], dict[str, Tensor]] | None:
     """What makes the first state of a parameter; None of a user's own class."""
     if type(optimizer) is torch.optim.AdamW:
-        return _new_adamw_state
+        return lambda group, parameter: new_adamw_state(parameter)
     return getattr(optimizer, "new_state", None)
-
-
-def _new_adamw_state(group: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
-    }
 
 
 def as_plain(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -6,14 +6,12 @@ A back end puts its own class before each of these, see `worker_interface.py`.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from one_step_off.algorithms import core_algos, distillation, policy_losses
-from one_step_off.algorithms.shared_prefixes import Prefixes
 from one_step_off.config.roles import vocabulary_size
 from one_step_off.data.images import Images
 from one_step_off.data.samples import Batch
@@ -80,23 +78,14 @@ class PolicyWorker(WeightExport):
         """Whether the loss compares the student with the teacher's likeliest tokens."""
         return bool(self.cfg.teacher.top_k) and "teacher" in self.cfg.placement.roles
 
-    def _work_item(
-        self,
-        batch: Batch,
-        positions: list[int],
-        weights: np.ndarray,
-        rows: Prefixes | None = None,
-    ) -> WorkItem:
-        """As for every role; with `teacher.top_k` the teacher's likeliest tokens are wanted besides
-        the trained ones: the layout's tokens are [n, 1 + k]."""
-        item = super()._work_item(batch, positions, weights, rows)
+    def _other_tokens(self, batch: Batch, positions: list[int]) -> np.ndarray | None:
+        """With `teacher.top_k` the teacher's likeliest ones."""
         if not self._has_top_k_teacher:
-            return item
+            return None
         top_ids = [np.zeros((0, self.cfg.teacher.top_k), np.int64)]
         for position in positions:
             top_ids.append(batch.teacher_top_ids[position][batch.samples[position].loss_mask])
-        tokens = np.column_stack([item.layout.tokens, np.concatenate(top_ids)])
-        return replace(item, layout=replace(item.layout, tokens=tokens))
+        return np.concatenate(top_ids)
 
     def _micro_batch_loss(self, item: WorkItem, stats: UpdateStats, first_step: bool) -> Tensor:
         """sum over tokens of weight * (policy loss - entropy_coef * entropy + kl_coef * KL to the

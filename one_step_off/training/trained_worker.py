@@ -77,6 +77,11 @@ class TrainedWorker(CheckpointedWorker):
         """How the losses of the tokens are added up, see `core_algos.token_weights`."""
         return self.cfg.algorithm.loss_agg
 
+    def _other_tokens(self, batch: Batch, positions: list[int]) -> np.ndarray | None:
+        """Further tokens whose log-probs the loss needs where a token of these samples is trained:
+        int64 [n, k]; None: there are none."""
+        return None
+
     def before_step(self) -> None:
         """Called before the weights change. A weight sender that still reads them waits here."""
 
@@ -231,16 +236,19 @@ class TrainedWorker(CheckpointedWorker):
         batch: Batch,
         positions: list[int],
         weights: np.ndarray,
-        rows: Prefixes | None = None,
+        rows: Prefixes | None,
     ) -> WorkItem:
-        """A micro-batch of these samples; wanted are their trained tokens. `rows`: see
-        `batching.rows_that_pay`."""
+        """A micro-batch of these samples; wanted are their trained tokens, beside them
+        `_other_tokens`. `rows`: see `batching.rows_that_pay`."""
         samples = [batch.samples[position] for position in positions]
         sequences = [token_ids_of(s) for s in samples]
         wanted = [len(s.prompt_ids) + np.flatnonzero(s.loss_mask) for s in samples]
         layout = self._lay_out(sequences, wanted, [self._experts_of(s) for s in samples], rows)
         for sample in samples:
             layout.images += batch.images.get(sample.prompt_id, ())
+        others = self._other_tokens(batch, positions)
+        if others is not None:
+            layout.tokens = np.column_stack([layout.tokens, others])
         columns = self._token_columns(batch, positions, weights)
         return WorkItem(layout, columns, [len(sequence) for sequence in sequences])
 

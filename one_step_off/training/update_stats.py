@@ -51,7 +51,7 @@ class UpdateStats:
                 scalar = _larger(self._maxima[name], scalar)
             self._maxima[name] = scalar
 
-    def reduce(self, reports: bool = True) -> tuple[Figures, Figures]:
+    def reduce(self, reports: bool) -> tuple[Figures, Figures]:
         """Sums and maxima over all ranks (collective); the same on every rank.
 
         Args:

@@ -379,7 +379,7 @@ class WeightSender(StreamPeer):
                 # Before the last wait for the device, so that they need none of their own.
                 for number, sums in progress.checksums.items():
                     checksums[number] = self._host_copy(sums)
-            packed = self._mark()
+            packed = self.queue.mark() if self.queue else None  # a CPU has packed it already
             self._finish_bucket(on_wire)
             seconds = self.wire_thread.submit(self._broadcast, packed, *sent)
             on_wire = BucketOnWire(index, seconds)
@@ -400,10 +400,6 @@ class WeightSender(StreamPeer):
             thread = WorkerThread(KEEP_THREAD, unpin)
             self.keeping = thread.submit(self._keep, progress.version)
             thread.stop()  # afterwards: a thread that waits would hold this sender's memory
-
-    def _mark(self) -> Mark | None:
-        """Behind what was packed; None: a CPU has done it already."""
-        return self.queue.mark() if self.queue else None
 
     def _keeps_later(self) -> bool:
         """Whether what was sent is copied to host memory after the sync, while replicas generate

@@ -1,5 +1,5 @@
 """rollout.speculation through a real engine: what comes back is what the policy would have sampled,
-with the policy's log-probs, whatever was guessed."""
+with the policy's log-probs, whatever was proposed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEMPERATURE = 0.25  # at which a random model repeats itself, and not always
 ROUNDING = 2e-5  # nats, float32
 BLOCK_TOKENS = 32
 SAMPLES = 1500
-SHORT = 3  # tokens; the first one is made with the prompt, without guesses
+SHORT = 3  # tokens; the first one is made with the prompt, without draft tokens
 
 
 class Policy:
@@ -105,8 +105,8 @@ async def check_responses(engine: Any, policy: Policy) -> None:
         assert len(response.ids) == asked.max_tokens, "ignore_eos"
         assert response.finish_reason == "length"
         policy.check(asked.ids, response)
-    guessed, accepted = np.sum([response.guesses for response in made], 0)
-    assert 50 < accepted < guessed
+    proposed, accepted = np.sum([response.draft_tokens for response in made], 0)
+    assert 50 < accepted < proposed
     # A seeded sample does not depend on its neighbours.
     for asked, response in list(zip(requests, made, strict=True))[:4]:
         alone = await engine.generate(asked)
@@ -115,7 +115,7 @@ async def check_responses(engine: Any, policy: Policy) -> None:
     made = await asyncio.gather(*map(engine.generate, greedy))
     for asked, response in zip(greedy, made, strict=True):
         policy.check_greedy(asked.ids, response)
-    assert sum(response.guesses[1] for response in made) > 50
+    assert sum(response.draft_tokens[1] for response in made) > 50
     # Words to stop at are found in the middle of what one step has made.
     stopping = [replace(asked, stop=("e", "1", "a")) for asked in requests]
     made = await asyncio.gather(*map(engine.generate, stopping))
@@ -149,9 +149,9 @@ async def check_distribution(engine: Any, policy: Policy) -> None:
     found = policy.distance(ids, responses)
     true_samples = policy.short_responses(ids)
     expected = policy.distance(ids, true_samples)
-    guessed, accepted = np.sum([response.guesses for response in made], 0)
+    proposed, accepted = np.sum([response.draft_tokens for response in made], 0)
     assert len(set(true_samples)) > 20
-    assert 0.1 < accepted / guessed < 0.9
+    assert 0.1 < accepted / proposed < 0.9
     assert found < 1.25 * expected
 
 
@@ -172,7 +172,7 @@ async def check_engine(engine: Any, policy: Policy) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_guessed_tokens(models, tmp_path):
+def test_a_run_trains_on_draft_tokens(models, tmp_path):
     """Weights arrive in the middle of samples. They stay what they were, so that the trainer's
     log-probs of all tokens are the engine's."""
     settings: dict[str, Any] = {
@@ -189,16 +189,16 @@ def test_a_run_trains_on_guessed_tokens(models, tmp_path):
     assert len(rows) == 3
     assert max(row["logprob_diff/max"] for row in rows) < ROUNDING
     assert max(row["carry/interrupted"] for row in rows) > 0
-    assert all(0 < row["rollout/accepted_share"] < 1 for row in rows)
-    assert all(1.2 < row["rollout/accepted_length"] <= 5 for row in rows)
+    assert all(0 < row["rollout/acceptance_rate"] < 1 for row in rows)
+    assert all(1.2 < row["rollout/acceptance_length"] <= 5 for row in rows)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["rollout/accepted_length"] > 1.2
+    assert summary["rollout/acceptance_length"] > 1.2
 
 
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_guesses_change_no_probability(models, tmp_path, monkeypatch, method):
+def test_speculation_changes_no_probability(models, tmp_path, monkeypatch, method):
     from one_step_off.engines.vllm.engine import VllmEngine
 
     for name, value in {**process_env("cpu", "127.0.0.1"), **CPU_ENGINE_ENV}.items():

@@ -19,6 +19,10 @@ MODEL_FILES = (
 )
 
 
+ALL_LINEAR = "all-linear"
+"""In model.lora_target_modules."""
+
+
 @dataclass
 class ModelConfig:
     """The policy."""
@@ -46,7 +50,7 @@ class ModelConfig:
     )
     lora_alpha: int = config_key(32, "LoRA scaling is lora_alpha / lora_rank", low=1)
     lora_target_modules: str = config_key(
-        "all-linear",
+        ALL_LINEAR,
         "names of the linear layers that get adapters; all-linear: all but the language model head",
     )
     freeze: list[str] = config_key(
@@ -54,6 +58,11 @@ class ModelConfig:
         "parts of the actor that are not trained, by the names of their parameters, such as "
         "[visual]; they are still sent and verified",
     )
+
+
+def split_target_modules(target_modules: str) -> list[str]:
+    """The names in model.lora_target_modules; [ALL_LINEAR]: all layers but the head."""
+    return [name.strip() for name in target_modules.split(",")]
 
 
 def check_model(model: ModelConfig, actor_backend: str, device: str) -> None:
@@ -70,7 +79,7 @@ def check_model(model: ModelConfig, actor_backend: str, device: str) -> None:
     if model.freeze and model.lora_rank:
         problem = "with adapters all other parameters are frozen; remove it, or set lora_rank to 0"
         raise value_error("model.freeze", model.freeze, problem)
-    layer_names = [name.strip() for name in model.lora_target_modules.split(",")]
+    layer_names = split_target_modules(model.lora_target_modules)
     are_names = all(re.fullmatch(r"[\w.-]+", name) for name in layer_names)
     if model.lora_rank and not are_names:
         raise value_error(

@@ -111,12 +111,13 @@ class RolloutConfig:
     )
     speculation: str = config_key(
         "none",
-        "guess several tokens of a response and check them in one step, at equal distribution: "
-        "ngram guesses from the sequence itself, suffix also from earlier responses",
+        "propose several draft tokens of a response and verify them in one step, at equal "
+        "distribution: ngram takes them from the sequence itself, suffix also from earlier "
+        "responses",
         choices="none ngram suffix",
     )
     speculation_tokens: int = config_key(
-        4, "guesses per sequence and step at most", low=1, high=MAX_SPECULATION_TOKENS
+        4, "draft tokens per sequence and step at most", low=1, high=MAX_SPECULATION_TOKENS
     )
     gpu_memory_utilization: float = config_key(
         0.85,
@@ -185,13 +186,13 @@ def is_seeded(rollout: RolloutConfig, device: str) -> bool:
 
 
 def check_rollout(rollout: RolloutConfig) -> None:
-    """Check the heartbeats, the samples of evaluation and the guesses. Raises ConfigError."""
+    """Check the heartbeats, the samples of evaluation and the speculation. Raises ConfigError."""
     if rollout.speculation != "none" and rollout.replay_routing:
         raise value_error(
             "rollout.speculation",
             rollout.speculation,
-            "experts of tokens that were guessed and rejected are not told from the others; set "
-            "it to none, or rollout.replay_routing=false",
+            "experts of rejected draft tokens are not told from the others; set it to "
+            "none, or rollout.replay_routing=false",
         )
     heartbeat_s = rollout.heartbeat_s
     if rollout.heartbeat_timeout_s <= heartbeat_s:

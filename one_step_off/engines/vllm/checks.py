@@ -43,8 +43,7 @@ def _check_speculation(cfg: Config) -> None:
     if speculation == "none":
         return
     # transformers: slow to import.
-    from transformers import AutoConfig
-
+    from one_step_off.config.roles import load_hf_config
     from one_step_off.models.hf_model import has_state_layers
     from one_step_off.models.vision import is_vision_config
 
@@ -55,14 +54,12 @@ def _check_speculation(cfg: Config) -> None:
             "needs the package arctic-inference, which is not installed; run pip install "
             "--no-deps arctic-inference, or use ngram",
         )
-    hf_config = AutoConfig.from_pretrained(
-        cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
-    )
+    hf_config = load_hf_config(cfg, cfg.model.path)
     if is_vision_config(hf_config):
         raise value_error(
             "rollout.speculation",
             speculation,
-            "vLLM forbids no tokens where it guesses, and a policy that reads images must not "
+            "vLLM forbids no tokens where it speculates, and a policy that reads images must not "
             "generate the tokens of images; set it to none",
         )
     if has_state_layers(hf_config):

@@ -249,10 +249,10 @@ def _advance(
 
 
 def set_temperatures() -> None:
-    """In a worker on a CPU: replace the function of vLLM 0.32 that gives each guessed token the
+    """In a worker on a CPU: replace the function of vLLM 0.32 that gives each draft token the
     temperature of its sequence.
 
-    vLLM's writes them into a copy of whole numbers, and drops it: the log-probs of guesses are then
+    vLLM's writes them into a copy of whole numbers, and drops it: the log-probs of drafts are then
     0 or NaN, and tokens come from another distribution than the policy's.
     """
     if not current_platform.is_cpu():
@@ -285,11 +285,11 @@ def expand_batch_to_tokens(
     return replaced.repeat_interleave(counts, output_size=num_tokens)
 
 
-def let_guesses_reach_the_end(runner: Any) -> None:
-    """Let vLLM 0.32's first model runner guess up to the end of the longest sequence.
+def let_drafts_reach_the_end(runner: Any) -> None:
+    """Let vLLM 0.32's first model runner propose drafts up to the end of the longest sequence.
 
     It has the limit of a draft model also where there is none: as soon as one sequence comes near
-    the end, every sequence gets the token 0 as its guesses. Random numbers of a seeded sample
+    the end, every sequence gets the token 0 as its drafts. Random numbers of a seeded sample
     would depend on its neighbours in the batch.
 
     Args:

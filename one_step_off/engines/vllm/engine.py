@@ -94,7 +94,7 @@ class VllmEngine:
             notes = (self.start_note, experts_note(self.cfg, self.llm.vllm_config.model_config))
             self.start_note = "; ".join(filter(None, notes))
         if self.cfg.rollout.speculation != "none":
-            await self.call_workers("let_guesses_reach_the_end")
+            await self.call_workers("let_drafts_reach_the_end")
         from one_step_off.engines.vllm.engine_stats import LoadReports
 
         self.reports = LoadReports(self.llm)
@@ -357,11 +357,11 @@ def generated_tokens(output: Any) -> Generated:
         log_probs = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
     if len(log_probs) != len(tokens):
         raise RuntimeError(f"the engine gave {len(log_probs)} log-probs for {len(tokens)} tokens")
-    guesses = None
+    draft_tokens = None
     counts = completion.spec_decode_metrics
     if counts is not None:
         accepted = sum(size * times for size, times in enumerate(counts.histogram))
-        guesses = (counts.num_draft_tokens, accepted)
+        draft_tokens = (counts.num_draft_tokens, accepted)
     queue_s, prefill_s = (output.kv_transfer_params or {}).get(WAITS, (0.0, 0.0))
     return Generated(
         tokens,
@@ -371,5 +371,5 @@ def generated_tokens(output: Any) -> Generated:
         str(completion.finish_reason),
         queue_s=queue_s,
         prefill_s=prefill_s,
-        guesses=guesses,
+        draft_tokens=draft_tokens,
     )

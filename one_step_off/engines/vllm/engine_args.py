@@ -30,7 +30,7 @@ RETURN_EXPERTS = "one_step_off.return_experts"
 refused where its second model runner does not work."""
 
 TRY_SPECULATION = "one_step_off.try_speculation"
-"""In vLLM's `additional_config`: the scheduler measures whether guesses pay."""
+"""In vLLM's `additional_config`: the scheduler measures whether speculation pays."""
 
 NGRAM_TOKENS = (2, 4)
 """The fewest and most tokens at the end of a sequence that must have come before."""
@@ -91,8 +91,8 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
 
 
 def _speculation_args(cfg: Config, device: str, args: dict[str, Any]) -> dict[str, Any]:
-    """The fields with which an engine guesses tokens and checks them, see `speculation`; {} where
-    it does not. `args`: the others."""
+    """The fields with which an engine proposes and verifies draft tokens, see `speculation`; {}
+    where it does not. `args`: the others."""
     rollout = cfg.rollout
     if rollout.speculation == "none":
         return {}
@@ -111,8 +111,8 @@ def _speculation_args(cfg: Config, device: str, args: dict[str, Any]) -> dict[st
     if is_seeded(rollout, device):
         # Random numbers of a sample would depend on the responses that ended before.
         config["suffix_decoding_max_cached_requests"] = 0
-        # Guesses by batch size. With such a schedule vLLM pads no row: padding would draw random
-        # numbers of a seeded sample where other rows want it.
+        # Draft tokens by batch size. With such a schedule vLLM pads no row: padding would draw
+        # random numbers of a seeded sample where other rows want it.
         config["num_speculative_tokens_per_batch_size"] = [(1, sequences, tokens)]
         return fields
     if method != "suffix" and sequences > 1:

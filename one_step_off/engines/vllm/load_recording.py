@@ -38,20 +38,26 @@ class NotInPlace(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Destination:
-    """A part of one parameter in its loadable form, and the layer that owns the parameter."""
+class OwnedParameter:
+    """A parameter, and the layer that owns it."""
 
     layer: torch.nn.Module
     layer_name: str
     name: str
     """Of the parameter in its layer."""
-    block: Block
-    """The box of the parameter that is written."""
 
     @property
     def full_name(self) -> str:
         """Of the parameter in the model."""
         return f"{self.layer_name}.{self.name}" if self.layer_name else self.name
+
+
+@dataclass(frozen=True)
+class Destination(OwnedParameter):
+    """A part of one parameter in its loadable form."""
+
+    block: Block
+    """The box of the parameter that is written."""
 
     @property
     def parameter(self) -> tuple[torch.nn.Module, str]:
@@ -81,19 +87,11 @@ class Fill:
 
 
 @dataclass(frozen=True)
-class Loadable:
+class Loadable(OwnedParameter):
     """A parameter in its loadable form."""
 
-    layer: torch.nn.Module
-    layer_name: str
-    name: str
     form: torch.Tensor
     """On the meta device, or the parameter itself where vLLM never moves it (biases)."""
-
-    @property
-    def full_name(self) -> str:
-        """Of the parameter in the model."""
-        return f"{self.layer_name}.{self.name}" if self.layer_name else self.name
 
 
 @dataclass

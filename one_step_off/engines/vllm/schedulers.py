@@ -185,7 +185,7 @@ class ReplicaScheduler(LogProbColumns):
     """
 
     speculation: SpeculationTrials | None = None
-    """None: the engine guesses nothing, or always."""
+    """None: the engine never speculates, or always."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -195,10 +195,10 @@ class ReplicaScheduler(LogProbColumns):
             self.speculation = SpeculationTrials(
                 self.num_spec_tokens, self.max_num_running_reqs, logger.info
             )
-            # It guesses as many tokens for a batch of any size, or fails.
-            self.drops_guesses = self.vllm_config.speculative_config.method == "suffix"
-            if not self.drops_guesses:
-                self.dynamic_sd_lookup = self.speculation.guesses_by_rows
+            # It proposes as many tokens for a batch of any size, or fails.
+            self.drops_drafts = self.vllm_config.speculative_config.method == "suffix"
+            if not self.drops_drafts:
+                self.dynamic_sd_lookup = self.speculation.draft_tokens_by_rows
         self.attention: Any = BlockEdges.use_in(self)
         self.has_plain_rows = (
             self.attention is not None
@@ -358,10 +358,10 @@ class ReplicaScheduler(LogProbColumns):
             self.speculation.interrupt()
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Take the guesses for the next step, where they pay."""
-        if self.speculation is not None and self.drops_guesses:
+        """Take the draft tokens of the next step, where they pay."""
+        if self.speculation is not None and self.drops_drafts:
             rows = len(draft_token_ids.req_ids)
-            if not self.speculation.guesses_by_rows[rows]:
+            if not self.speculation.draft_tokens_by_rows[rows]:
                 nothing: list[list[int]] = [[] for _ in range(rows)]
                 draft_token_ids = DraftTokenIds(draft_token_ids.req_ids, nothing)
         super().update_draft_token_ids(draft_token_ids)
@@ -371,9 +371,9 @@ class ReplicaScheduler(LogProbColumns):
         outputs = self._update_from_output(scheduler_output, model_runner_output)
         if self.speculation is not None:
             scheduled = scheduler_output.num_scheduled_tokens
-            guesses = scheduler_output.scheduled_spec_decode_tokens.values()
+            drafts = scheduler_output.scheduled_spec_decode_tokens.values()
             tokens = sum(map(len, model_runner_output.sampled_token_ids))
-            is_decoding = sum(scheduled.values()) == len(scheduled) + sum(map(len, guesses))
+            is_decoding = sum(scheduled.values()) == len(scheduled) + sum(map(len, drafts))
             self.speculation.end_step(len(scheduled), tokens, is_decoding, bool(self.running))
         return outputs
 

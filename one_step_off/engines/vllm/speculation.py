@@ -1,10 +1,10 @@
-"""Whether guesses pay (`rollout.speculation`): measured in the engine, and decided by batch size.
+"""Whether speculation pays (`rollout.speculation`): measured in the engine, by batch size.
 
-A step of a small batch waits for weights from memory, and checks guesses in the same time. That of
-a large batch computes longer for each guess, whether or not it is accepted. So batches of about
-equal size run with and without guesses, in short blocks by turns, and go on with what made more
-tokens per second. Which tokens are sampled then depends on the clock, though not their
-distribution: with seeded samples nothing is tried, and engines always guess.
+A step of a small batch waits for weights from memory, and verifies draft tokens in the same time.
+That of a large batch computes longer for each draft token, accepted or rejected. So batches of
+about equal size run with and without speculation, in short alternating blocks, and continue with
+what made more tokens per second. Which tokens are sampled then depends on the clock, though not
+their distribution: with seeded samples nothing is tried, and engines always speculate.
 """
 
 import time
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 BLOCK_STEPS = 16
 TRIAL_STEPS = 8 * BLOCK_STEPS
 SKIPPED_STEPS = 4
-"""After a change: they have guesses from before it, and a GPU's are planned ahead."""
+"""After a change: they have draft tokens from before it, and a GPU's are planned ahead."""
 
 KEPT_STEPS = 64 * BLOCK_STEPS
 """Steps between two trials of a batch size: the policy changes, and what it repeats."""
@@ -22,7 +22,7 @@ KEPT_STEPS = 64 * BLOCK_STEPS
 
 @dataclass
 class Trial:
-    """What was counted of steps without and with guesses, in this order."""
+    """What was counted of steps without and with speculation, in this order."""
 
     steps: list[int] = field(default_factory=lambda: [0, 0])
     tokens: list[int] = field(default_factory=lambda: [0, 0])
@@ -31,12 +31,12 @@ class Trial:
     @property
     def rates(self) -> tuple[float, float]:
         """Tokens per second."""
-        without, with_guesses = zip(self.tokens, self.seconds, strict=True)
-        return without[0] / without[1], with_guesses[0] / with_guesses[1]
+        without, with_drafts = zip(self.tokens, self.seconds, strict=True)
+        return without[0] / without[1], with_drafts[0] / with_drafts[1]
 
 
 class Choice:
-    """Whether batches of about one size guess.
+    """Whether batches of about one size speculate.
 
     Attributes:
         trial: under way; None: there is none.
@@ -49,14 +49,14 @@ class Choice:
         self.kept = 0
 
     @property
-    def guesses(self) -> bool:
-        """Whether the next step guesses."""
+    def speculates(self) -> bool:
+        """Whether the next step does."""
         if self.trial is None:
             return bool(self.pays)
         return sum(self.trial.steps) // BLOCK_STEPS % 2 == 0
 
     def add(self, tokens: int, seconds: float) -> str:
-        """Count a step that was made as `guesses` says. Returns the figures of a trial that ends
+        """Count a step that was made as `speculates` says. Returns the figures of a trial that ends
         with it and changes what is done, else ""."""
         trial = self.trial
         if trial is None:
@@ -64,25 +64,25 @@ class Choice:
             if self.kept == KEPT_STEPS:
                 self.trial, self.kept = Trial(), 0
             return ""
-        arm = int(self.guesses)
+        arm = int(self.speculates)
         trial.steps[arm] += 1
         trial.tokens[arm] += tokens
         trial.seconds[arm] += seconds
         if sum(trial.steps) < TRIAL_STEPS:
             return ""
-        without, with_guesses = trial.rates
-        before, self.pays = self.pays, with_guesses >= without
+        without, with_drafts = trial.rates
+        before, self.pays = self.pays, with_drafts >= without
         self.trial = None
         if self.pays is before:
             return ""
-        return f"{with_guesses:,.0f} tokens/s with, {without:,.0f} without"
+        return f"{with_drafts:,.0f} tokens/s with, {without:,.0f} without"
 
 
 class SpeculationTrials:
     """Of one engine. Batches of 2^k to 2^(k+1) - 1 rows count as one size.
 
     Attributes:
-        guesses_by_rows: how many tokens to guess in a batch of each size: vLLM's
+        draft_tokens_by_rows: how many a sequence gets in a batch of each size: vLLM's
             `dynamic_sd_lookup`.
     """
 
@@ -95,18 +95,18 @@ class SpeculationTrials:
     ) -> None:
         """
         Args:
-            tokens: that an engine guesses for each row of a step.
+            tokens: draft tokens for each row of a step.
             most_rows: of a batch.
             log: receives a line when a choice changes.
         """
         self.tokens = tokens
         self.log = log
         self.clock = clock
-        self.guesses_by_rows = [tokens] * (most_rows + 1)
+        self.draft_tokens_by_rows = [tokens] * (most_rows + 1)
         self.choices: dict[int, Choice] = {}  # by bits of the number of rows
         self.begin: float | None = None  # of the step under way; None: it cannot be timed
-        self.guesses = True  # in the last step
-        self.equal_steps = 0  # before the last one, that guessed as it did
+        self.speculates = True  # in the last step
+        self.equal_steps = 0  # before the last one, that speculated as it did
 
     def interrupt(self) -> None:
         """The step under way is not timed: the engine waits for something else meanwhile."""
@@ -127,9 +127,9 @@ class SpeculationTrials:
             return
         size = rows.bit_length()
         choice = self.choices.setdefault(size, Choice())
-        is_equal = choice.guesses == self.guesses
+        is_equal = choice.speculates == self.speculates
         self.equal_steps = self.equal_steps + 1 if is_equal else 0
-        self.guesses = choice.guesses
+        self.speculates = choice.speculates
         if begin is None or not is_decoding or self.equal_steps < SKIPPED_STEPS:
             return
         figures = choice.add(tokens, now - begin)
@@ -137,5 +137,5 @@ class SpeculationTrials:
         if figures:
             state = "on" if choice.pays else "off"
             self.log(f"speculation {state} in batches of {smallest} to {largest}: {figures}")
-        for count in range(smallest, min(largest + 1, len(self.guesses_by_rows))):
-            self.guesses_by_rows[count] = self.tokens if choice.guesses else 0
+        for count in range(smallest, min(largest + 1, len(self.draft_tokens_by_rows))):
+            self.draft_tokens_by_rows[count] = self.tokens if choice.speculates else 0

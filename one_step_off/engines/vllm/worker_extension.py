@@ -270,9 +270,9 @@ class SyncWorkerExtension:
         given = self.vllm_config.cache_config.kv_cache_memory_bytes
         return given or self.available_kv_cache_memory_bytes
 
-    def let_guesses_reach_the_end(self) -> None:
+    def let_drafts_reach_the_end(self) -> None:
         """See `cpu_models`; called once with `rollout.speculation`, before the first request."""
-        cpu_models.let_guesses_reach_the_end(self.model_runner)
+        cpu_models.let_drafts_reach_the_end(self.model_runner)
 
     def learn_shards(self, shapes: dict[str, Any], expects_deltas: bool) -> dict[str, Any]:
         """What this worker keeps of every tensor; see `OneStepOffTransferEngine.learn_shards`."""

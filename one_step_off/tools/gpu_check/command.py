@@ -10,9 +10,8 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from one_step_off.config.command_line import exit_code
+from one_step_off.config.command_line import CommandParser, exit_code
 from one_step_off.config.console_streams import never_wait
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.hardware import count_gpus
@@ -26,18 +25,13 @@ DEFAULT_OUT = "outputs/gpu_check"
 DEFAULT_BUDGET_S = 900.0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(f"{message}; --help shows the usage")
-
-
 def main(argv: list[str], checks: Sequence[Check] = CHECKS) -> int:
     """Run the command with these arguments; returns its exit code."""
     return exit_code(lambda arguments: _main(arguments, checks), argv)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="python -m one_step_off.gpu_check",
         description="Checks what a run needs of this machine; writes gpu_report.md.",
     )

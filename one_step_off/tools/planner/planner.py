@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.config.command_line import CommandParser
 from one_step_off.config.errors import ConfigError, noting_what_is_missing
 from one_step_off.config.loading import load_config
 from one_step_off.config.placement import (
@@ -89,11 +90,6 @@ SHARED = "one step off, shared"
 
 ROW = "{:20}{:24}{:>7}{:>15}{:>9}{:>12}"
 HEADER = ("rollout + trainer", "arrangement", "step, s", "idle: rollout", "trainer", "samples/s")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(f"{message}; --help shows the usage")
 
 
 @dataclass(frozen=True)
@@ -407,7 +403,7 @@ def advice(
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = CommandParser(
         "python -m one_step_off.plan",
         description=DESCRIPTION,
         epilog=EXAMPLE,

@@ -27,7 +27,7 @@ class SimulatedTrainer:
         work: Work,
         ranks: int,
         rollout: RolloutGroup,
-        device: SharedDevice | None = None,
+        device: SharedDevice | None,
     ) -> None:
         """`device`: shared with the replicas; None: the ranks have their own alone."""
         self.device = device

@@ -12,7 +12,6 @@ import io
 import selectors
 import tempfile
 from collections import deque
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +66,7 @@ class SimulatedReplica:
     prompt, is extra["tokens"].
     """
 
-    def __init__(self, work: Work, seed: int, device: SharedDevice | None = None) -> None:
+    def __init__(self, work: Work, seed: int, device: SharedDevice | None) -> None:
         """`device`: shared with the trainer; None: the replica has its own alone."""
         self.device = device
         if device:
@@ -231,12 +230,8 @@ def simulate(
         overlap = "true"
     cfg = _run_config(work, rollout, staleness, overlap, static, in_flight)
     device = SharedDevice() if shared else None
-    return _in_simulated_time(_run(work, cfg, rollout, trainer, steps, seed, device))
-
-
-def _in_simulated_time(run: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
     with asyncio.Runner(loop_factory=simulated_loop) as runner:
-        return runner.run(run)
+        return runner.run(_run(work, cfg, rollout, trainer, steps, seed, device))
 
 
 async def _run(

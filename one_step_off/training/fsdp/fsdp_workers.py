@@ -208,15 +208,13 @@ class FsdpBackend(ModelWorker):
         self.optimizer = optimizers.build(self.model, self.role, self.role_config)
         optimizer_trial.check_sharded(self.optimizer, self.role, self.role_config)
 
-    def _parameters_with_gradients(self) -> list[Tensor]:
-        return [p for p in self.model.parameters() if p.grad is not None]
-
     def _by_mesh(self) -> list[list[Tensor]]:
         """The parameters with gradients: those of the experts, where they are on a mesh of their
         own, and all others. torch clips no two meshes at once."""
         groups: dict[Any, list[Tensor]] = {}
-        for parameter in self._parameters_with_gradients():
-            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         return list(groups.values())
 
     def _grad_norm(self) -> Tensor:

@@ -355,7 +355,7 @@ MACHINE = [
      ["scheduler_cls=my.Scheduler", "set rollout.replay_routing=false"]),
     ("experts by vLLM's own field", ["rollout.engine_kwargs.enable_return_routed_experts=true"],
      ["enable_return_routed_experts=true", "use rollout.replay_routing"]),
-    ("a package for guesses", ["rollout.speculation=suffix"],
+    ("a package for draft tokens", ["rollout.speculation=suffix"],
      ["rollout.speculation=suffix", "pip install --no-deps arctic-inference", "use ngram"]),
     ("critic of no model",
      ["critic.path=no/model", "placement.roles.critic=actor", "algorithm.adv_estimator=gae"],

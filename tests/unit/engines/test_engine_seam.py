@@ -125,11 +125,11 @@ def test_quantized_rollouts_need_an_engine_that_knows_them(
 
 
 @pytest.mark.parametrize("spec", [OWN, "transformers"])
-def test_speculation_needs_an_engine_that_guesses(spec: str, folder: Path) -> None:
+def test_speculation_needs_an_engine_that_speculates(spec: str, folder: Path) -> None:
     cfg = Config()
     cfg.rollout.engine = spec
     cfg.rollout.speculation = "ngram"
-    with pytest.raises(ConfigError, match=f"^rollout.speculation='?ngram.*{spec} guesses no"):
+    with pytest.raises(ConfigError, match=f"^rollout.speculation='?ngram.*{spec} proposes no"):
         seam.check(cfg)
 
 

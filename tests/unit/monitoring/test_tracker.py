@@ -377,20 +377,20 @@ def test_figures_of_episodes_come_with_external_agents_or_with_segments(tmp_path
 EPISODES = ("episode", "val/episode")
 
 
-def test_rows_say_what_guesses_gave(tmp_path):
-    """Of 40 tokens 15 were accepted guesses, so that sequences took 25 steps of their engine."""
+def test_rows_say_what_speculation_gave(tmp_path):
+    """Of 40 tokens 15 were accepted draft tokens: sequences took 25 steps of their engine."""
     tracker = Tracker(str(tmp_path), 2, out=io.StringIO())
     for step in range(2):
         samples = [sample(0.0, 10, step, row=step, index=index) for index in range(4)]
         for index, accepted in enumerate([0, 5, 10, 0]):
-            samples[index].extra["guesses"] = [10 * (index > 0), accepted, 10]
+            samples[index].extra["draft_tokens"] = [10 * (index > 0), accepted, 10]
         tracker.step(Batch(step, samples, (0, step)), step, times())
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    assert row["rollout/accepted_share"] == 0.5
-    assert row["rollout/accepted_length"] == 40 / 25
-    assert tracker.summary()["rollout/accepted_length"] == 1.6
+    assert row["rollout/acceptance_rate"] == 0.5
+    assert row["rollout/acceptance_length"] == 40 / 25
+    assert tracker.summary()["rollout/acceptance_length"] == 1.6
     silent = sample(0.0, 10)
-    silent.extra["guesses"] = [0, 0, 10]
+    silent.extra["draft_tokens"] = [0, 0, 10]
     stats = sample_stats([silent])
-    assert (stats["rollout/accepted_share"], stats["rollout/accepted_length"]) == (0.0, 1.0)
-    assert "rollout/accepted_share" not in sample_stats([sample(0.0, 10)])
+    assert (stats["rollout/acceptance_rate"], stats["rollout/acceptance_length"]) == (0.0, 1.0)
+    assert "rollout/acceptance_rate" not in sample_stats([sample(0.0, 10)])

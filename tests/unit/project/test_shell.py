@@ -185,6 +185,21 @@ def test_dapo_script(checkout: Path) -> None:
     ]
 
 
+def make_venvs(checkout: Path, gpus: str) -> None:
+    """Both, on a machine with so many GPUs. What they run is written into the log."""
+    shutil.copy(ROOT / "shell/setup.sh", checkout / "shell/real_setup.sh")
+    tool(
+        checkout / "shell/setup.sh",
+        f'[[ "${{1:-}}" != --print-venv ]] || exec bash {checkout}/shell/real_setup.sh "$@"',
+    )
+    for name in (".venv", ".venv-gpu"):
+        script = (
+            f'if [[ " $* " == *" -c "* ]]; then echo {gpus}; '
+            f'else echo "{name} $*" >>{checkout}/log; fi'
+        )
+        tool(checkout / name / "bin/python", script)
+
+
 @pytest.mark.parametrize(
     ("gpus", "environment", "venv", "pools"),
     [
@@ -199,17 +214,7 @@ def test_dapo_script(checkout: Path) -> None:
 def test_split_placement_chooses_by_the_gpus(
     checkout: Path, gpus: str, environment: dict[str, str], venv: str, pools: str | None
 ) -> None:
-    shutil.copy(ROOT / "shell/setup.sh", checkout / "shell/real_setup.sh")
-    tool(
-        checkout / "shell/setup.sh",
-        f'[[ "${{1:-}}" != --print-venv ]] || exec bash {checkout}/shell/real_setup.sh "$@"',
-    )
-    for name in (".venv", ".venv-gpu"):
-        script = (
-            f'if [[ " $* " == *" -c "* ]]; then echo {gpus}; '
-            f'else echo "{name} $*" >>{checkout}/log; fi'
-        )
-        tool(checkout / name / "bin/python", script)
+    make_venvs(checkout, gpus)
     done, calls = run(checkout, "run_split_placement.sh", "trainer.seed=1", **environment)
     assert done.returncode == 0, done.stderr
     (call,) = calls
@@ -248,17 +253,7 @@ def test_split_placement_says_how_many_gpus_it_needs(checkout: Path) -> None:
 def test_supervised_runs_use_all_gpus(
     checkout: Path, gpus: str, environment: dict[str, str], expected: str
 ) -> None:
-    shutil.copy(ROOT / "shell/setup.sh", checkout / "shell/real_setup.sh")
-    tool(
-        checkout / "shell/setup.sh",
-        f'[[ "${{1:-}}" != --print-venv ]] || exec bash {checkout}/shell/real_setup.sh "$@"',
-    )
-    for name in (".venv", ".venv-gpu"):
-        script = (
-            f'if [[ " $* " == *" -c "* ]]; then echo {gpus}; '
-            f'else echo "{name} $*" >>{checkout}/log; fi'
-        )
-        tool(checkout / name / "bin/python", script)
+    make_venvs(checkout, gpus)
     done, calls = run(checkout, "run_sft_gsm8k.sh", "trainer.seed=1", **environment)
     assert done.returncode == 0, done.stderr
     assert calls == [f"{expected} trainer.seed=1".replace("X/", f"{checkout}/")]

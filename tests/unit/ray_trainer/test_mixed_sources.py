@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from one_step_off.checkpoint.files import check_samples, read_state, write_state
+from one_step_off.checkpoint.files import read_state, write_state
 from one_step_off.checkpoint.in_flight import restored_in_flight
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.data import Curriculum, DifficultyFilter
@@ -23,7 +23,14 @@ from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Resumed, RunGroups
 from one_step_off.rollout import pooled_batches
 from one_step_off.rollout.replica_supervisor import NoReplica
-from tests.unit.ray_trainer.stand_ins import FakeActor, FakeRollout, FakeSync, World, read_rows
+from tests.unit.ray_trainer.stand_ins import (
+    FakeActor,
+    FakeRollout,
+    FakeSync,
+    MemoryCheckpointer,
+    World,
+    read_rows,
+)
 from tests.unit.rollout.test_prompt_pool import make_sample as versioned_sample
 
 STEPS = 14
@@ -98,34 +105,20 @@ class SlowActor(FakeActor):
         return metrics
 
 
-class KeepsAll:
+class KeepsAll(MemoryCheckpointer):
     """Writes the state of every step, through the files of a real checkpoint."""
 
-    in_use = False
+    is_always_due = True
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.samples: dict[int, list[Sample] | None] = {}
 
-    def has(self, step: int) -> bool:
-        return False
-
-    def is_due(self, step: int) -> bool:
-        return True
-
-    def try_to_write(self, samples, state):
-        check_samples(samples)
-
-    async def save(self, step, samples, state):
+    def keep(self, step, samples, state):
         folder = self.folder / str(step)
         folder.mkdir(parents=True)
         write_state(state, folder)
         self.samples[step] = copy.deepcopy(samples)
-
-        async def write():
-            return "memory", 0
-
-        return write()
 
 
 def build(

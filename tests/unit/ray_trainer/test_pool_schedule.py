@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.checkpoint.files import check_samples
 from one_step_off.checkpoint.in_flight import restored_in_flight
 from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
@@ -27,6 +26,7 @@ from tests.unit.ray_trainer.stand_ins import (
     FakeActor,
     FakeRollout,
     FakeSync,
+    MemoryCheckpointer,
     World,
     fail_after_ticks,
     read_rows,
@@ -81,29 +81,15 @@ class InterruptedRollout(FakeRollout):
         return [sample for group in groups for sample in group], 0.001
 
 
-class MemoryCheckpointer:
+class KeepsLast(MemoryCheckpointer):
     """Keeps the last checkpoint in memory."""
 
     def __init__(self, in_use: bool) -> None:
         self.in_use = in_use
         self.saved: dict[str, Any] = {}
 
-    def has(self, step: int) -> bool:
-        return False
-
-    def is_due(self, step: int) -> bool:
-        return False
-
-    def try_to_write(self, samples, state):
-        check_samples(samples)
-
-    async def save(self, step, samples, state):
+    def keep(self, step, samples, state):
         self.saved = dict(state, step=step, samples=samples)
-
-        async def write():
-            return "memory", 0
-
-        return write()
 
 
 def make_stream(steps: int) -> PromptStream:
@@ -275,7 +261,7 @@ def test_a_resumed_run_loses_and_repeats_nothing(tmp_path, stop_after, max_gen_b
     of an earlier attempt."""
     steps = 8
     world = World(random.Random(stop_after))
-    checkpointer = MemoryCheckpointer(in_use=False)
+    checkpointer = KeepsLast(in_use=False)
     first = build(tmp_path / "a", world, steps, 3, checkpointer=checkpointer)
     stop_when_trained(first, stop_after)
     first_rollout: Any = first.roles.rollout
@@ -295,9 +281,7 @@ def test_a_resumed_run_loses_and_repeats_nothing(tmp_path, stop_after, max_gen_b
     again = World(random.Random(9))
     again.version = saved["step"]
     again.attempt = 1
-    second = build(
-        tmp_path / "b", again, steps, 3, stream, MemoryCheckpointer(True), restored(saved), 1
-    )
+    second = build(tmp_path / "b", again, steps, 3, stream, KeepsLast(True), restored(saved), 1)
     second.cfg.algorithm.max_gen_batches = max_gen_batches
     second_rollout: Any = second.roles.rollout
     second_rollout.alike = first_rollout.alike
@@ -328,7 +312,7 @@ def test_weights_that_were_rolled_back_are_not_of_a_runs_past(tmp_path):
     """A sample of an earlier attempt may have the versions up to the checkpoint, no newer
     ones."""
     steps = 8
-    checkpointer = MemoryCheckpointer(in_use=False)
+    checkpointer = KeepsLast(in_use=False)
     world = World(random.Random(1))
     first = build(tmp_path / "a", world, steps, 3, checkpointer=checkpointer)
     stop_when_trained(first, 2)
@@ -351,7 +335,7 @@ def test_complete_groups_are_saved_when_the_last_replica_fails(tmp_path):
     complete too, but for one group."""
     steps = 8
     world = World(random.Random(0))
-    checkpointer = MemoryCheckpointer(in_use=True)
+    checkpointer = KeepsLast(in_use=True)
     pipeline = build(tmp_path, world, steps, checkpointer=checkpointer)
     pipeline.val = None
     roles: Any = pipeline.roles
@@ -428,7 +412,7 @@ def test_the_failure_that_ends_a_run_is_all_that_is_printed(tmp_path):
     async def main():
         for tick in range(60):
             world = World(random.Random(tick), longest=0.0)
-            checkpointer = MemoryCheckpointer(in_use=True)
+            checkpointer = KeepsLast(in_use=True)
             checkpointer.is_due = lambda step: step > 0
             pipeline = build(tmp_path / str(tick), world, 3, checkpointer=checkpointer)
             await fail_after_ticks(pipeline, tick)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from one_step_off.checkpoint.files import check_samples
 from one_step_off.checkpoint.in_flight import restored_in_flight
 from one_step_off.ray_trainer import Pipeline, Resumed, Stopped
 from tests.unit.ray_trainer.stand_ins import (
+    MemoryCheckpointer,
     TrainedStep,
     World,
     build,
@@ -27,31 +27,17 @@ from tests.unit.ray_trainer.stand_ins import (
 STEPS = 11
 
 
-class KeepsAll:
+class KeepsAll(MemoryCheckpointer):
     """A checkpointer that keeps in memory what it receives at each step."""
 
-    in_use = False
+    is_always_due = True
 
     def __init__(self) -> None:
         self.saved: dict[int, dict[str, Any]] = {}
 
-    def has(self, step: int) -> bool:
-        return False
-
-    def is_due(self, step: int) -> bool:
-        return True
-
-    def try_to_write(self, samples, state):
-        check_samples(samples)
-
-    async def save(self, step, samples, state):
+    def keep(self, step, samples, state):
         saved = state | {"step": step, "samples": samples or []}
         self.saved[step] = copy.deepcopy(saved)
-
-        async def write():
-            return "memory", 0
-
-        return write()
 
 
 def build_run(folder: Path, staleness: int, dynamic: bool, resume_from: Any = None) -> Pipeline:

@@ -303,7 +303,7 @@ class TwoTurns(AgentLoop):
         return trajectory
 
 
-def test_the_guesses_of_all_turns_are_counted(tmp_path):
+def test_the_draft_tokens_of_all_turns_are_counted(tmp_path):
     cfg = Config()
     cfg.agent.loop = f"{__name__}:TwoTurns"
     cfg.agent.max_turns = 2
@@ -312,11 +312,11 @@ def test_the_guesses_of_all_turns_are_counted(tmp_path):
     counts = iter([(5, 2), (3, 0)])
 
     async def generate(*args):
-        return replace(await own(*args), guesses=next(counts))
+        return replace(await own(*args), draft_tokens=next(counts))
 
     replica._generate = generate
     sample = sample_of(replica)
-    assert sample.extra["guesses"] == [8, 2, len(sample.response_ids)]
+    assert sample.extra["draft_tokens"] == [8, 2, len(sample.response_ids)]
     write_samples([sample], tmp_path)
     (copy,) = read_samples(tmp_path)
     assert copy.extra == sample.extra

@@ -202,7 +202,8 @@ class ConversationRecord:
     def add_text(self, prompt: str, answer: str, turn: Turn) -> None:
         """Record the policy's answer to a prompt in plain text."""
         text = prompt + answer
-        self.by_text[len(text), _text_digest(text)] = (turn, answer)
+        digest = hashlib.sha256(_encoded(text)).digest()
+        self.by_text[len(text), digest] = (turn, answer)
 
     def find_text(self, prompt: str) -> tuple[Turn, str, str] | None:
         """The latest turn whose prompt and answer this prompt begins with, its answer as the client
@@ -222,10 +223,6 @@ class ConversationRecord:
 
 def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
-
-
-def _text_digest(text: str) -> bytes:
-    return hashlib.sha256(_encoded(text)).digest()
 
 
 @dataclass

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from one_step_off.config.lengths import engine_length
-from one_step_off.config.roles import load_section_tokenizer
+from one_step_off.config.roles import load_hf_config, load_section_tokenizer
 from one_step_off.config.schema import Config
 from one_step_off.engines.engine import GenerationRequest
 from one_step_off.tools.gpu_check.check import CheckFailed, Context, Figures
@@ -82,13 +82,9 @@ def _config(context: Context, dtype: str, mode: str = "full", sleeps: bool = Fal
 
 def _sequences(cfg: Config) -> list[np.ndarray]:
     """Random token ids, int32 [TOKENS] each."""
-    from transformers import AutoConfig
-
     # Tokens that the tokenizer has: the embedding may have more rows.
     known = len(load_section_tokenizer(cfg, "model"))
-    trust = cfg.model.trust_remote_code
-    hf_config = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=trust)
-    words = min(known, hf_config.vocab_size)
+    words = min(known, load_hf_config(cfg, cfg.model.path).vocab_size)
     rng = np.random.default_rng(0)
     return [rng.integers(0, words, TOKENS).astype(np.int32) for _ in range(SEQUENCES)]
 

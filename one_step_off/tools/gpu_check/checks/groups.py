@@ -46,10 +46,6 @@ def _device(context_device: str, index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _members(context: Context) -> int:
-    return max(2, context.gpus)
-
-
 def _groups(count: int) -> list[tuple[int, ...]]:
     """The groups to create, one after another: pairs, then all members at once."""
     pairs: list[tuple[int, ...]] = list(itertools.combinations(range(count), 2))
@@ -64,7 +60,7 @@ def _groups(count: int) -> list[tuple[int, ...]]:
 def pairs(context: Context) -> Figures:
     """A dedicated group for each pair of devices: seconds to create, GB/s of a broadcast."""
     store = open_store(HOST, CONNECT_S)
-    count = _members(context)
+    count = max(2, context.gpus)
     jobs = [(_pair_member, (context.device, index, count, store.port)) for index in range(count)]
     reports = all_results(
         run_peers(jobs, context.limit_s - GRACE_S), [f"member {index}" for index in range(count)]

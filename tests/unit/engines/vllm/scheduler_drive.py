@@ -46,7 +46,7 @@ class Scene:
     Attributes:
         is_async: two steps are in flight, as on a GPU.
         blocks: of the KV cache; few of them make preemptions.
-        drafts: tokens that are guessed for each row, which may be accepted.
+        drafts: draft tokens of each row, which may be accepted.
         requests: how many.
         kinds: of requests, see `Drive.params`.
         has_stats: the scheduler notes when each request was queued and scheduled.

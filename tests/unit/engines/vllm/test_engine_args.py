@@ -130,7 +130,7 @@ def test_experts_are_asked_for_by_vllms_argument_or_on_cpus_by_ours():
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 @pytest.mark.parametrize("seeded", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_guesses(models, method, seeded, device):
+def test_what_speculates(models, method, seeded, device):
     """Seeded samples depend on nothing but themselves. Others are made as it pays."""
     from vllm import AsyncEngineArgs
 
@@ -152,7 +152,7 @@ def test_what_guesses(models, method, seeded, device):
     assert made.get("suffix_decoding_max_cached_requests") == (0 if seeded else None)
 
 
-def test_vllm_guesses_as_many_tokens_as_the_schedule_says(models, monkeypatch):
+def test_vllm_proposes_as_many_tokens_as_the_schedule_says(models, monkeypatch):
     """Both widths are in it, for which vLLM's second runner captures CUDA graphs."""
     from vllm import AsyncEngineArgs
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup

@@ -77,14 +77,14 @@ def test_a_token_without_a_log_prob_is_refused(flat, column):
         generated_tokens(last_output(flat, column))
 
 
-def test_guesses_are_counted():
+def test_draft_tokens_are_counted():
     output = last_output([-0.5, -1.25, -0.75], None)
-    assert generated_tokens(output).guesses is None
+    assert generated_tokens(output).draft_tokens is None
     counts = RequestSpecDecodeMetrics.new(4)
-    for guessed, accepted in [(4, 0), (4, 3), (2, 2)]:
-        counts.observe(guessed, accepted)
+    for proposed, accepted in [(4, 0), (4, 3), (2, 2)]:
+        counts.observe(proposed, accepted)
     output.outputs[0].spec_decode_metrics = counts
-    assert generated_tokens(output).guesses == (10, 5)
+    assert generated_tokens(output).draft_tokens == (10, 5)
 
 
 @pytest.mark.parametrize("tokens", [None, 0, 2, 4])

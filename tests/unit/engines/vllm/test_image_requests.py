@@ -153,7 +153,7 @@ def test_speculation_is_refused(model):
     cfg = Config()
     cfg.model.path = model
     cfg.rollout.speculation = "ngram"
-    with pytest.raises(ConfigError, match="vLLM forbids no tokens where it guesses"):
+    with pytest.raises(ConfigError, match="vLLM forbids no tokens where it speculates"):
         checks.check_policy(cfg)
 
 

@@ -1,5 +1,5 @@
-"""rollout.speculation: whether guesses pay, and what vLLM's CPU build gets wrong. The distribution
-that real engines sample from is checked in tests/e2e/test_speculation.py."""
+"""rollout.speculation: whether it pays, and what vLLM's CPU build gets wrong. The distribution that
+real engines sample from is checked in tests/e2e/test_speculation.py."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Engine:
         self.seconds_with = seconds_with
         self.tokens_with = tokens_with  # of each row
         self.trials = SpeculationTrials(TOKENS, ROWS, self.lines.append, lambda: self.now)
-        self.guessed: list[bool] = []
+        self.speculated: list[bool] = []
 
     def step(self, rows: int = 20, is_decoding: bool = True, goes_on: bool = True) -> None:
-        guesses = self.trials.guesses_by_rows[rows] > 0
-        self.guessed.append(guesses)
-        self.now += self.seconds_with if guesses else 1.0
-        tokens = rows * (self.tokens_with if guesses else 1)
+        speculates = self.trials.draft_tokens_by_rows[rows] > 0
+        self.speculated.append(speculates)
+        self.now += self.seconds_with if speculates else 1.0
+        tokens = rows * (self.tokens_with if speculates else 1)
         self.trials.end_step(rows, tokens, is_decoding, goes_on)
 
     def steps(self, count: int, rows: int = 20) -> None:
@@ -56,34 +56,34 @@ def whole_trial() -> int:
     return TRIAL_STEPS + (TRIAL_STEPS // BLOCK_STEPS + 1) * (SKIPPED_STEPS + 1)
 
 
-def test_guesses_that_pay_go_on():
+def test_drafts_that_pay_continue():
     engine = Engine(seconds_with=2.0, tokens_with=3)
     engine.steps(whole_trial())
     assert engine.lines == ["speculation on in batches of 16 to 31: 30 tokens/s with, 20 without"]
-    engine.guessed.clear()
+    engine.speculated.clear()
     engine.steps(KEPT_STEPS - 2 * whole_trial())
-    assert all(engine.guessed)
+    assert all(engine.speculated)
 
 
-def test_guesses_that_do_not_pay_end_and_are_tried_again():
+def test_drafts_that_do_not_pay_end_and_are_tried_again():
     engine = Engine(seconds_with=4.0, tokens_with=3)
     engine.steps(whole_trial())
     assert engine.lines == ["speculation off in batches of 16 to 31: 15 tokens/s with, 20 without"]
-    engine.guessed.clear()
+    engine.speculated.clear()
     engine.steps(KEPT_STEPS - 2 * whole_trial())
-    assert not any(engine.guessed)
+    assert not any(engine.speculated)
     engine.seconds_with = 1.0  # the policy repeats itself by now
     engine.steps(3 * whole_trial())
     assert engine.lines[1:] == [
         "speculation on in batches of 16 to 31: 60 tokens/s with, 20 without"
     ]
-    assert engine.guessed[-1]
+    assert engine.speculated[-1]
 
 
-def test_both_ways_are_tried_by_turns():
+def test_both_ways_alternate():
     engine = Engine()
     engine.steps(whole_trial() - SKIPPED_STEPS)
-    runs = [len(list(run)) for _, run in itertools.groupby(engine.guessed)]
+    runs = [len(list(run)) for _, run in itertools.groupby(engine.speculated)]
     assert len(runs) >= TRIAL_STEPS // BLOCK_STEPS
     assert max(runs[:-1]) <= BLOCK_STEPS + SKIPPED_STEPS + 1
 
@@ -93,7 +93,7 @@ def test_each_batch_size_has_its_own_choice():
     engine.steps(whole_trial(), rows=70)
     engine.seconds_with = 1.0
     engine.steps(whole_trial(), rows=1)
-    found = engine.trials.guesses_by_rows
+    found = engine.trials.draft_tokens_by_rows
     assert found[1] == TOKENS
     assert found[64:] == [0] * (ROWS + 1 - 64)
     assert found[2:64] == [TOKENS] * 62, "not tried yet"
@@ -110,11 +110,11 @@ def test_what_says_nothing_of_speed_is_not_counted():
     for _ in range(2 * TRIAL_STEPS):
         engine.step(goes_on=False)
     engine.trials.end_step(0, 0, True, True)
-    assert not engine.lines and all(engine.guessed)
+    assert not engine.lines and all(engine.speculated)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_a_scheduler_guesses_as_its_trials_say(models, monkeypatch, method):
+def test_a_scheduler_speculates_as_its_trials_say(models, monkeypatch, method):
     """Both ways are taken; drafts that come nevertheless, as of suffix trees, are dropped."""
     monkeypatch.setattr(speculation, "BLOCK_STEPS", 4)
     monkeypatch.setattr(speculation, "TRIAL_STEPS", 16)
@@ -137,10 +137,12 @@ def test_a_scheduler_guesses_as_its_trials_say(models, monkeypatch, method):
     wanted = {tokens for tokens, _ in states}
     assert wanted == ({3} if method == "suffix" else {0, 3})
     assert {has_drafts for _, has_drafts in states[20:]} == {True, False}
-    assert all(choice.guesses in (True, False) for choice in scheduler.speculation.choices.values())
+    assert all(
+        choice.speculates in (True, False) for choice in scheduler.speculation.choices.values()
+    )
 
 
-def test_a_scheduler_without_trials_guesses_always(models):
+def test_a_scheduler_without_trials_speculates_always(models):
     scene = Scene(is_async=False, drafts=3)
     assert make_scheduler(replica_scheduler, models(), scene).speculation is None
 
@@ -192,10 +194,10 @@ def test_the_first_runner_has_the_limit_of_a_draft_model():
     name = "effective_drafter_max_model_len"
     assert name in inspect.getsource(GPUModelRunner._input_fits_in_drafter)
     runner = SimpleNamespace(**{name: 64})
-    cpu_models.let_guesses_reach_the_end(runner)
+    cpu_models.let_drafts_reach_the_end(runner)
     assert runner.effective_drafter_max_model_len > 1e9
     other = SimpleNamespace()
-    cpu_models.let_guesses_reach_the_end(other)
+    cpu_models.let_drafts_reach_the_end(other)
     assert not vars(other)
 
 
