@@ -243,7 +243,8 @@ BENCHMARKS = [
             "tiny:qwen2",
         )
         + tuple("--lengths fixed:8 --batches 2x2 --splits 1:1 --runs 1".split())
-        + tuple("--warmup 0 --steps 2 --arms overlapped".split()),
+        + tuple("--warmup 0 --steps 2 --arms overlapped".split())
+        + (REFERENCE,),
         writes=RESULTS,
     ),
     SmokeCase(

@@ -58,9 +58,11 @@ def assert_ratio_is_one(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_run_sends_kilobytes_and_its_ratio_is_one(models, tmp_path):
+    """Also at a temperature that is not 1."""
     from one_step_off.runtime import launch
 
-    assert launch.run(run_config(models, tmp_path)) == 0
+    changes = {"model.path": models("qwen3"), "rollout.temperature": 0.7}
+    assert launch.run(run_config(models, tmp_path, **changes)) == 0
     rows = assert_ratio_is_one(tmp_path)
     files = {path.name: path.stat().st_size for path in tmp_path.rglob("hf_model/**/*.safetensors")}
     for row in rows[1:]:  # the first step needed no other weights than those of the start

@@ -112,7 +112,7 @@ def assert_observations(sample: Sample, tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("engine", "replicas"),
-    [("transformers", 2), pytest.param("vllm", 1, marks=[pytest.mark.slow, pytest.mark.ci])],
+    [("transformers", 2), pytest.param("vllm", 1, marks=pytest.mark.slow)],
 )
 def test_retries_and_tool_calls_train_on_generated_tokens_alone(models, tmp_path, engine, replicas):
     """Two loops in each batch, with more samples than the agents' limit. In the first step theta is

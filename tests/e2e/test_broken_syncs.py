@@ -49,8 +49,9 @@ def test_a_failed_sync_in_mid_run_ends_the_command_by_name(
     tmp_path: Path, kind: str, point: str, action: str, error: str
 ):
     """The sync overlaps with the update of step 2, whose ranks wait for it before their optimizer
-    step. No time limit ends that wait: it is longer than the test."""
-    more = ["trainer.step_timeout_s=300"]
+    step. No time limit ends that wait: it is longer than the test. With two replicas: the next
+    test, and test_sync_failures.py."""
+    more = ["trainer.step_timeout_s=300", "placement.pools={rollout: [1], actor: [2]}"]
     command = Command(tmp_path, settings(tmp_path / "run", 50, ranks=2, more=more))
     fault = {"id": 0, "kind": kind, "point": point, "skip": 0, "signal": action, "version": 2}
     (tmp_path / "armed").write_text(json.dumps(fault))

@@ -11,45 +11,20 @@ import pytest
 from tests.chaos.__main__ import compare_stopped_runs, main, parse_arguments, run_with_kills
 from tests.chaos.doubles import RELATIONS
 from tests.chaos.points import KINDS
+from tests.e2e.rewards import AFTER_A_MOMENT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
-
-
-def run_with(tmp_path: Path, kills: int, kinds: str, points: str) -> dict:
-    """Kill processes of a run, and then stop it by SIGTERM.
-
-    Args:
-        tmp_path: for the files of the run.
-        kills: how many processes to kill.
-        kinds: of processes, with commas.
-        points: where in their work they are killed, with commas.
-
-    Returns:
-        what happened. The ledger, the rows and the processes left are checked.
-    """
-    arguments = [f"--kills={kills}", f"--kinds={kinds}", f"--points={points}"]
-    arguments += ["--seed=1", f"--out={tmp_path}/c"]
-    result = run_with_kills(parse_arguments(arguments), resume_after=False)
-    assert result["wrong"] == [], json.dumps(result, indent=1)
-    assert result["hit"] == kills, json.dumps(result, indent=1)
-    assert result["starts"] == 1, "the run itself never ended"
-    return result
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_an_engine_dies_between_two_buckets_and_the_run_continues(tmp_path: Path):
-    """One kill. Most of the test's time is the start of a run and of an engine."""
-    (kill,) = run_with(tmp_path, 1, "engine", "between buckets")["kills"]
-    assert kill["step"] >= 1
-    assert kill["recovered_s"] > 0
 
 
 @pytest.mark.slow
 def test_a_replica_and_an_engine_die_one_after_the_other(tmp_path: Path):
     """The replica dies in mid-generation. After its restart the engine dies between two buckets."""
-    kills = run_with(tmp_path, 2, "replica,engine", "generating,between buckets")["kills"]
-    assert {(kill["kind"], kill["point"]) for kill in kills} == {
+    arguments = ["--kills=2", "--kinds=replica,engine", "--points=generating,between buckets"]
+    arguments += ["--seed=1", f"--out={tmp_path}/c"]
+    result = run_with_kills(parse_arguments(arguments), resume_after=False)
+    assert result["wrong"] == [], json.dumps(result, indent=1)
+    assert result["starts"] == 1, "the run itself never ended"
+    assert {(kill["kind"], kill["point"]) for kill in result["kills"] if kill["time"]} == {
         ("replica", "generating"),
         ("engine", "between buckets"),
     }
@@ -60,11 +35,11 @@ def test_a_replica_and_an_engine_die_one_after_the_other(tmp_path: Path):
 @pytest.mark.timeout(1800)
 def test_one_of_each_kind_of_process_dies_and_the_run_continues(tmp_path: Path):
     """At any moment: driver, replica, trainer, critic and reward worker. The reference engine has
-    no process of its own: test_an_engine_dies_between_two_buckets kills one of vLLM."""
+    no process of its own: test_external_agents.py kills one of vLLM."""
     kinds = [kind for kind in KINDS if kind != "engine"]
     arguments = [f"--kinds={','.join(kinds)}", f"--kills={len(kinds)}", "--each", "--critic"]
     arguments += ["--points=anywhere", "--seed=3", "--limit=400", f"--out={tmp_path}/c"]
-    arguments.append("rollout.engine=transformers")
+    arguments += ["rollout.engine=transformers", f"reward.function={AFTER_A_MOMENT}"]
     # The driver resumes after its own death, and test_resume.py resumes a run that was ended.
     result = run_with_kills(parse_arguments(arguments), resume_after=False)
     assert result["wrong"] == [], json.dumps(result, indent=1)

@@ -14,6 +14,7 @@ from one_step_off.cluster.errors import RoleError
 from one_step_off.runtime import launch
 from tests.chaos.command import Command, left_behind, processes_titled, rows, wait_for_step
 from tests.conftest import tiny_config
+from tests.e2e.commands import REFERENCE_ENGINE
 from tests.e2e.run_folder import read_rows, timeline_events
 from tests.quantized_model import quantized_copy
 
@@ -69,10 +70,11 @@ def test_two_teachers_in_the_actors_pool(models, tmp_path):
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_teacher_in_an_engine_of_its_own(models, tmp_path):
-    """It scores as the student does, at every token and for the likeliest ones."""
+    """It scores as the student does, at every token and for the likeliest ones. The one engine of
+    vLLM is the teacher's."""
     folder = tmp_path / "run"
     own = {"teacher.path": copied(models(), tmp_path), "teacher.top_k": 4}
-    settings = SETTINGS | ENGINE | own
+    settings = SETTINGS | ENGINE | own | REFERENCE_ENGINE
     assert launch.run(tiny_config(models(), str(folder), **settings)) == 0
     rows = read_rows(folder, "metrics.jsonl")
     assert len(rows) == 2

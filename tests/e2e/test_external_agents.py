@@ -4,6 +4,7 @@ processes are killed."""
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,17 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.chaos.command import Command, finished, settings, wait_for_step
+from tests.chaos.command import (
+    Command,
+    complaints,
+    expected_prompts,
+    finished,
+    left_behind,
+    rows,
+    settings,
+    wait_for_step,
+)
+from tests.chaos.kills import Chaos, Kill
 from tests.e2e import external_agent
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -26,12 +37,15 @@ REPLICA = "ray::RolloutReplica"
 START_S = 180.0
 STEPS_S = 180.0
 HOSTS_S = 60.0
+RECOVERY_S = 240.0
+ENDLESS_STEPS = 100_000
+INTERRUPTED = 130
 
 
 def run_of_agents(folder: Path, steps: int, *more: str) -> Command:
     """A run on two replicas whose samples are made by external agents. Not started yet."""
     keys = ["agent.loop=external", "data.max_response_length=64", *more]
-    return Command(folder, settings(folder / "run", steps, more=keys), inject=False)
+    return Command(folder, settings(folder / "run", steps, more=keys))
 
 
 @pytest.fixture
@@ -89,23 +103,52 @@ def test_agents_that_hang_end_at_their_time_limit_and_the_run_goes_on(start):
     assert "gave no reward (agent.timeout_s=6 is over; its agent was killed)" in log
 
 
+def kill_a_host(command: Command) -> None:
+    """One of the two; the run goes on."""
+    deadline = time.monotonic() + HOSTS_S
+    while len(hosts := processes_with(command, HOST)) != 2:
+        assert time.monotonic() < deadline, hosts
+        time.sleep(0.1)
+    hosts[0].kill()
+    wait_for_step(command, command.steps() + 2)
+
+
+def kill_an_engine_between_two_buckets(command: Command) -> None:
+    """Its replica comes back, and takes part in a sync."""
+    chaos = Chaos(command, seed=1, limit_s=RECOVERY_S, reach_s=HOSTS_S)
+    kill = Kill(0, "engine", "between buckets")
+    chaos.once(kill)
+    assert kill.time, "no engine was between two buckets"
+    assert not kill.wrong
+    assert command.starts == 1, "the run itself never ended"
+
+
+def end_in_order(command: Command) -> list[dict[str, Any]]:
+    """By SIGTERM. Every prompt was trained on once, and nothing is left. Returns the metrics."""
+    assert command.end(signal.SIGTERM, START_S) == INTERRUPTED, command.log.read_text()[-3000:]
+    steps = command.steps() + 1
+    assert complaints(command, steps, expected_prompts(command.arguments, steps)) == []
+    assert left_behind(command) == []
+    return rows(command.folder, "metrics.jsonl")
+
+
 @pytest.mark.ci
-def test_hosts_and_replicas_are_killed(start):
-    """Nothing is lost: their episodes begin again."""
-    steps = 12
-    command = start(steps, f"agent.command={FUNCTION}", "agent.timeout_s=60")
+@pytest.mark.timeout(900)
+def test_hosts_an_engine_and_a_replica_are_killed(start):
+    """One after another. Nothing is lost: the episodes of hosts and replicas begin again, and the
+    other replica gets the weights that an engine did not."""
+    # At a higher rate all answers were alike after twelve steps, and there was no gradient.
+    keys = [f"agent.command={FUNCTION}", "agent.timeout_s=60", "actor.lr=1.0e-5"]
+    command = start(ENDLESS_STEPS, *keys)
     for _ in range(2):
-        deadline = time.monotonic() + HOSTS_S
-        while len(hosts := processes_with(command, HOST)) != 2:
-            assert time.monotonic() < deadline, hosts
-            time.sleep(0.1)
-        hosts[0].kill()
-        wait_for_step(command, command.steps() + 2)
+        kill_a_host(command)
+    kill_an_engine_between_two_buckets(command)
     processes_with(command, REPLICA)[0].kill()
-    metrics = finished(command, steps)
+    wait_for_step(command, command.steps() + 3)
+    metrics = end_in_order(command)
     assert_agents_made_it_all(metrics, command)
     assert sum(row["agent/restarts/mean"] for row in metrics) > 0
-    assert metrics[-1]["restarts/replicas"] == 1
+    assert metrics[-1]["restarts/replicas"] == 2
     logs = list((command.folder / "agents").iterdir())
     assert "it said '" in logs[0].read_text()
 

@@ -43,6 +43,9 @@ def test_one_core_generates_and_trains(models, tmp_path: Path, arrangement: tupl
         f"trainer.output_dir={tmp_path}/run",
         "trainer.total_steps=3",
         "data.val_files=",
+        "data.train_batch_size=4",
+        "rollout.n=4",
+        "actor.ppo_mini_batch_size=4",
     ]
     program = [sys.executable, "-c", ON_ONE_CORE]
     finished = subprocess.run([*program, *arguments], capture_output=True, text=True)

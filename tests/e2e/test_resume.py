@@ -29,6 +29,13 @@ from tests.e2e.run_folder import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
+SMALL = REFERENCE_ENGINE | {
+    "data.train_batch_size": 4,
+    "rollout.n": 4,
+    "actor.ppo_mini_batch_size": 4,
+}
+"""What comes between the starts is not the subject."""
+
 
 def assert_greedy_baselines(folder: Path) -> None:
     """ReMax: the baseline of each prompt's samples is the reward of its greedy response, which no
@@ -112,7 +119,7 @@ def test_six_and_six_steps_equal_twelve(models, tmp_path, monkeypatch):
 def test_ctrl_c_saves_and_the_same_command_resumes(models, tmp_path):
     """Ctrl-C as a terminal sends it, to every process of the group. Then the same command, to the
     end."""
-    run = start_run(models, tmp_path, **REFERENCE_ENGINE)
+    run = start_run(models, tmp_path, **SMALL)
     wait_for_steps(tmp_path, 2, run)
     processes = descendants(run.pid)
     os.killpg(run.pid, signal.SIGINT)
@@ -124,8 +131,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(models, tmp_path):
     assert_all_ended(processes)
     steps_done = len(read_rows(tmp_path, "metrics.jsonl"))
     total_steps = steps_done + 2
-    changes = REFERENCE_ENGINE | {"trainer.total_steps": total_steps}
-    run = start_run(models, tmp_path, **changes)
+    run = start_run(models, tmp_path, **SMALL | {"trainer.total_steps": total_steps})
     output, _ = run.communicate(timeout=300)
     assert run.returncode == 0, output
     assert "its files are replaced" not in output

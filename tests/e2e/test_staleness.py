@@ -23,7 +23,7 @@ from tests.e2e.run_folder import (
     used_prompts,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 ROUNDING = 2e-4
 """Nats between the float32 log-probs of a token by engine and trainer, at most."""
@@ -94,6 +94,7 @@ def scored_batches(monkeypatch) -> list[ScoredBatch]:
     return batches
 
 
+STEPS = 5
 ADAPTERS_APART = {"model.lora_rank": 4, "weight_sync.lora": "adapter", "actor.lr": 3e-2}
 
 
@@ -123,7 +124,7 @@ def test_interrupted_samples_continue_with_the_new_weights_and_none_is_dropped(
         "agent.max_concurrency": 4,
         "data.max_response_length": 384,
         "algorithm.old_log_probs": "recompute",
-        "trainer.total_steps": 8,
+        "trainer.total_steps": STEPS,
         "actor.lr": 3e-3,
         "reward.function": LETTER_SHARE,
     }
@@ -138,7 +139,7 @@ def test_interrupted_samples_continue_with_the_new_weights_and_none_is_dropped(
     )
     assert max(differences.newest) < rounding
     assert np.mean(differences.older) > 5e-3
-    assert len(used_prompts(tmp_path)) == 8 * 4
+    assert len(used_prompts(tmp_path)) == STEPS * 4
     metrics = read_rows(tmp_path, "metrics.jsonl")
     assert max(row["carry/interrupted"] for row in metrics) > 0
     for row in metrics:

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def supervised_run(model: str, folder: Path, **changes: object) -> Config:
-    """A supervised run of six steps on two ranks."""
+    """A supervised run of six steps, on two ranks unless `changes` say otherwise."""
     settings = {
         "placement.pools": {"actor": [2]},
         "placement.roles": {"actor": "actor"},
@@ -70,13 +70,17 @@ def test_supervised_steps_and_rl_with_their_model(models, tmp_path):
 @pytest.mark.slow
 @pytest.mark.ci
 def test_supervised_steps_resume_exactly(models, tmp_path, monkeypatch):
-    """The second run fails in step 4, after its checkpoint of step 3."""
+    """The second run fails in step 4, after its checkpoint of step 3. On one rank:
+    tests/unit/training has the checkpoints of several."""
     from one_step_off import supervised_trainer
     from one_step_off.runtime import launch
 
+    def config(folder: Path) -> Config:
+        return supervised_run(models(), folder, **{"placement.pools": {"actor": [1]}})
+
     whole = tmp_path / "whole"
     halves = tmp_path / "halves"
-    assert launch.run_supervised(supervised_run(models(), whole)) == 0
+    assert launch.run_supervised(config(whole)) == 0
     real_batch = supervised_trainer.SupervisedPipeline._batch
 
     def fail_in_step_4(self, version, rows):
@@ -87,9 +91,9 @@ def test_supervised_steps_resume_exactly(models, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(supervised_trainer.SupervisedPipeline, "_batch", fail_in_step_4)
         with pytest.raises(RuntimeError, match="pulled the plug"):
-            launch.run_supervised(supervised_run(models(), halves))
+            launch.run_supervised(config(halves))
     assert len(read_rows(halves, "metrics.jsonl")) == 4
-    assert launch.run_supervised(supervised_run(models(), halves)) == 0
+    assert launch.run_supervised(config(halves)) == 0
     assert read_rows(whole, "ledger.jsonl") == read_rows(halves, "ledger.jsonl")
     assert learned_metrics(whole) == learned_metrics(halves)
     assert_same_weights(whole, halves)
