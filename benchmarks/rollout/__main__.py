@@ -80,15 +80,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     args, keys = arguments(argv)
-    import torch  # this and the parts: slow to import
-
-    from benchmarks.rollout import end_to_end, host, layers
+    import torch  # slow to import
 
     args.out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     os.environ.update(COMMON_ENV | ENGINE_ENV[device])
     own_keys = GPU_KEYS if device == "cuda" else ()
     cfg = load_config([f"config={args.config}", *own_keys, *keys])
+    # Only now: their libraries warn when they are imported, and an error stands alone.
+    from benchmarks.rollout import end_to_end, host, layers
+
     result: dict[str, Any] = {"machine": machine(), "device": device, "rows": args.rows}
     if "host" in args.parts:
         load = host.Load.random(args.rows, args.requests, args.tokens)

@@ -82,7 +82,7 @@ class Engine(Protocol):
     engine cannot do. It is called where a run is prepared, before anything is started. It may have
     `returns_experts`: with `rollout.replay_routing` each `Generated` has its experts;
     `quantizes`: it knows `rollout.quantization` and `rollout.kv_cache_dtype`; `speculates`: it
-    obeys `rollout.speculation`, and each `Generated` has `guesses`. Its engines may have
+    obeys `rollout.speculation`, and each `Generated` has `draft_tokens`. Its engines may have
     `start_note`: after `start`, a line for the console; `longest_sequences`: after `start`, how
     many requests of the greatest length its KV cache has room for, where others are preempted.
 
