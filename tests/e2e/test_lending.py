@@ -9,7 +9,7 @@ from tests.conftest import tiny_config
 from tests.e2e.rewards import LETTER_SHARE
 from tests.e2e.run_folder import read_rows
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.ci, pytest.mark.timeout(600)]
 
 STEPS = 5
 

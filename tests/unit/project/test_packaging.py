@@ -85,9 +85,16 @@ def test_the_gpu_versions_are_those_of_one_cuda() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-# Continuous integration begins with a set-up, which resolves those for CPUs.
-@pytest.mark.parametrize("extra", ["cpu", pytest.param("gpu", marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    ("extra", "version"),
+    [
+        # Continuous integration begins with a set-up, which resolves those of one Python.
+        pytest.param("cpu", "3.11"),
+        pytest.param("cpu", "3.12"),
+        pytest.param("cpu", "3.13", marks=pytest.mark.ci),
+        *(pytest.param("gpu", v, marks=pytest.mark.ci) for v in ("3.11", "3.12", "3.13")),
+    ],
+)
 def test_pip_resolves_the_constraints(extra: str, version: str) -> None:
     """As the pip of a user without any configuration. Needs the network, as the set-up itself."""
     python = sys.executable
