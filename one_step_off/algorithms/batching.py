@@ -463,9 +463,13 @@ def collate(
 def _collate_shared(
     sequences: list[np.ndarray], wanted: list[np.ndarray], rows: Prefixes
 ) -> MicroBatch:
-    """As `collate`, each sequence without what it has in common with the one before it."""
+    """As `collate`, each sequence without what it has in common with the one before it. Raises
+    ValueError: one shares more tokens than the one before it has."""
     order = np.argsort(rows[:, 0])
     common = rows[order, 1]
+    available = [0, *(len(sequences[i]) for i in order[:-1])]
+    if np.any(common > available):
+        raise ValueError(f"rows {rows[order].tolist()} share more than {available} tokens")
     parts = [sequences[i][first:] for i, first in zip(order, common, strict=True)]
     positions = [np.arange(first, first + len(p)) for p, first in zip(parts, common, strict=True)]
     lengths = [len(part) for part in parts]

@@ -7,6 +7,7 @@ weight sync. Then every split is simulated.
 """
 
 import argparse
+import copy
 import math
 import tempfile
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from one_step_off.config.placement import (
     on_one_node,
     resolved_device,
 )
+from one_step_off.config.pool_checks import check_lending
 from one_step_off.config.schema import Config
 from one_step_off.config.sections.rollout import is_seeded
 from one_step_off.engines.vllm.engine_args import MAX_SEQUENCES
@@ -334,16 +336,20 @@ def _phase_lines(work: Work) -> list[str]:
 
 def lending_line(cfg: Config, work: Work, results: list[Simulated]) -> str:
     """What it would bring if the trainer's GPUs generated while the trainer waits; "" where no
-    arrangement has GPUs of its own for the trainer beside which replicas generate."""
+    arrangement has GPUs of its own for the trainer beside which replicas generate, or where the
+    config forbids it."""
     from one_step_off.tools.planner.simulation import step_with_lending
 
-    width = cfg.rollout.tensor_parallel_size
+    try:
+        check_lending(_lending_config(cfg))
+    except ConfigError:
+        return ""
     split_of_step: dict[float, str] = {}
     for result in results:
         arrangement = result.arrangement
         if arrangement.staleness == 1 and not arrangement.is_on_all:
             figures, replicas, ranks = result.figures, arrangement.replicas, arrangement.ranks
-            step_s = step_with_lending(work, figures, replicas, ranks, width)
+            step_s = step_with_lending(work, figures, replicas, ranks)
             split_of_step[step_s] = arrangement.split
     if not split_of_step:
         return ""
@@ -354,6 +360,16 @@ def lending_line(cfg: Config, work: Work, results: list[Simulated]) -> str:
     if gain < 0.005:
         return f"{what} nothing"
     return f"{what} {gain:.0%} at most: {lent_s:.4g} s a step ({split_of_step[lent_s]})"
+
+
+def _lending_config(cfg: Config) -> Config:
+    """The config on separate GPUs one step off, with lending."""
+    lending = copy.deepcopy(cfg)
+    lending.placement.lend = True
+    lending.placement.roles |= {"rollout": "rollout", "actor": "actor"}
+    lending.placement.pools = {"rollout": [1], "actor": [1]}
+    lending.pipeline.staleness = 1
+    return lending
 
 
 def _seconds(seconds: float) -> str:
@@ -377,7 +393,9 @@ def advice(
     arrangement = best.arrangement
     roles = cfg.placement.roles
     staleness = f"pipeline.staleness={arrangement.staleness}"
+    without_lending = " placement.lend=false" if cfg.placement.lend else ""
     if arrangement.is_on_all:
+        staleness += without_lending
         lines = [f"set {staleness} and put all roles into one pool, see config/colocated.yaml"]
     else:
         count = arrangement.replicas * cfg.rollout.tensor_parallel_size
@@ -396,8 +414,8 @@ def advice(
     if not knows_lengths:
         lines.append("give --response-tokens: the mean length of a response decides most of this")
     lines.append(
-        "run 10 synchronous steps with these GPUs (pipeline.staleness=0), and plan again with "
-        "--from and its trainer.output_dir: the times are then measured ones"
+        f"run 10 synchronous steps with these GPUs (pipeline.staleness=0{without_lending}), and "
+        "plan again with --from and its trainer.output_dir: the times are then measured ones"
     )
     return lines
 

@@ -253,25 +253,21 @@ async def _run(
         return tracker.summary()
 
 
-def step_with_lending(
-    work: Work, figures: dict[str, Any], replicas: int, ranks: int, width: int
-) -> float:
+def step_with_lending(work: Work, figures: dict[str, Any], replicas: int, ranks: int) -> float:
     """Seconds of a step, at the least, if the trainer's GPUs generated whenever the trainer waits.
 
-    They take over a part of the generation, each `width` GPUs as much as a replica in that time,
-    after a weight sync of their own. What it takes to get the GPUs back counts nothing. No response
-    gets shorter.
+    They take over a part of the generation, each GPU as much as a replica in that time, after a
+    weight sync of their own. What it takes to get the GPUs back counts nothing. No response gets
+    shorter.
 
     Args:
         figures: of `simulate`, for `replicas` and `ranks` on devices of their own.
-        width: GPUs of a replica.
     """
     step_s = figures["median/time/step_s"]
     generate_s = figures["median/time/generate_s"]
     train_s = step_s * (1 - figures["idle_share/trainer"])
-    lent = ranks // width
     begin_s = train_s + work.sync_s  # from here on the trainer's GPUs generate
-    together_s = (replicas * generate_s + lent * begin_s) / (replicas + lent)
+    together_s = (replicas * generate_s + ranks * begin_s) / (replicas + ranks)
     longest_s = (work.decode_s + work.sequence_s) * work.lengths.max()
     exposed_s = max(0.0, step_s - max(generate_s, train_s))
     return min(step_s, max(together_s, train_s, longest_s) + exposed_s)

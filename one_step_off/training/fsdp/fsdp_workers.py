@@ -79,7 +79,9 @@ class FsdpBackend(ModelWorker):
         wanted = [np.arange(1, length)] * count
         layouts = [self._lay_out(sequences, wanted)]
         if self.batch_share.sharing is not None and count > 1:
-            halves = np.array([[0, length // 2]] * count)
+            common = np.full(count, length // 2)
+            common[0] = 0  # a row begins with it
+            halves = np.column_stack([np.arange(count), common])
             layouts.append(self._lay_out(sequences, wanted, rows=halves))
         items = [WorkItem(layout, lengths=[length] * count) for layout in layouts]
 

@@ -60,6 +60,14 @@ def test_segments_share_their_episode_and_episodes_their_prompt():
     assert prefixes[row, 1].tolist() == [0, 23, 23, 3, 33]
 
 
+@pytest.mark.parametrize("rows", [[[0, 2], [1, 2]], [[0, 0], [1, 5]]])
+def test_a_row_that_begins_with_nothing_to_share_is_refused(rows):
+    sequences = [np.arange(4), np.arange(6)]
+    wanted = [np.array([3]), np.array([5])]
+    with pytest.raises(ValueError, match=r"share more than \[0, 4\] tokens"):
+        batching.collate(sequences, wanted, packed=True, rows=np.array(rows))
+
+
 @given(groups_of_sequences(), st.integers(0, 10**6))
 @settings(max_examples=80, deadline=None)
 def test_the_layout_shows_each_token_its_own_sequence_and_nothing_else(drawn, seed):

@@ -172,6 +172,25 @@ def run_rank(rank, world, path, folder):
     end()
 
 
+def test_compilation_begins_with_a_plain_and_a_shared_row(model_folders, start_single, monkeypatch):
+    """What is compiled at the start is not compiled here, but runs."""
+    worker = worker_of(start_single, ALWAYS, "actor", PolicyWorker, model_folders["untied"])
+    layouts = []
+    lay_out = worker._lay_out
+    monkeypatch.setattr(PolicyWorker, "_is_compiled", True)
+    monkeypatch.setattr(
+        worker,
+        "_lay_out",
+        lambda *args, **rows: layouts.append(lay_out(*args, **rows)) or layouts[-1],
+    )
+    worker._warm_up()
+    plain, shared = layouts
+    assert plain.common is None
+    assert shared.common.tolist() == [0, 32]
+    assert len(shared.tokens) == len(plain.tokens)
+    assert shared.input_ids.size == plain.input_ids.size - 32
+
+
 def test_two_ranks_with_a_slice_each_train_as_one_alone(model_folders, start_single, tmp_path):
     path = model_folders["untied"]
     run_ranks(run_rank, (2, path, str(tmp_path)), 2)

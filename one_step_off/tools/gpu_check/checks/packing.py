@@ -103,7 +103,10 @@ def _config(context: Context) -> Config:
     cfg.data.train_batch_size = PROMPTS
     cfg.rollout.n = SAMPLES_PER_PROMPT
     cfg.actor.ppo_mini_batch_size = PROMPTS
-    cfg.actor.micro_batch_tokens = 4 * LONGEST[context.device]
+    longest = LONGEST[context.device]
+    cfg.actor.micro_batch_tokens = 4 * longest
+    # The start, too, has rows of several sequences then.
+    cfg.data.max_prompt_length = cfg.data.max_response_length = longest
     cfg.trainer.step_timeout_s = context.limit_s
     return cfg
 

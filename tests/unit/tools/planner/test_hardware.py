@@ -181,6 +181,13 @@ def test_eight_gpus_and_a_7b(capsys):
     assert "--response-tokens" not in out
 
 
+def test_synchronous_steps_of_a_run_that_lends_need_it_off(capsys):
+    arguments = [SEVEN_B, "--hardware", "H200", "--gpus", "4", "placement.lend=true"]
+    assert main([*arguments, "placement.pools={rollout: [2], actor: [2]}"]) == 0
+    out = capsys.readouterr().out
+    assert "(pipeline.staleness=0 placement.lend=false)" in out
+
+
 def test_neither_data_nor_a_config_nor_fitting_pools_are_needed(capsys):
     assert main([SEVEN_B, "--hardware", "H200", "--gpus", "4"]) == 0
     assert main([*SMALL, "data.train_files=nowhere.jsonl", "--hardware", "H200"]) == 0

@@ -80,6 +80,15 @@ def test_a_plan_bounds_what_idle_trainer_gpus_would_bring(capsys, times: str, li
     assert line in last
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["rollout.tensor_parallel_size=2", "weight_sync.keep_sent=false", "rollout.routing=static"],
+)
+def test_a_plan_proposes_no_lending_where_the_config_forbids_it(capsys, key: str) -> None:
+    assert main([*GPUS, "--times", "60,10,0,30", key]) == 0
+    assert "placement.lend" not in capsys.readouterr().out
+
+
 def test_the_split_of_the_config_takes_as_long_as_it_was_given(capsys) -> None:
     assert main([*GPUS, "--times", "60,70,5,30", "--gpus", "8"]) == 0
     assert rows_of(capsys.readouterr().out)["2 + 6", "synchronous"] == pytest.approx(
