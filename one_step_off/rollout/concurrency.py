@@ -73,6 +73,15 @@ class ConcurrencyLimiter:
         self._seen_preemptions: int | None = None  # an engine has no load before its start
         self._window = self._new_window()
 
+    def successor(self) -> "ConcurrencyLimiter":
+        """One for the work that comes next in the same engine, when this one's is dropped: it
+        counts from zero, with the limit found so far."""
+        successor = ConcurrencyLimiter(self.max_trajectories, self.engine)
+        successor.limit = self.limit
+        successor._seen_preemptions = self._seen_preemptions
+        successor._window = self._window
+        return successor
+
     # --- requests ---------------------------------------------------------------------------------
 
     async def enter(self, begins: bool) -> None:
@@ -155,6 +164,7 @@ class ConcurrencyLimiter:
     async def wait_for_capacity(self, sent: int, most: int) -> tuple[int, int]:
         """Wait until fewer of the `sent` trajectories ask for the engine than `most` and `limit`
         allow. Returns how many ask nothing of it, and how many may."""
+        self._look()  # there may have been no request yet
         self._capacity_questions += 1
         try:
             while sent - self.idle_trajectories >= self._capacity(most):

@@ -49,8 +49,9 @@ class PromptRouter:
 
     Static routing gives prompts to the replicas round-robin, so that a run's routing depends on
     nothing but its data. Otherwise each prompt goes to the replica on which the fewest trajectories
-    generate. A replica gets no more than keep its engine full, and than its KV cache has room for;
-    the other prompts wait for the replica that has capacity first.
+    generate. A replica gets no more than keep its engine full, and than its KV cache has room for,
+    and nothing before it has said how much that is; the other prompts wait for the replica that has
+    capacity first.
     """
 
     def __init__(
@@ -78,8 +79,16 @@ class PromptRouter:
 
     @property
     def waiting(self) -> int:
-        """How many prompts wait for a replica that has room for them."""
+        """How many prompts wait for a replica that has room for them. 0 while one that may serve
+        has not said how much it has."""
+        if self._silent:
+            return 0
         return sum(len(queue) for queue in self._queues)
+
+    @property
+    def _silent(self) -> list[int]:
+        """The replicas that may get prompts, and have not said how many."""
+        return [i for i in self.supervisor.healthy if self.loads[i].capacity is None]
 
     async def generate(
         self, prompts: list[Prompt], request: GenerationCall, failures: int = 0
@@ -103,7 +112,7 @@ class PromptRouter:
                 while waiting:
                     # One that may serve from now on, as one that joins, gets prompts at once.
                     next_verified = self.supervisor.next_verified()
-                    healthy = await self.supervisor.wait_for_healthy()
+                    healthy = await self._wait_for_replicas(request)
                     for i, share in self._assign(healthy, waiting, request):
                         call = self._generate_share(i, self.loads[i], share, request, failures)
                         calls.append(tasks.create_task(call))
@@ -124,6 +133,21 @@ class PromptRouter:
             self._queues = [queue for queue in self._queues if queue is not waiting]
         return [sample for call in calls for sample in call.result()]
 
+    def _gives_all(self, request: GenerationCall) -> bool:
+        """Whether all prompts are given out at once: routing is static, or there is never a second
+        replica. Not where the caller wants each prompt's samples as they come."""
+        return request.on_group is None and (self.static or self.supervisor.is_only_one)
+
+    async def _wait_for_replicas(self, request: GenerationCall) -> list[int]:
+        """The replicas that may get prompts, and whose capacity is known where it matters."""
+        while True:
+            healthy = await self.supervisor.wait_for_healthy()
+            if not self._silent or self._gives_all(request):
+                return healthy
+            # All of them: the first one to answer would get the prompts of the others.
+            questions = [self._wait_for_capacity(i, request.purpose) for i in self._silent]
+            await asyncio.gather(*questions)
+
     def _assign(
         self, healthy: list[int], waiting: deque[Prompt], request: GenerationCall
     ) -> list[tuple[int, list[Prompt]]]:
@@ -134,7 +158,7 @@ class PromptRouter:
         """
         wants_each = request.on_group is not None
         shares: dict[tuple[int, PromptId | None], list[Prompt]] = defaultdict(list)
-        routed = self.route(healthy, waiting, request.sampling.size, round_robin=not wants_each)
+        routed = self.route(healthy, waiting, request.sampling.size, self._gives_all(request))
         for i, prompt in routed:
             shares[i, prompt.id if wants_each else None].append(prompt)
             if request.on_begin is not None:
@@ -151,17 +175,16 @@ class PromptRouter:
 
         Args:
             group_size: trajectories per prompt.
-            round_robin: give out all prompts at once, if routing is static or there is never a
-                second replica.
+            round_robin: give out all prompts at once.
         """
-        if round_robin and (self.static or self.supervisor.is_only_one):
+        if round_robin:
             yield from zip(itertools.cycle(healthy), list(waiting))
             waiting.clear()
         heap = sorted((self.loads[i].generating, i) for i in healthy)
         while waiting and heap:
             generating, i = heap[0]
             capacity = self.loads[i].capacity
-            if generating >= (self.replica_capacity if capacity is None else capacity):
+            if capacity is None or generating >= capacity:
                 heapq.heappop(heap)
                 continue
             heapq.heapreplace(heap, (generating + group_size, i))
@@ -202,9 +225,11 @@ class PromptRouter:
         return samples
 
     async def _wait_for_capacity(self, i: int, purpose: str) -> None:
-        """Wait until replica `i` can take more, or has failed."""
+        """Wait until replica `i` can take more, or has failed; the first time, until it has said
+        how much it can take."""
         load = self.loads[i]
+        sent = 0 if load.capacity is None else load.sent
         with suppress(ReplicaFailed):
             load.idle, load.capacity = await self.supervisor.call(
-                i, purpose, "wait_for_capacity", load.sent, self.replica_capacity
+                i, purpose, "wait_for_capacity", sent, self.replica_capacity
             )

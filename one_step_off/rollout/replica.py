@@ -363,6 +363,8 @@ class RolloutReplica(UsageProbe, PlacedActor):
         self.attempt = attempt
         self._raise_if_engine_died()
         self.rewards.drop_waiting()
+        # Before the requests end: that they are cancelled says nothing about the cache.
+        limiter = self.limiter.successor()
         for task in self.work:
             task.cancel()
         if self.endpoint is not None:
@@ -371,8 +373,7 @@ class RolloutReplica(UsageProbe, PlacedActor):
             self.stamp = None  # a sync that was almost over may have set it
             while self.work or self.engine.has_unfinished_requests():
                 await asyncio.sleep(POLL_S)
-        # The caller counts from zero again.
-        self.limiter = ConcurrencyLimiter(self.cfg.agent.max_concurrency, self.engine)
+        self.limiter = limiter  # the caller counts from zero again
         self._raise_if_engine_died()
 
     async def hand_device_back(self, attempt: int | None = None) -> None:

@@ -275,6 +275,14 @@ class ReplicaSupervisor:
             await asyncio.wait([canary])
             canary.result()
 
+    def _staying_in(self, state: ReplicaState) -> list[int]:
+        return [i for i in self.active if i not in self.leaving and self.health[i].state is state]
+
+    @property
+    def healthy(self) -> list[int]:
+        """The replicas that may get prompts."""
+        return self._staying_in(ReplicaState.HEALTHY)
+
     async def wait_for_healthy(self) -> list[int]:
         """The replicas that may get prompts. Where there are none, waits for one.
 
@@ -282,11 +290,9 @@ class ReplicaSupervisor:
             NoReplica: all have failed, and none could be restarted.
         """
         while True:
-            states = {i: self.health[i].state for i in self.active if i not in self.leaving}
-            healthy = [i for i, state in states.items() if state is ReplicaState.HEALTHY]
-            if healthy:
-                return healthy
-            one_may_recover = ReplicaState.SUSPECT in states.values()
+            if self.healthy:
+                return self.healthy
+            one_may_recover = bool(self._staying_in(ReplicaState.SUSPECT))
             if not self.syncing and not one_may_recover:
                 await self._wait_for_restart()
             await asyncio.sleep(RETRY_S)

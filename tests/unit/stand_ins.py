@@ -146,16 +146,22 @@ def mark_healthy(group: RolloutGroup) -> RolloutGroup:
 
 
 class SlowReplica:
-    """A replica that works on `slots` samples at once.
+    """A replica that works on `slots` samples at once, and says that it has room for `capacity`.
 
     Each sample generates for `delay` seconds and is scored for `score_s`. The reward function
     raises for the row `failing_row`.
     """
 
     def __init__(
-        self, delay: float, score_s: float = 0.0, slots: int = 256, failing_row: int = -1
+        self,
+        delay: float,
+        score_s: float = 0.0,
+        slots: int = 256,
+        failing_row: int = -1,
+        capacity: int = 1024,
     ) -> None:
         self.delay = delay
+        self.capacity = capacity
         self.score_s = score_s
         self.slots = asyncio.Semaphore(slots)
         self.failing_row = failing_row
@@ -173,6 +179,7 @@ class SlowReplica:
         self.cancelled = 0
 
     async def poll_capacity(self, sent: int, most: int) -> tuple[int, int]:
+        most = min(most, self.capacity)
         while sent - self.idle >= most:
             await asyncio.sleep(0.001)
         return self.idle, most

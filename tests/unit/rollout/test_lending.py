@@ -24,15 +24,20 @@ ALL_ROWS = [(row, i) for row in range(12) for i in range(2)]
 
 
 class SleepingReplica:
-    """A replica that works on two trajectories at a time, and fails as it is told.
+    """A replica that fails as it is told.
 
     Attributes:
+        capacity: trajectories that its KV cache has room for.
         fails_in: the method that raises, or hangs.
         asleep: whether the trainer has its device.
     """
 
-    def __init__(self, seconds: float = 0.02, fails_in: str = "", hangs: bool = False) -> None:
+    def __init__(
+        self, seconds: float = 0.02, fails_in: str = "", hangs: bool = False, capacity: int = 64
+    ) -> None:
         self.seconds = seconds
+        self.capacity = capacity
+        self.most_generating = 0
         self.fails_in = fails_in
         self.hangs = hangs
         self.asleep = False
@@ -66,6 +71,7 @@ class SleepingReplica:
         assert not self.asleep, "the trainer has the device"
         task = asyncio.current_task()
         self.work.add(task)
+        self.most_generating = max(self.most_generating, len(self.work) * sampling.n)
         try:
             await self.fail("rollout")
             await asyncio.sleep(self.seconds * len(prompts))
@@ -76,6 +82,7 @@ class SleepingReplica:
         return [one_token_sample(p, i) for p in prompts for i in range(sampling.n)]
 
     async def poll_capacity(self, sent: int, most: int) -> tuple[int, int]:
+        most = min(most, self.capacity)
         while sent - self.idle >= most:
             await asyncio.sleep(0.001)
         return self.idle, most
@@ -206,12 +213,34 @@ def test_nothing_is_lent_where_no_prompt_waits_and_the_user_learns_why(monkeypat
 
 def test_a_wake_up_that_is_under_way_ends_before_the_trainer_goes_on():
     async def main():
-        lendings = LendingRun([SleepingReplica()], own_s=0.001, wake_s=0.3)
+        lendings = LendingRun([SleepingReplica()], own_s=0.02, wake_s=1.0)
         await lendings.group.setup()
         assert await lendings.step() == ALL_ROWS
         assert lendings.wakes == [[1]]
         assert lendings.lent[0].rows == []
         assert lendings.lending.metrics["lend/samples"] == 0
+
+    run(main)
+
+
+def test_a_lent_replica_gets_no_more_than_it_has_room_for_in_any_loan():
+    """What waits in it would be generated again when it hands its device back."""
+
+    async def main():
+        lent = SleepingReplica(0.2, capacity=4)
+        lendings = LendingRun([lent], own_s=0.05)
+        lendings.own.capacity = 2
+        await lendings.group.setup()
+        lendings.group.router.replica_capacity = 64
+        for step in range(2):
+            lent.most_generating = 0
+            sampling = lendings.group.train_sampling
+            async with lendings.lending.while_waiting(step):
+                await lendings.group.generate(
+                    PROMPTS, f"step {step}", sampling, lambda samples: None
+                )
+            assert lent.most_generating == 4
+        assert lendings.wakes == [[1], [1]]
 
     run(main)
 

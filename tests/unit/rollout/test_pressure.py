@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from one_step_off.engines.engine import EngineLoad
-from one_step_off.rollout.concurrency import QUEUE, ConcurrencyLimiter, TrajectorySlot
+from one_step_off.rollout.concurrency import QUEUE, START, ConcurrencyLimiter, TrajectorySlot
 
 PROMPT = 16  # tokens
 LONGEST = 528  # tokens of a sequence
@@ -377,6 +377,11 @@ def test_a_part_of_a_place_is_no_capacity():
         assert await limiter.wait_for_capacity(sent=4, most=100) == (0, 5)
 
     asyncio.run(ask())
+
+
+def test_a_replica_knows_before_its_first_request_how_many_it_has_room_for():
+    limiter = ConcurrencyLimiter(256, PreemptingEngine(10 * LONGEST, 256))
+    assert asyncio.run(limiter.wait_for_capacity(sent=0, most=256)) == (0, START * 10)
 
 
 def test_an_engine_has_no_load_before_its_start():

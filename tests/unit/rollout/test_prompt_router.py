@@ -128,6 +128,22 @@ def test_each_prompt_goes_to_the_replica_with_the_fewest_generating():
     asyncio.run(main())
 
 
+def test_no_replica_gets_more_than_it_has_room_for_from_the_first_prompts_on():
+    """One that has said nothing yet gets none: what it has no room for would wait in it."""
+    replicas = [SlowReplica(0.05, capacity=4) for _ in range(2)]
+    samples, _ = generate("least_loaded", replicas, 16, 2)
+    assert len(samples) == 32
+    assert [replica.most_generating for replica in replicas] == [4, 4]
+
+
+def test_a_replica_that_answers_late_gets_its_share_of_the_first_prompts():
+    late = SlowReplica(0.05)
+    late.wait_for_capacity = ActorMethod(late.poll_capacity, delay=0.3)
+    replicas = [SlowReplica(0.05), late]
+    generate("least_loaded", replicas, 16, 2)
+    assert [len(replica.rows) for replica in replicas] == [8, 8]
+
+
 def test_prompts_count_before_their_call_is_made():
     """Two calls in one tick, as of an evaluation and of the next samples, do not both choose the
     same replica."""

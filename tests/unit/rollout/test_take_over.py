@@ -13,6 +13,7 @@ from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.run_events import RunEvents
 from one_step_off.config.schema import Config
 from one_step_off.rollout import replica_group
+from one_step_off.rollout.concurrency import ConcurrencyLimiter
 from one_step_off.rollout.replica import RolloutReplica
 from one_step_off.rollout.replica_group import RolloutGroup, reuse_engines
 from tests.unit.rollout.stand_ins import UNSEEDED, FakeScorer, vllm_engine
@@ -211,6 +212,31 @@ def test_a_lent_replica_drops_its_work_and_sleeps_in_the_same_attempt_or_for_the
             assert "the attempt has ended" in str(await end_of(rollout))
             with pytest.raises(RuntimeError, match="no verified weights"):
                 await replica.rollout(make_prompts(3), UNSEEDED)
+
+    asyncio.run(main())
+
+
+def test_the_limit_of_a_loan_is_that_with_which_the_next_one_begins():
+    """Requests that are cancelled say nothing about the cache, however much room there is."""
+
+    async def main() -> None:
+        replica = replica_with(Engine())
+        replica.tokenizer = SimpleNamespace(decode=lambda *_, **__: "", eos_token_id=0)
+        replica.engine.sleep = replica.engine.llm.nothing
+        replica.engine.max_sequences = 256
+        replica.engine.longest_sequences = 0.75
+        replica.limiter = ConcurrencyLimiter(1024, replica.engine)
+        assert await replica.wait_for_capacity(0, 256) == (0, 3)
+        replica.limiter.limit = 5.0  # it has learned
+        for _ in range(2):  # loans
+            replica.stamp = OF_THE_LOST
+            work = asyncio.create_task(replica.rollout(make_prompts(*range(20)), UNSEEDED))
+            while len(replica.engine.llm.requests) < 5:
+                await asyncio.sleep(0.01)
+            await asyncio.wait_for(replica.hand_device_back(), 2)
+            assert "the attempt has ended" in str(await end_of(work))
+            assert replica.limiter.report()["open_requests"] == 5, "the sync of the next loan"
+            assert await replica.wait_for_capacity(0, 256) == (0, 5)
 
     asyncio.run(main())
 

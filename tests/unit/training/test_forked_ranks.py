@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from tests.unit import forked_ranks
 from tests.unit.forked_ranks import PRELOADED, run_ranks
 
 
@@ -33,6 +35,32 @@ def test_they_find_their_modules_imported_and_have_the_environment_of_the_test(
             facts = json.loads((tmp_path / f"{rank}.json").read_text())
             assert expected <= set(facts["modules"])
             assert facts["environment"] == value
+
+
+FIRST_START = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from tests.unit import forked_ranks
+from tests.unit.training.test_forked_ranks import write_facts
+forked_ranks.PRELOADED[:] = ["tests.e2e.run_folder"]
+forked_ranks.context()
+os.environ["OF_THE_TEST"] = "later"
+process = forked_ranks.process(write_facts, (0, forked_ranks.Path.cwd()))
+process.start()
+process.join()
+"""
+
+
+def test_the_first_start_may_be_in_any_folder_and_a_process_has_the_environment_of_its_start(
+    tmp_path, monkeypatch
+):
+    """Also where it is started without `run_ranks`."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    command = [sys.executable, "-c", FIRST_START, str(forked_ranks.ROOT)]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    facts = json.loads((tmp_path / "0.json").read_text())
+    assert "tests.e2e.run_folder" in facts["modules"]
+    assert facts["environment"] == "later"
 
 
 def fail_in_rank_1(rank: int) -> None:

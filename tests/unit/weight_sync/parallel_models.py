@@ -173,9 +173,8 @@ def run_workers(case: Case, job: Callable[..., Any], *args: Any) -> list[Any]:
         processes = []
         for rank in range(case.workers):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run_rank, args=(case, rank, folder, sender, job, args), daemon=True
-            )
+            arguments = (case, rank, folder, sender, job, args)
+            process = forked_ranks.process(_run_rank, arguments)
             process.start()
             sender.close()
             processes.append((process, receiver))

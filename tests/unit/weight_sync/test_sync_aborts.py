@@ -92,7 +92,7 @@ def test_a_stopped_sender_holds_a_receiver_no_longer_than_the_limit(same_device)
     context = forked_ranks.context()
     outbox = context.Queue()
     arguments = (pieces, same_device, outbox, context.Event())
-    process = context.Process(target=run_idle_sender, args=arguments, daemon=True)
+    process = forked_ranks.process(run_idle_sender, arguments)
     process.start()
     receiver = WeightReceiver(BucketPlan.build(pieces, BUCKET_BYTES), 0, CPU, HOST, 2.0)
     try:

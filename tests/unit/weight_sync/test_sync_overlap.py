@@ -170,7 +170,7 @@ def test_syncs_with_random_delays_on_every_rank(tmp_path, max_senders, syncs):
     processes = []
     for rank in range(RANKS):
         args = (rank, cfg, port, inboxes[rank], outbox, str(tmp_path), syncs)
-        processes.append(context.Process(target=run_rank, args=args, daemon=True))
+        processes.append(forked_ranks.process(run_rank, args))
     for process in processes:
         process.start()
 
