@@ -38,14 +38,20 @@ without its key."""
 KEY_POLL_S = 0.01
 """Seconds between two polls of a store's keys afterwards."""
 
-ABORTED_BLOCK_S = 5.0
-"""Seconds for a block of `exit_when_stuck` to end by itself after an abort: it may be loading."""
+STUCK_AFTER_S = 10.0
+"""Seconds for a block of `exit_when_stuck` to end by itself after another process has failed in it:
+it may be busy. Less than the driver grants a process after an abort."""
 
 logger = logging.getLogger(__name__)
 
 
 class Aborted(RuntimeError):
     """Another process of this sync failed, so what is waited for will not come."""
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in one line, as the value of `ABORTED`."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class WorkerThread:
@@ -95,9 +101,10 @@ class AbortSignal:
     """
 
     def __init__(self, store: dist.Store) -> None:
-        """`store`: the sender's, with the prefix of the epoch."""
-        # A separate connection: while one thread waits in a store, no second thread can use it.
-        self.store = store.clone()
+        """`store`: the sender's, with the prefix of the epoch. It is not used here: to connect to a
+        sender that is stopped has no time limit either."""
+        self.store = store
+        self.connection: dist.Store | None = None  # of the separate thread
         self.thread: WorkerThread | None = None
         self.unanswered: Future | None = None  # the last request, which may still be pending
 
@@ -133,16 +140,24 @@ class AbortSignal:
         if self.thread is not None:
             self.thread.stop()
 
+    def _connected(self) -> dist.Store:
+        """A separate connection: while one thread waits in a store, no second thread can use it."""
+        if self.connection is None:
+            self.connection = self.store.clone()
+        return self.connection
+
     def _write_reason(self, reason: str) -> None:
-        if not self.store.check([ABORTED]):
-            self.store.set(ABORTED, reason.encode())
+        store = self._connected()
+        if not store.check([ABORTED]):
+            store.set(ABORTED, reason.encode())
 
     def _read(self, keys: list[str]) -> tuple[bool, str]:
         """Whether all `keys` (at least one) are in the store, and the reason of an abort or ""."""
-        complete = bool(keys) and self.store.check(keys)
+        store = self._connected()
+        complete = bool(keys) and store.check(keys)
         reason = ""
-        if self.store.check([ABORTED]):
-            reason = self.store.get(ABORTED).decode(errors="replace")
+        if store.check([ABORTED]):
+            reason = store.get(ABORTED).decode(errors="replace")
         return complete, reason
 
     def _request(self, function: Callable[..., T], *args: Any) -> T | None:
@@ -163,41 +178,50 @@ class AbortSignal:
 
 
 @contextlib.contextmanager
-def exit_when_stuck(signals: Sequence[AbortSignal]) -> Iterator[None]:
-    """End this process by exit code 1 if the block does not end soon after an abort.
+def exit_when_stuck(stores: Sequence[dist.Store]) -> Iterator[None]:
+    """End this process by exit code 1 if another process leaves the block with an error, and this
+    one does not leave it soon after.
 
     For a block in which several processes wait for each other in a library's collective operation.
     Nothing interrupts that, and it would wait forever for a process that has left the block with an
-    error. The end of this process is what its parent notices.
+    error. The end of this process is what its parent notices. An abort of the whole epoch ends no
+    process here: while all others are in the block, this one may only be busy.
 
     Args:
-        signals: of the epoch that the block belongs to.
+        stores: of all senders, with a prefix that only the processes in this block share. None: the
+            processes in the block do not wait for each other.
     """
-    # Their own connections: the block uses the others meanwhile.
-    watched = [AbortSignal(signal.store) for signal in signals]
     ended = threading.Event()
 
     def watch() -> None:
+        signals = [AbortSignal(store) for store in stores]
         while not ended.wait(POLL_INTERVAL_S):
             try:
-                for signal in watched:
+                for signal in signals:
                     signal.check()
-            except Exception as error:
-                if not ended.wait(ABORTED_BLOCK_S):
+            except Exception as error:  # a sender that is gone can no longer tell of a failure
+                if not ended.wait(STUCK_AFTER_S):
                     logger.error(
                         "this process ends, because it waits for one that failed: %s", error
                     )
                     os._exit(1)
-                return
+                break
+        for signal in signals:
+            signal.close()
 
-    if watched:
+    if stores:
         threading.Thread(target=watch, name="stuck-watch", daemon=True).start()
     try:
         yield
-    finally:
+    except BaseException as error:
         ended.set()
-        for signal in watched:
+        for store in stores:
+            signal = AbortSignal(store)
+            with contextlib.suppress(RuntimeError):  # the sender is gone, and its store with it
+                signal.set(reason_of(error))
             signal.close()
+        raise
+    ended.set()
 
 
 def wait_for_keys(

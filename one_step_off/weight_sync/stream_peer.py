@@ -44,7 +44,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from one_step_off.cluster.bounded_waits import Aborted, AbortSignal, WorkerThread, wait_for_result
+from one_step_off.cluster.bounded_waits import (
+    Aborted,
+    AbortSignal,
+    WorkerThread,
+    reason_of,
+    wait_for_result,
+)
 from one_step_off.cluster.core_binding import unpin
 from one_step_off.cluster.errors import GIVEN_UP, SyncError
 from one_step_off.distributed_util import DedicatedGroup
@@ -122,10 +128,9 @@ class StreamPeer:
     def give_up(self, error: BaseException) -> None:
         """Leave all groups because of `error`. Every process that waits for this endpoint fails
         soon, and names the cause."""
-        reason = " ".join(str(error).split()) or type(error).__name__
         for signal in self.abort_signals:
             with suppress(RuntimeError):  # the sender's process is gone, and its store with it
-                signal.set(reason)
+                signal.set(reason_of(error))
         self.close()
         self.wire_thread.stop()
         self.wire_thread = self._start_wire_thread()  # the old thread may hang

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -168,6 +169,12 @@ class OneStepOffTransferEngine(ReceivingWorker, base.WeightTransferEngine):
         self.report["layout_proved"] = float(self.layout_is_proved)
         self.report["finish"] = time.perf_counter() - start
 
+    def stores_of_workers(self) -> list[dist.Store]:
+        """The senders' stores, with a prefix that only the workers of this replica share."""
+        first_receiver = self.receiver.index - get_tensor_model_parallel_rank()
+        prefix = f"replica{first_receiver}"
+        return [dist.PrefixStore(prefix, signal.store) for signal in self.receiver.abort_signals]
+
     def shutdown(self) -> None:
         """The groups end with the process."""
 
@@ -297,15 +304,15 @@ class SyncWorkerExtension:
         engine.sharded_only = sharded_only
         # Workers that quantize agree on the largest numbers of each layer.
         is_joint = engine.reload_proof and self.vllm_config.parallel_config.tensor_parallel_size > 1
-        with exit_when_stuck(engine.receiver.abort_signals if is_joint else ()):
-            self.start_weight_update()
-            self.update_weights({"version": version})
+        with exit_when_stuck(engine.stores_of_workers() if is_joint else ()):
             try:
+                self.start_weight_update()
+                self.update_weights({"version": version})
                 self.finish_weight_update()
             except BaseException as error:
                 # vLLM ends a failed update only in `update_weights`, and would refuse the next one.
                 self._weight_update_active = False
-                engine.receiver.give_up(error)  # the other workers may wait for this one
+                engine.receiver.give_up(error)  # other processes may wait for this one
                 raise
         return engine.report
 
