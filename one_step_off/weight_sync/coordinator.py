@@ -316,7 +316,7 @@ class WeightSync:
             metrics["time/canary_s"] = time.perf_counter() - begin
         except BrokenSync as broken:
             self.groups.replicas = []
-            self.layouts.forget_proofs()
+            self.layouts.forget_proofs(replicas.values())
             await self.failed_syncs.handle(broken, stamp, replicas, is_restore)
             return {}
         except SyncError:
