@@ -301,8 +301,8 @@ class ReplicaSupervisor:
             await self._wait_for_restart()
 
     async def _wait_for_restart(self) -> None:
-        """Wait until one of the restarts has ended, well or not. Raises NoReplica: all have
-        failed."""
+        """Wait until one of the restarts has ended, well or not, or a lent replica may serve. Raises
+        NoReplica: all have failed."""
         running = [task for task in self.restart_tasks.values() if not task.done()]
         if not running and self._keep_leaving():
             return
@@ -313,7 +313,8 @@ class ReplicaSupervisor:
                 "no replica is left, and none could be restarted: "
                 + (reasons or "they hold no verified weights")
             )
-        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        events = [*running, self.next_verified()]
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
 
     # --- failure and restart ----------------------------------------------------------------------
 

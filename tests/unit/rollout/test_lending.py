@@ -283,6 +283,32 @@ def test_a_sync_that_fails_gives_up_the_lent_replicas_alone():
     run(main)
 
 
+def test_lent_replicas_generate_though_the_only_other_one_is_being_restarted(monkeypatch):
+    monkeypatch.setattr(replica_supervisor, "RETRY_S", 0.01)
+
+    async def main():
+        lendings = LendingRun([SleepingReplica()], own_s=0.05, wake_s=0.05)
+        restarted = SleepingReplica()
+        may_start = asyncio.Event()
+
+        async def start() -> tuple[int, list]:
+            await may_start.wait()
+            return 8, []
+
+        restarted.start = ActorMethod(lambda former: start())
+        lendings.supervisor.respawn = lambda i: restarted
+        await lendings.group.setup()
+        generating = asyncio.create_task(lendings.step())
+        await asyncio.sleep(0.03)
+        lendings.supervisor.mark_failed(0, "it died before the lent one served")
+        await asyncio.sleep(0.1)
+        may_start.set()  # so late that the lent one has served since
+        assert lendings.lent[0].work or lendings.lent[0].rows
+        assert await asyncio.wait_for(generating, 10) == ALL_ROWS
+
+    run(main)
+
+
 def test_a_trainer_that_is_found_dead_ends_the_attempt():
     async def main():
         lendings = LendingRun([SleepingReplica()], own_s=0.05)
