@@ -464,6 +464,8 @@ class ReplicaSupervisor:
     async def put_to_sleep(self, i: int, limit_s: float) -> None:
         """Give the device of a lent replica back to the trainer. What was asked of it is asked of
         others at once. Where it does not sleep in `limit_s` seconds it is dropped."""
+        if self.health[i].state is ReplicaState.LEFT:  # its heartbeat failed just now
+            return
         self._end_calls(i, ReplicaLeft, ReplicaState.ASLEEP)
         name = f"rollout {i}, hand its device back"
         answer = name_failures(name, self.replicas[i].hand_device_back.remote())

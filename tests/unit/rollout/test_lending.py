@@ -316,6 +316,21 @@ def test_a_lent_replica_that_fails_is_given_up_and_the_run_goes_on(place, hangs,
     run(main)
 
 
+def test_a_lent_replica_may_be_given_up_just_before_it_is_put_to_sleep():
+    async def main():
+        lendings = LendingRun([SleepingReplica()])
+        await lendings.group.setup()
+        supervisor = lendings.supervisor
+        supervisor.wake(1)
+        going_to_sleep = asyncio.create_task(supervisor.put_to_sleep(1, 1.0))
+        supervisor.drop_lent(1, "no heartbeat")
+        await going_to_sleep
+        assert supervisor.health[1].state is ReplicaState.LEFT
+        assert len(supervisor.endings) == 1
+
+    run(main)
+
+
 def test_a_sync_that_fails_gives_up_the_lent_replicas_alone():
     async def main():
         lendings = LendingRun([SleepingReplica(), SleepingReplica()], own_s=0.05)
