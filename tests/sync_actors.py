@@ -328,12 +328,14 @@ class Team:
         same_device: bool = True,
         max_senders: int = 8,
         lent: int = 0,
+        mode: str = "full",
     ) -> None:
         """`same_device`: everything is in shared memory; else over gloo. `lent`: so many of the
-        replicas are on the trainer's devices, the last ones."""
+        replicas are on the trainer's devices, the last ones. `mode`: weight_sync.mode."""
         self.cfg = light_config(timeout_s)
         self.cfg.placement.lend = lent > 0
         self.cfg.weight_sync.max_senders = max_senders
+        self.cfg.weight_sync.mode = mode
         self.respawned: list[int] = []
         self.events = RecordedEvents()
         self.on_respawn: Any = lambda replica: None

@@ -276,7 +276,7 @@ class Whole(Sharded):
 
     async def run(self, version: int) -> Took:
         """One sync like the first one."""
-        self.sync.layouts.forget_proofs()
+        self.sync.layouts.forget_proofs(self.sync.groups.replicas)
         return await super().run(version)
 
 

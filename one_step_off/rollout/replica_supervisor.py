@@ -82,7 +82,7 @@ class ReplicaSupervisor:
         restarts: how many restarts have begun.
         syncing: a weight sync is under way, so prompts wait.
         restore: brings verified weights into replicas, by their numbers, and returns whether all
-            are still there; `WeightSync` sets it.
+            are still there; see `WeightSync.restore`, which sets it.
         lent: the replicas on the trainer's devices.
         end_lent: ends the process of one that has failed, with its engine, and returns when it is
             gone.
@@ -307,8 +307,11 @@ class ReplicaSupervisor:
             await self._wait_for_restart()
 
     async def _wait_for_restart(self) -> None:
-        """Wait until one of the restarts has ended, well or not. Raises NoReplica: all have
-        failed."""
+        """Wait until one of the restarts has ended, well or not, or a lent replica may serve.
+
+        Raises:
+            NoReplica: all have failed.
+        """
         running = [task for task in self.restart_tasks.values() if not task.done()]
         if not running and self._keep_leaving():
             return
@@ -319,7 +322,8 @@ class ReplicaSupervisor:
                 "no replica is left, and none could be restarted: "
                 + (reasons or "they hold no verified weights")
             )
-        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        events = [*running, self.next_verified()]
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
 
     # --- failure and restart ----------------------------------------------------------------------
 
@@ -466,6 +470,8 @@ class ReplicaSupervisor:
     async def put_to_sleep(self, i: int, limit_s: float) -> None:
         """Give the device of a lent replica back to the trainer. What was asked of it is asked of
         others at once. Where it does not sleep in `limit_s` seconds it is dropped."""
+        if self.health[i].state is ReplicaState.LEFT:  # its heartbeat failed just now
+            return
         self._end_calls(i, ReplicaLeft, ReplicaState.ASLEEP)
         name = f"rollout {i}, hand its device back"
         answer = name_failures(name, self.replicas[i].hand_device_back.remote())
@@ -475,7 +481,7 @@ class ReplicaSupervisor:
             self.drop_lent(i, str(error))
 
     def drop_lent(self, i: int, reason: str) -> None:
-        """Give a lent replica up for the rest of the attempt. Its process is ended, see
+        """Give a lent replica up until an attempt starts all engines. Its process is ended, see
         `endings`."""
         if self.health[i].state is ReplicaState.LEFT:
             return

@@ -252,15 +252,23 @@ class WeightSync:
         metrics["time/canary_s"] += canary_wait_s
         return metrics | {"time/sync_s": time.perf_counter() - begin}
 
-    async def restore(self, *numbers: int) -> bool:
+    async def restore(self, *numbers: int, begun: asyncio.Event | None = None) -> bool:
         """Bring restarted or lent replicas to the weights that were sent last.
 
         If nothing was sent yet, or the senders keep nothing, they stay stale until the next sync.
-        Returns whether all of them are still alive; if not, none of them has the weights.
+
+        Args:
+            begun: set when the sync begins. To cancel before that, while this waits for another
+                sync, leaves nothing behind.
+
+        Returns:
+            Whether all of them are still alive; if not, none of them has the weights.
         """
         if self.versions.sent is None or not self.cfg.keep_sent:
             return True
         async with self.lock:
+            if begun is not None:
+                begun.set()
             metrics = await self._sync_replicas(list(numbers), is_restore=True)
         return bool(metrics)
 
@@ -316,7 +324,7 @@ class WeightSync:
             metrics["time/canary_s"] = time.perf_counter() - begin
         except BrokenSync as broken:
             self.groups.replicas = []
-            self.layouts.forget_proofs()
+            self.layouts.forget_proofs(replicas.values())
             await self.failed_syncs.handle(broken, stamp, replicas, is_restore)
             return {}
         except SyncError:

@@ -1,13 +1,14 @@
 """The driver's record of what the workers of each replica keep of the model.
 
 A new worker reports which blocks it keeps. Its first sync brings whole tensors and proves the
-report. Later syncs bring only these blocks. After a failed sync no report counts as proved.
+report. Later syncs bring only these blocks. After a failed sync no report of its replicas counts as
+proved.
 
 Where adapters alone are sent, a new worker keeps whole tensors, and proves instead that the base
 model it has loaded is the trainer's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from one_step_off.cluster.remote_calls import store_once
@@ -101,9 +102,10 @@ class ReplicaLayouts:
             if all(worker.get("layout_proved") for worker in workers):
                 self._proved.add(replica)
 
-    def forget_proofs(self) -> None:
-        """A sync failed: what it left in the models is unknown."""
-        self._proved.clear()
+    def forget_proofs(self, replicas: Iterable[Any]) -> None:
+        """A sync of these replicas failed: what it left in their models is unknown. The others keep
+        their groups, which may send only blocks, and so need their proofs."""
+        self._proved.difference_update(replicas)
 
 
 def plain_shards_of_receivers(kept: ShardsOfReceivers | None) -> dict[str, Any] | None:

@@ -130,7 +130,7 @@ async def assert_a_full_sync_changes_nothing(
     """Send all weights of this version again: the engine loads them layer by layer."""
     before = await engine_state(roles, is_packed)
     await roles.sync._regroup([0])  # after it the next sync is full
-    roles.sync.layouts.forget_proofs()  # and brings whole tensors
+    roles.sync.layouts.forget_proofs(roles.rollout.replicas)  # and brings whole tensors
     metrics = await roles.sync((0, version))
     assert metrics["sync/bytes"] >= full_bytes
     assert metrics["sync/in_place"] == 0.0

@@ -57,7 +57,7 @@ class VllmEngine:
         self.start_note = ""
         self.started_requests = 0
         self.finished_requests = 0
-        self.asleep = False
+        self.sleeping: set[str] = set()  # the parts that have no memory
         self.vision: Any = None  # the `hf_config` of a model that reads images
         self.lora_request: Any = None  # of every request, where the engine has the adapters apart
         self.own_processes: list[psutil.Process] = []
@@ -210,17 +210,18 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         """See `Engine`."""
-        if self.device == "cuda" and not self.asleep:
+        # A sync that failed has woken the weights alone: they must go to sleep again. vLLM itself
+        # does nothing while the weights sleep.
+        if self.device == "cuda" and "weights" not in self.sleeping:
             await self.llm.sleep(level=2)
-            self.asleep = True
+            self.sleeping = {"weights", "kv_cache"}
 
     async def wake_up(self, tags: list[str]) -> None:
         """See `Engine`."""
-        if not self.asleep:
-            return
-        await self.llm.wake_up(tags)
-        if "kv_cache" in tags:  # the last one: the weights come first
-            self.asleep = False
+        asleep = [tag for tag in tags if tag in self.sleeping]
+        if asleep:
+            await self.llm.wake_up(asleep)
+            self.sleeping.difference_update(asleep)
 
     def shutdown(self) -> None:
         """See `Engine`."""

@@ -111,6 +111,7 @@ class LendingRun:
         self.events = RecordedEvents()
         self.wake_s = wake_s
         self.wakes: list[list[int]] = []
+        self.sync_lock = asyncio.Lock()
         numbers = range(1, 1 + len(lent))
         self.group = RolloutGroup(
             [self.own, *lent],
@@ -126,8 +127,14 @@ class LendingRun:
         self.group.router.replica_capacity = 2
         self.lending = Lending(cfg, self.group)
 
-    async def restore(self, *numbers: int) -> bool:
-        self.wakes.append(list(numbers))
+    async def restore(self, *numbers: int, begun: asyncio.Event | None = None) -> bool:
+        async with self.sync_lock:
+            if begun is not None:
+                begun.set()
+            self.wakes.append(list(numbers))
+            return await self.sync(numbers)
+
+    async def sync(self, numbers: tuple[int, ...]) -> bool:
         await asyncio.sleep(self.wake_s)
         for i in numbers:
             replica: Any = self.group.replicas[i]
@@ -207,6 +214,49 @@ def test_nothing_is_lent_where_no_prompt_waits_and_the_user_learns_why(monkeypat
         hints = [line for line in lendings.events.lines if "agent.max_concurrency" in line]
         assert len(hints) == 1
         assert lendings.lending.metrics["lend/seconds"] == 0
+
+    run(main)
+
+
+def test_a_wake_up_that_waits_for_another_sync_is_left_when_the_batch_is_complete():
+    async def main():
+        lendings = LendingRun([SleepingReplica()], own_s=0.001)
+        await lendings.group.setup()
+        async with lendings.sync_lock:  # that of a restarted replica
+            assert await asyncio.wait_for(lendings.step(), 10) == ALL_ROWS
+        await asyncio.sleep(0.05)
+        assert lendings.wakes == []
+        assert not lendings.sync_lock.locked()
+        assert await lendings.step(1) == ALL_ROWS
+        assert lendings.wakes == [[1]]
+
+    run(main)
+
+
+def test_after_a_sync_that_failed_there_is_no_other_one_when_the_batch_is_complete():
+    async def main():
+        lendings = LendingRun([SleepingReplica(), SleepingReplica()], own_s=0.001, wake_s=0.3)
+        await lendings.group.setup()
+        lendings.lent[0].fails_in = "sync"
+        assert await lendings.step() == ALL_ROWS
+        assert lendings.wakes == [[1, 2]]
+        assert lendings.supervisor.lendable == [2]
+
+    run(main)
+
+
+def test_an_attempt_that_ends_while_the_trainer_waits_for_the_wake_up_ends_that_too():
+    async def main():
+        lendings = LendingRun([SleepingReplica()], own_s=0.001, wake_s=60.0)
+        await lendings.group.setup()
+        waiting = asyncio.create_task(lendings.step())
+        while lendings.own.rows != [prompt.id[1] for prompt in PROMPTS]:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)  # the block has ended, the sync goes on
+        assert lendings.sync_lock.locked()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert not lendings.sync_lock.locked()
 
     run(main)
 
@@ -295,12 +345,27 @@ def test_a_lent_replica_that_fails_is_given_up_and_the_run_goes_on(place, hangs,
     run(main)
 
 
+def test_a_lent_replica_may_be_given_up_just_before_it_is_put_to_sleep():
+    async def main():
+        lendings = LendingRun([SleepingReplica()])
+        await lendings.group.setup()
+        supervisor = lendings.supervisor
+        supervisor.wake(1)
+        going_to_sleep = asyncio.create_task(supervisor.put_to_sleep(1, 1.0))
+        supervisor.drop_lent(1, "no heartbeat")
+        await going_to_sleep
+        assert supervisor.health[1].state is ReplicaState.LEFT
+        assert len(supervisor.endings) == 1
+
+    run(main)
+
+
 def test_a_sync_that_fails_gives_up_the_lent_replicas_alone():
     async def main():
         lendings = LendingRun([SleepingReplica(), SleepingReplica()], own_s=0.05)
         await lendings.group.setup()
 
-        async def restore(*numbers: int) -> bool:
+        async def restore(*numbers: int, begun: asyncio.Event | None = None) -> bool:
             raise SyncError("checksum of bucket 3")
 
         lendings.supervisor.restore = restore
@@ -312,12 +377,38 @@ def test_a_sync_that_fails_gives_up_the_lent_replicas_alone():
     run(main)
 
 
+def test_lent_replicas_generate_though_the_only_other_one_is_being_restarted(monkeypatch):
+    monkeypatch.setattr(replica_supervisor, "RETRY_S", 0.01)
+
+    async def main():
+        lendings = LendingRun([SleepingReplica()], own_s=0.05, wake_s=0.05)
+        restarted = SleepingReplica()
+        may_start = asyncio.Event()
+
+        async def start() -> tuple[int, list]:
+            await may_start.wait()
+            return 8, []
+
+        restarted.start = ActorMethod(lambda former: start())
+        lendings.supervisor.respawn = lambda i: restarted
+        await lendings.group.setup()
+        generating = asyncio.create_task(lendings.step())
+        await asyncio.sleep(0.03)
+        lendings.supervisor.mark_failed(0, "it died before the lent one served")
+        await asyncio.sleep(0.1)
+        may_start.set()  # so late that the lent one has served since
+        assert lendings.lent[0].work or lendings.lent[0].rows
+        assert await asyncio.wait_for(generating, 10) == ALL_ROWS
+
+    run(main)
+
+
 def test_a_trainer_that_is_found_dead_ends_the_attempt():
     async def main():
         lendings = LendingRun([SleepingReplica()], own_s=0.05)
         await lendings.group.setup()
 
-        async def restore(*numbers: int) -> bool:
+        async def restore(*numbers: int, begun: asyncio.Event | None = None) -> bool:
             raise TrainerDied("trainer rank 0 is gone")
 
         lendings.supervisor.restore = restore
@@ -358,23 +449,88 @@ def test_no_prompt_is_lost_or_repeated_whenever_the_loan_ends():
 
 
 class TestChoice:
-    def test_it_is_tried_until_both_times_are_known_and_the_first_wake_up_counts_little(self):
-        choice = LendingChoice()
-        assert choice.pays()
-        assert choice.note(10.0, 30.0) == ""
-        assert choice.pays(), "the first wake-up also connects"
-        assert choice.note(10.0, 2.0) == ""
-        assert choice.pays()
-        assert not choice.pays(waited_s=9.0)
+    @staticmethod
+    def follow(
+        choice: LendingChoice, with_loan: float, without: float, steps: int
+    ) -> tuple[list[bool], list[str]]:
+        """Whether each of these steps lent, and the lines. Each step takes as long as its kind."""
+        seconds = {True: with_loan, False: without}
+        kinds, lines = [], []
+        for _ in range(steps):
+            kinds.append(choice.lends_next)
+            lines.append(choice.note(choice.lends_next, seconds[choice.lends_next]))
+        return kinds, [line for line in lines if line]
 
-    def test_it_says_when_the_choice_changes(self):
+    def test_both_kinds_are_tried_and_the_first_wake_up_does_not_count(self):
         choice = LendingChoice()
-        choice.note(0.8, 1.5)
-        line = choice.note(0.8, 1.5)
-        assert line == (
-            "lending: off, the trainer waits 0.8 s a step, and waking the lent replicas and "
-            "getting the devices back takes 1.5 s"
-        )
-        assert choice.note(0.8, None) == ""
-        assert choice.note(5.0, None) == ""
-        assert choice.note(5.0, None).startswith("lending: on, the trainer waits 5 s a step")
+        assert choice.note(True, 60.0) == "", "it also connects"
+        kinds, _ = self.follow(choice, 4.0, 8.0, 4)
+        assert kinds == [True, False, True, False]
+        assert choice.lends_next
+
+    @pytest.mark.parametrize(
+        ("wait_s", "wake_s", "return_s", "own", "lent", "pays"),
+        [
+            (10.0, 4.0, 1.5, 1, 4, True),
+            (6.0, 2.0, 1.5, 2, 6, True),
+            (10.0, 4.0, 3.0, 3, 1, False),
+            (10.0, 3.0, 4.0, 4, 1, False),
+        ],
+        ids=["1 + 4", "2 + 6", "3 + 1, dear", "4 + 1, dear"],
+    )
+    def test_it_stays_with_what_is_shorter_though_a_loan_shortens_the_wait(
+        self, wait_s, wake_s, return_s, own, lent, pays
+    ):
+        with_loan = wake_s + (wait_s - wake_s) * own / (own + lent) + return_s
+        choice = LendingChoice()
+        choice.note(True, 2 * with_loan)
+        self.follow(choice, with_loan, wait_s, 4)
+        kinds, lines = self.follow(choice, with_loan, wait_s, 1000)
+        assert lines == [], "nothing has changed"
+        trials = kinds.count(not pays)
+        assert 10 <= trials <= 50
+        best, other = sorted([with_loan, wait_s])
+        assert trials * (other - best) < 0.05 * 1000 * best
+
+    def test_a_trial_is_the_rarer_the_dearer_it_is(self):
+        choice = LendingChoice()
+        self.follow(choice, 60.0, 1.0, 5)
+        kinds, _ = self.follow(choice, 60.0, 1.0, 3000)
+        assert 1 <= kinds.count(True) <= 3
+
+    def test_it_says_when_measured_times_change_the_choice(self):
+        choice = LendingChoice()
+        _, lines = self.follow(choice, 1.5, 0.8, 10)
+        assert lines == [
+            "lending: off, the trainer waits for its batch and its devices 1.5 s a step with a "
+            "loan, and 0.8 s without"
+        ]
+        kinds, lines = self.follow(choice, 2.5, 5.0, 60)
+        assert len(lines) == 1
+        assert lines[0].startswith("lending: on, the trainer waits for its batch and its devices ")
+        assert kinds[-10:] == [True] * 10
+
+    def test_noise_of_a_few_percent_changes_nothing(self):
+        choice = LendingChoice()
+        noise = random.Random(0)
+        lines = ""
+        for _ in range(500):
+            lines += choice.note(choice.lends_next, noise.uniform(0.98, 1.02))
+        assert lines == ""
+
+
+def test_with_all_lent_replicas_given_up_there_is_neither_a_hint_nor_a_choice(monkeypatch):
+    monkeypatch.setattr(lending, "LONG_WAIT_S", 0.0)
+
+    async def main():
+        lendings = LendingRun([SleepingReplica()])
+        await lendings.group.setup()
+        lendings.supervisor.drop_lent(1, "it died")
+        lendings.events.lines.clear()
+        for step in range(8):
+            assert await lendings.step(step, PROMPTS[:2]) == ALL_ROWS[:4]
+        assert lendings.events.lines == []
+        assert lendings.lending.choice.lends_next, "no step was compared"
+        assert lendings.lending.metrics["lend/seconds"] == 0
+
+    run(main)

@@ -119,6 +119,29 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
     asyncio.run(main())
 
 
+def test_a_restore_that_has_not_begun_may_be_cancelled():
+    """As that of lent replicas whose trainer has its batch."""
+    sync = connected_sync(SCORES, [SCORES])
+
+    async def main():
+        sync.versions.send((0, 3), SCORES)
+        begun = asyncio.Event()
+        async with sync.lock:  # another sync
+            restore = asyncio.create_task(sync.restore(0, begun=begun))
+            await asyncio.sleep(0.01)
+            assert not begun.is_set()
+            restore.cancel()
+            await asyncio.wait([restore])
+        assert not sync.lock.locked()
+        restore = asyncio.create_task(sync.restore(0, begun=begun))
+        await asyncio.sleep(0)
+        assert begun.is_set()
+        assert sync.lock.locked()
+        restore.cancel()
+
+    asyncio.run(main())
+
+
 def test_a_canary_may_wait_behind_the_requests_that_a_sync_has_paused():
     """A full engine scores it when some of them have ended, which is no sign of a fault."""
     sync = connected_sync(SCORES, [SCORES])

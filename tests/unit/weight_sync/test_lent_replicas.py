@@ -55,15 +55,17 @@ def test_lent_replicas_get_what_was_sent_last_in_groups_that_stay(
     "fault",
     [
         Fault("connect", None, "die"),
-        pytest.param(Fault("load", None, "die"), marks=pytest.mark.slow),
+        pytest.param(Fault("load", 1, "die"), marks=pytest.mark.slow),
     ],
     ids=lambda fault: f"{fault.action} in {fault.place}",
 )
 def test_a_lent_replica_that_fails_in_its_sync_is_given_up_and_the_run_completes(
     cluster, tmp_path, fault
 ):
+    """With deltas: the groups of the other replica stay, and send no whole tensors."""
+
     async def main():
-        async with connected_team(1, 3, lent=2) as team:
+        async with connected_team(1, 3, lent=2, mode="delta") as team:
             await team.rollout.replicas[2].set_fault.remote(fault)
             rows = await run(team, tmp_path)
             assert team.respawned == []

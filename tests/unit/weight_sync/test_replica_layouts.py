@@ -82,13 +82,14 @@ def test_one_worker_that_does_not_know_is_enough_for_whole_tensors():
     assert layouts.kept_by([knows]) is not None
 
 
-def test_nothing_counts_as_proved_after_a_sync_that_failed():
-    replica = Replica()
-    layouts = learned(replica)
-    layouts.note_reports({replica: PROVED})
-    layouts.forget_proofs()
-    assert not layouts.are_proved([replica])
-    assert layouts.kept_by([replica]) is not None
+def test_the_replicas_of_a_sync_that_failed_must_prove_their_reports_again():
+    failed, other = Replica(), Replica()
+    layouts = learned(failed, other)
+    layouts.note_reports({failed: PROVED, other: PROVED})
+    layouts.forget_proofs([failed])
+    assert not layouts.are_proved([failed])
+    assert layouts.kept_by([failed]) is not None
+    assert layouts.are_proved([other])
 
 
 def test_a_replica_that_cannot_answer_breaks_the_sync():
