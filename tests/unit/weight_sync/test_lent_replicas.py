@@ -19,7 +19,9 @@ async def run(team: Team, folder) -> list[dict]:
     """A run in which one prompt is with the replica of its own and the other one waits."""
     team.rollout.router.replica_capacity = 2
     await team.rollout.replicas[0].set_rollout_s.remote(0.6)
-    await asyncio.wait_for(team.pipeline(folder).fit(), RUN_TIMEOUT_S)
+    pipeline = team.pipeline(folder)
+    pipeline.lending.choice.note = lambda lent, seconds: ""  # it lends in each step
+    await asyncio.wait_for(pipeline.fit(), RUN_TIMEOUT_S)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == STEPS
     for step, row in enumerate(rows):
