@@ -19,6 +19,13 @@ from one_step_off.rollout.lending import Lending, LendingChoice
 from one_step_off.rollout.replica_group import RolloutGroup
 from tests.unit.stand_ins import ActorMethod, RecordedEvents, make_prompts, one_token_sample
 
+
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch):
+    """The first look is before the replicas have said how many prompts they have room for."""
+    monkeypatch.setattr(lending, "POLL_S", 0.002)
+
+
 PROMPTS = make_prompts(*range(12))
 ALL_ROWS = [(row, i) for row in range(12) for i in range(2)]
 

@@ -126,7 +126,8 @@ def test_busy_processes_count_as_alive_and_release_what_they_keep(cluster, tmp_p
             await team.reset(overlap=True)
             (rank,) = team.roles.actor.ranks
             (replica,) = team.rollout.replicas
-            info = team.sync.connect_info | {"epoch": 9, "receivers": 1, "same_device": [[]]}
+            info = team.sync.connect_info | {"addresses": team.sync.addresses}
+            info |= {"epoch": 9, "receivers": 1, "same_device": [[]]}
             connecting = replica.connect_sync.remote(info, 0)
             updating = rank.update.remote(None)
             await asyncio.sleep(0.5)
