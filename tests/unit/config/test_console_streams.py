@@ -8,7 +8,7 @@ import contextlib
 import fcntl
 import os
 import pty
-import select
+import selectors
 import subprocess
 import sys
 import textwrap
@@ -401,7 +401,9 @@ def test_output_waits_for_its_reader(tmp_path: Path) -> None:
     write_samples(tmp_path)
     argv = [sys.executable, "-m", *COMMANDS["view"](tmp_path)]
     process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE)
-    select.select([process.stdout], [], [], 60)
+    with selectors.DefaultSelector() as selector:  # `select` takes no descriptor above 1023
+        selector.register(process.stdout, selectors.EVENT_READ)
+        selector.select(60)
     time.sleep(0.3)
     assert process.poll() is None, "more than a pipe holds"
     assert process.communicate(timeout=60)[0].count(b"--- best ") == 3000

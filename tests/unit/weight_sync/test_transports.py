@@ -180,14 +180,14 @@ def test_bytes_that_change_before_they_are_written_are_found_by_the_checksums(
 
 @pytest.mark.parametrize(
     ("missing", "expected"),
-    [(0, "did not write"), (1, r"no answer in 1.5 s of receivers \[0\]")],
+    [(0, "did not write"), (1, r"no answer in 4(.0)? s of receivers \[0\]")],
     ids=["sender", "receiver"],
 )
 def test_a_missing_peer_ends_at_the_time_limit(tmp_path, missing, expected):
-    stream = folder_stream(tmp_path, timeout_s=1.5)
+    stream = folder_stream(tmp_path, timeout_s=4.0)
     begin = time.monotonic()
     results, _ = stream.sync(random_weights(SHAPES), 1, change_jobs=lambda jobs: jobs.pop(missing))
-    assert time.monotonic() - begin < 6
+    assert time.monotonic() - begin < 20
     assert re.search(expected, str(results[0]))
 
 
@@ -202,11 +202,11 @@ def test_an_abort_ends_all_waits(tmp_path):
 
 
 def test_a_receiver_that_never_joins_is_named(tmp_path):
-    stream = folder_stream(tmp_path, receivers=2, timeout_s=1.5)
+    stream = folder_stream(tmp_path, receivers=2, timeout_s=4.0)
     jobs = stream.connect_jobs(2)[:-1]
     begin = time.monotonic()
     results = run_together(jobs)
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 20
     assert "of receivers [1]: joined" in str(results[0])
 
 
