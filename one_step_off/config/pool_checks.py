@@ -145,7 +145,7 @@ def check_lending(cfg: Config) -> None:
             "rollout has the actor's devices already",
             "give them separate pools",
         ),
-        ("placement.pools", shares, "a share of a device is lent to nobody", "use whole devices"),
+        ("placement.pools", shares, "a share of a device cannot be lent", "use whole devices"),
         (
             "pipeline.staleness",
             staleness == 0,
